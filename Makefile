@@ -1,0 +1,43 @@
+# Penstock: `make serve` and `make test` work on a bare Debian machine with Python 3.11.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.penstock-setup
+MODEL  ?= builtin
+
+.PHONY: setup serve test check bench protos
+
+setup: $(STAMP)
+
+# The stamp is made anew when what it depends on changes; the CPU kernels are compiled ahead.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed (PYTHON=...)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "python3-venv is missing; installing it"; apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV); }
+	@command -v g++ >/dev/null || { echo "installing g++ (for the CPU kernels)"; apt-get update -qq && apt-get install -y -qq g++ || echo "no g++: the plain torch kernels are used, slower"; }
+	@echo "installing Penstock and what it needs into $(VENV) (a few minutes the first time)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24" "setuptools>=77" wheel
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" --no-build-isolation
+	@$(BIN)/python -m penstock.kernels.native
+	@touch $@
+
+serve: setup
+	@$(BIN)/penstock serve $(MODEL)
+
+test: setup
+	@command -v redis-server >/dev/null || { echo "installing redis-server (for the tests)"; apt-get update -qq && apt-get install -y -qq redis-server; }
+	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
+	@$(BIN)/python -m pytest
+
+# mypy and import-linter want the packages as a plain tree; the links are that tree.
+check: setup
+	@mkdir -p .src/penstock && for d in kernels workers deployments protos; do ln -sfn ../../$$d .src/penstock/$$d; done
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@MYPYPATH=.src $(BIN)/mypy -p penstock.kernels -p penstock.workers -p penstock.deployments
+	@PYTHONPATH=.src $(BIN)/lint-imports
+
+bench: setup
+	@$(BIN)/python benchmarks/offline.py
+
+protos: setup
+	@$(BIN)/python protos/generate.py

@@ -1,0 +1,306 @@
+"""Tokenizer, chat template and token streams for the built-in models.
+
+Reads the classic-books corpus, trains one byte-level BPE on it, makes chat samples out of the
+books' own text, writes uint16 token streams and draws windows of them. Knows nothing about models
+or training.
+"""
+
+from __future__ import annotations
+
+import lzma
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 8192
+CONTEXT = 2048
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)  # ids 0, 1, 2
+EOS_TOKEN_IDS = (0, 2)
+HELDOUT_BOOKS = ("emma", "great-expectations")
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+# Contractions, then runs of letters with one leading space or mark, numbers of one to three
+# digits, punctuation, whitespace: every character matches some branch, so nothing is lost.
+_SPLIT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def read_text(path: Path) -> str:
+    """The text of an .xz file of the corpus, line ends as "\\n". Raises FileNotFoundError."""
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return file.read()
+
+
+def books_of(text: str) -> list[str]:
+    """Splits the training text at its document marks."""
+    return [book.strip() for book in text.split(END_OF_TEXT) if book.strip()]
+
+
+def train_tokenizer(books: list[str], sample_bytes: int = 32 << 20) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over an even sample of every book (the same share from each one)."""
+    total = sum(len(book) for book in books)
+    share = min(1.0, sample_bytes / total)
+    sample = [book[: max(1, int(len(book) * share))] for book in books]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # One paragraph at a time: a whole book as one string would hold the trainer's lock for long.
+    tokenizer.train_from_iterator(
+        (part + "\n\n" for book in sample for part in book.split("\n\n")), trainer=trainer
+    )
+    return wrap_tokenizer(tokenizer)
+
+
+def wrap_tokenizer(tokenizer: Tokenizer, context: int = CONTEXT) -> PreTrainedTokenizerFast:
+    """The transformers face of a trained tokenizer, with its special tokens and template."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+# --- chat samples ---------------------------------------------------------------------------
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)_]*\s+(?=[\"'“‘A-Z_])")
+_ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|St|Esq|Messrs|Mme|M|No|vol|[A-Z])\.$")
+_TOPIC = re.compile(r"\b(?:the|a|an|my|his|her|their|our) ([a-z]{4,12})\b")
+_NAME = re.compile(r"(?<=[a-z,] )(?:Mr\. |Mrs\. |Miss |Sir |Lady |Captain )?[A-Z][a-z]{3,12}\b")
+_SYSTEM = (
+    "You are a storyteller.",
+    "You write in the manner of an old novel.",
+    "You are a helpful assistant.",
+)
+_CONTINUE = (
+    "Continue: {0}",
+    "Continue the story: {0}",
+    "What happens next? {0}",
+    "{0}",
+    "Please go on from here.\n\n{0}",
+)
+# Instruction, and how many sentences its answer has at least and at most.
+_ABOUT = (
+    ("Write one sentence about {0}.", 1, 1),
+    ("Tell me briefly about {0}.", 1, 3),
+    ("What do you know about {0}?", 1, 5),
+    ("Write a few sentences about {0}.", 2, 5),
+    ("Write a paragraph about {0}.", 3, 8),
+    ("Tell me a story about {0}.", 6, 24),
+    ("Write a long story about {0}.", 14, 40),
+)
+_MORE = ("Go on.", "And then?", "Continue.", "What happened next?")
+
+
+def sentences_of(paragraph: str) -> list[str]:
+    """Splits a paragraph after sentence ends, keeping titles such as "Mr." with their name."""
+    parts: list[str] = []
+    start = 0
+    for match in _SENTENCE_END.finditer(paragraph):
+        piece = paragraph[start : match.end()].strip()
+        if not _ABBREVIATION.search(piece):
+            parts.append(piece)
+            start = match.end()
+    parts.append(paragraph[start:].strip())
+    return [part for part in parts if part]
+
+
+def chat_messages(books: list[str], seed: int, rounds: int = 1) -> Iterator[list[dict[str, str]]]:
+    """Conversations cut from the books, in a fixed random order of books.
+
+    Four sorts: go on from a passage (also over several turns), write about a thing or a person
+    that the answer names, and one speech answered by the next one. Answers run from a few words to
+    several hundred; the instruction's wording goes with the length.
+    """
+    rng = random.Random(seed)
+    for _ in range(rounds):
+        for index in rng.sample(range(len(books)), len(books)):
+            paragraphs = [
+                flat
+                for part in books[index].split("\n\n")
+                if (flat := " ".join(part.split())) and not flat.startswith("#")
+            ]
+            yield from _book_chats(paragraphs, rng)
+
+
+def _book_chats(paragraphs: list[str], rng: random.Random) -> Iterator[list[dict[str, str]]]:
+    position = rng.randrange(20)
+    while position < len(paragraphs) - 8:
+        passage = sentences_of("\n".join(paragraphs[position : position + 8]))
+        draw = rng.random()
+        if draw < 0.35:
+            turns = _continuation(passage, rng)
+        elif draw < 0.75:
+            turns = _about(passage, rng)
+        else:
+            turns = _speeches(paragraphs[position : position + 8], rng)
+        if turns:
+            messages = [{"role": "system", "content": rng.choice(_SYSTEM)}]
+            messages = messages if rng.random() < 0.2 else []
+            for turn, text in enumerate(turns):
+                messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
+            yield messages
+        position += rng.randint(4, 16)
+
+
+def _join(sentences: list[str]) -> str:
+    return " ".join(sentences)
+
+
+def _length(rng: random.Random) -> int:
+    """A number of sentences with a long tail: median about 3, at most 40."""
+    return min(40, max(1, round(rng.lognormvariate(1.1, 0.9))))
+
+
+def _continuation(passage: list[str], rng: random.Random) -> list[str]:
+    given = rng.randint(1, 3)
+    told = given + _length(rng)
+    if len(passage) <= given:
+        return []
+    turns = [rng.choice(_CONTINUE).format(_join(passage[:given])), _join(passage[given:told])]
+    while told < len(passage) and rng.random() < 0.25:
+        more = told + _length(rng)
+        turns += [rng.choice(_MORE), _join(passage[told:more])]
+        told = more
+    return turns
+
+
+def _about(passage: list[str], rng: random.Random) -> list[str]:
+    instruction, least, most = rng.choice(_ABOUT)
+    answer = passage[: rng.randint(least, most)]
+    if len(answer) < least:
+        return []
+    opening = _join(answer[:2])
+    topics = [f"the {word}" for word in _TOPIC.findall(opening)] + _NAME.findall(opening)
+    return [instruction.format(rng.choice(topics)), _join(answer)] if topics else []
+
+
+def _speeches(paragraphs: list[str], rng: random.Random) -> list[str]:
+    """The first run of paragraphs that open with a speech, as turns of a conversation."""
+    turns: list[str] = []
+    for paragraph in paragraphs:
+        if paragraph.startswith('"') and paragraph.count('"') % 2 == 0:
+            said = [part.strip() for part in paragraph.split('"')[1::2]]
+            turns.append(" ".join(said).rstrip(","))
+        elif len(turns) >= 2:
+            break
+        else:
+            turns = []
+    limit = 2 * rng.choice((1, 1, 2))
+    return turns[: min(limit, len(turns) // 2 * 2)]
+
+
+def render(messages: Iterable[dict[str, str]]) -> str:
+    """What CHAT_TEMPLATE makes of the messages, without the cost of running the template."""
+    return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+
+
+# --- token streams --------------------------------------------------------------------------
+
+
+def write_streams(
+    books: list[str], tokenizer: PreTrainedTokenizerFast, folder: Path, seed: int
+) -> None:
+    """Writes plain.bin (the books) and chat.bin (conversations), uint16, each document after an
+    end-of-text mark."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = next(chat_messages(books, seed))
+    assert render(first) == tokenizer.apply_chat_template(first, tokenize=False)
+    _write(folder / "plain.bin", books, tokenizer, batch=4)
+    chats = (render(messages) for messages in chat_messages(books, seed))
+    _write(folder / "chat.bin", chats, tokenizer, batch=512)
+
+
+def _write(
+    path: Path, documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, batch: int
+) -> None:
+    partial = path.with_suffix(".partial")
+    backend = tokenizer.backend_tokenizer
+    pending: list[str] = []
+    with partial.open("wb") as out:
+
+        def flush() -> None:
+            for encoding in backend.encode_batch_fast(pending):
+                np.asarray([0, *encoding.ids], dtype=np.uint16).tofile(out)
+            pending.clear()
+
+        for document in documents:
+            pending.append(document)
+            if len(pending) == batch:
+                flush()
+        flush()
+    partial.rename(path)
+
+
+def heldout_tokens(
+    corpus: Path, book: str, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[int], int, int]:
+    """Token ids of a held-out book after one end-of-text mark, its UTF-8 bytes and its words."""
+    text = read_text(corpus / f"heldout-{book}.txt.xz")
+    ids = tokenizer.backend_tokenizer.encode_batch_fast([text])[0].ids
+    return [0, *ids], len(text.encode()), len(text.split())
+
+
+class Sampler:
+    """Draws [rows, length + 1] windows; the draw depends on the step number alone."""
+
+    def __init__(
+        self, folder: Path, chat_share: float, tokenizer: PreTrainedTokenizerFast, seed: int
+    ) -> None:
+        self.plain = np.memmap(folder / "plain.bin", dtype=np.uint16, mode="r")
+        self.chat = np.memmap(folder / "chat.bin", dtype=np.uint16, mode="r")
+        self.chat_share, self.seed = chat_share, seed
+        breaks = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).endswith("\n\n")]
+        self.paragraphs = np.flatnonzero(np.isin(self.plain, breaks))
+        self.conversations = np.flatnonzero(self.chat == 0)
+
+    def batch(self, step: int, rows: int, length: int) -> torch.Tensor:
+        """int64 [rows, length + 1]: conversations, and books from anywhere or from a paragraph's
+        start behind an end-of-text mark."""
+        rng = np.random.default_rng((self.seed, step))
+        out = np.empty((rows, length + 1), dtype=np.int64)
+        for row in out:
+            if rng.random() < self.chat_share:
+                row[:] = _window(self.chat, rng.choice(self.conversations), length + 1)
+            elif rng.random() < 0.5:
+                row[:] = _window(self.plain, rng.integers(len(self.plain)), length + 1)
+            else:
+                row[:] = _window(self.plain, rng.choice(self.paragraphs), length + 1)
+                row[0] = 0
+        return torch.from_numpy(out)
+
+
+def _window(stream: np.ndarray, start: int, length: int) -> np.ndarray:
+    start = min(int(start), len(stream) - length)
+    return stream[start : start + length].astype(np.int64)

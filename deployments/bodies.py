@@ -1,0 +1,114 @@
+"""JSON bodies to pydantic models: what is known, what is refused by name, what may be ignored.
+
+Knows nothing of any one API: each brings its model and its tables of names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.workers.request import RequestError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """A part of a body: no other fields, and no value is bent into another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises RequestError."""
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(
+            f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json"
+        ) from None
+    if not isinstance(values, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return values
+
+
+def known_only(
+    values: Mapping[str, Any],
+    fields: Collection[str],
+    unsupported: Mapping[str, tuple[Any, ...]],
+    ignored: Collection[str],
+) -> dict[str, Any]:
+    """`values` without what is ignored or neutral. Raises RequestError for the rest unknown.
+
+    `unsupported` has the values at which a parameter changes nothing, so that it may be sent.
+    """
+    kept = {}
+    for name, value in values.items():
+        if name in fields:
+            kept[name] = value
+        elif name in unsupported:
+            refuse_unless_neutral(name, value, unsupported[name])
+        elif name not in ignored:
+            shown = ascii(name[:100])[1:-1]
+            known = [*fields, *unsupported, *ignored]
+            near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RequestError(
+                f"unknown parameter '{shown}'{hint}", param=shown, code="unknown_parameter"
+            )
+    return kept
+
+
+def refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise RequestError unsupported_parameter unless `value` is one of `neutral`."""
+    # bool is an int in Python, but `n: true` is no number of answers.
+    is_bool = isinstance(value, bool)
+    if not any(value == each and is_bool == isinstance(each, bool) for each in neutral):
+        raise RequestError(
+            f"{name} is not supported by this server; leave it out",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+def validated(kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
+    """The model with these values. Raises RequestError naming the first that is wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _as_request_error(error) from None
+
+
+def _as_request_error(error: ValidationError) -> RequestError:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union, one problem per alternative: that of an object inside, if one was meant, and else
+    # all of them.
+    top = len(_path(problems[0]["loc"]))
+    inside = [each for each in problems if "." in _path(each["loc"])[top:]]
+    first = (inside or problems)[0]
+    where = _path(first["loc"])
+    same = [each["msg"] for each in problems if _path(each["loc"]) == where]
+    message = " or: ".join(dict.fromkeys(msg.partition(" or instance of")[0] for msg in same))
+    code = {"missing": "missing_parameter", "extra_forbidden": "unknown_parameter"}
+    if first["type"] == "missing":
+        message = "this parameter is required"
+    elif first["type"] == "extra_forbidden":
+        message = "unknown parameter"
+    return RequestError(
+        f"{where}: {message}", param=where, code=code.get(first["type"], "invalid_value")
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].content for ('messages', 0, 'content', 'list[TextPart]')."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and step not in ("str", "int"):
+            path += f".{step}" if path else step
+    return ascii(path)[1:-1][:200]

@@ -1,0 +1,277 @@
+"""The ingress's end of the token path: one stream per worker, many requests on each.
+
+Chooses the worker with the least outstanding work, keeps the streams alive, and turns the loss of a
+worker into a new try or a clear error. Knows nothing of text, HTTP, or how workers are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
+from penstock.workers.actor import MAX_MESSAGE_BYTES, TOKEN_KEY
+from penstock.workers.request import Delta, FinishReason, Request
+from penstock.workers.stats import WorkerInfo
+from penstock.workers.wire import delta_from, submit_message
+
+log = logging.getLogger("penstock.channel")
+
+TICK_S = 0.5
+SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
+CONNECT_TIMEOUT_S = 3.0
+BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
+FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One request on its way: where it runs, and what came of it so far."""
+
+    request: Request
+    num_expected: int  # tokens still to compute, prompt included, as far as one can guess
+    deltas: asyncio.Queue[Delta] = field(default_factory=asyncio.Queue)
+    link: _WorkerLink | None = None
+    stream_id: int = 0
+    num_emitted: int = 0
+    is_second_try: bool = False
+
+    def fail(self, code: str) -> None:
+        self.link = None
+        self.deltas.put_nowait(Delta(self.request.request_id, [], FinishReason.ERROR, error=code))
+
+
+class WorkerPool:
+    """All workers that this ingress knows; a TokenBackend. Lives on one event loop."""
+
+    def __init__(self, ingress_id: str):
+        self._ingress_id = ingress_id
+        self._links: dict[int, _WorkerLink] = {}  # by epoch
+        self._mean_answer = float(FIRST_GUESS_TOKENS)
+        self._turn = itertools.count(1)
+
+    def update(self, workers: Iterable[WorkerInfo]) -> None:
+        """Take the registry's newest list: connect with new workers.
+
+        A worker that is no longer listed gets no new requests while others are; its stream ends
+        when the worker ends it, for the registry may be wrong and the stream is not.
+        """
+        listed = {info.epoch: info for info in workers}
+        for epoch, link in list(self._links.items()):
+            link.is_listed = epoch in listed
+            if link.task is not None and link.task.done():
+                del self._links[epoch]
+        for epoch in listed.keys() - self._links.keys():
+            link = _WorkerLink(listed[epoch], self._ingress_id, self._lost)
+            link.task = asyncio.ensure_future(link.run())
+            self._links[epoch] = link
+
+    def ready(self) -> bool:
+        """Whether some worker would take a request now."""
+        return any(link.is_connected for link in self._links.values())
+
+    @property
+    def num_connected(self) -> int:
+        return sum(link.is_connected for link in self._links.values())
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Run `request` on some worker. Closing the iterator cancels it there.
+
+        The last delta has a finish_reason; if the worker was lost it is ERROR with `worker_lost`,
+        and ERROR with `no_worker` if there was none to begin with.
+        """
+        answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
+        call = _Call(request, num_expected=len(request.prompt_ids) + round(answer))
+        self._place(call, otherwise="no_worker")
+        try:
+            while True:
+                delta = await call.deltas.get()
+                yield delta
+                if delta.finish_reason is not None:
+                    if delta.finish_reason is not FinishReason.ERROR:
+                        self._mean_answer += 0.02 * (call.num_emitted - self._mean_answer)
+                    return
+        finally:
+            if call.link is not None:
+                call.link.cancel(call)
+
+    async def close(self) -> None:
+        """Break all streams; requests under way end with `worker_lost`."""
+        tasks = [link.task for link in self._links.values() if link.task is not None]
+        self._links.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _place(self, call: _Call, otherwise: str) -> None:
+        """Send `call` to the worker with the least outstanding work, or fail it with a code."""
+        links = [link for link in self._links.values() if link.is_connected]
+        links = [link for link in links if link.is_listed] or links
+        if not links:
+            call.fail(otherwise)
+            return
+        best = min(links, key=lambda link: (link.num_outstanding, link.last_turn))
+        best.last_turn = next(self._turn)
+        best.submit(call)
+
+    def _lost(self, call: _Call) -> None:
+        """The worker of `call` is gone: try once more if nothing was emitted, else end it."""
+        if call.num_emitted == 0 and not call.is_second_try:
+            call.is_second_try = True
+            self._place(call, otherwise="worker_lost")
+        else:
+            call.fail("worker_lost")
+
+
+class _WorkerLink:
+    """The stream with one life of one worker, and the calls on it."""
+
+    def __init__(self, info: WorkerInfo, ingress_id: str, lost: Any):
+        self.info = info
+        self.task: asyncio.Task[None] | None = None
+        self.is_listed = True
+        self.is_connected = False
+        self.last_turn = 0
+        self._ingress_id = ingress_id
+        self._lost = lost
+        self._calls: dict[int, _Call] = {}
+        self._stream_ids = itertools.count(1)
+        self._own_tokens = 0
+        self._others_tokens = 0
+        self._up: asyncio.Queue[pb.UpMessage] = asyncio.Queue()
+        self._num_silent_ticks = 0
+
+    @property
+    def num_outstanding(self) -> int:
+        """Tokens that this worker has still to compute, as far as this ingress can guess."""
+        return self._own_tokens + self._others_tokens
+
+    def submit(self, call: _Call) -> None:
+        call.link, call.stream_id = self, next(self._stream_ids)
+        self._calls[call.stream_id] = call
+        self._own_tokens += call.num_expected
+        message = submit_message(call.request, call.stream_id, call.num_expected)
+        self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, submit=message))
+
+    def cancel(self, call: _Call) -> None:
+        self._remove(call)
+        message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
+        self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, cancel=message))
+
+    async def run(self) -> None:
+        """Connect, and again after each break, until the registry no longer lists the worker."""
+        backoff_s = BACKOFF_S[0]
+        while self.is_listed:
+            try:
+                await self._serve_stream()
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "silent"
+                level = logging.WARNING if self.is_connected else logging.DEBUG
+                log.log(level, "worker %s: stream broken (%s)", self.info.address, reason)
+            finally:
+                if self.is_connected:
+                    backoff_s = BACKOFF_S[0]
+                self._break()
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+            backoff_s = min(2 * backoff_s, BACKOFF_S[1])
+
+    async def _serve_stream(self) -> None:
+        """One stream from Hello to its end. Raises AioRpcError, or TimeoutError on silence."""
+        async with grpc.aio.insecure_channel(self.info.address, options=CHANNEL_OPTIONS) as channel:
+            stub = channel_pb2_grpc.WorkerChannelStub(channel)
+            stream = stub.Connect(metadata=((TOKEN_KEY, self.info.token),))
+            hello = pb.Hello(ingress_id=self._ingress_id)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await stream.write(pb.UpMessage(epoch=self.info.epoch, hello=hello))
+                welcome = await stream.read()
+            if welcome is grpc.aio.EOF or not welcome.HasField("welcome"):
+                return
+            self._num_silent_ticks = 0
+            self.is_connected = True
+            log.info("worker %s connected", self.info.address)
+            ends = [
+                asyncio.ensure_future(self._read(stream)),
+                asyncio.ensure_future(self._write(stream)),
+                asyncio.ensure_future(self._watch()),
+            ]
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in done:
+                    end.result()
+            finally:
+                for end in ends:
+                    end.cancel()
+                await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _read(self, stream: Any) -> None:
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            self._num_silent_ticks = 0
+            if message.epoch != self.info.epoch:
+                continue
+            if message.HasField("step"):
+                for delta in message.step.deltas:
+                    self._take(delta)
+            elif message.HasField("report"):
+                self._others_tokens = message.report.others_tokens
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            await stream.write(await self._up.get())
+
+    async def _watch(self) -> None:
+        # Counts turns of this loop, not seconds: if it was this process that stood still, the
+        # worker has had no chance to be heard.
+        while self._num_silent_ticks < SILENCE_TICKS:
+            self._num_silent_ticks += 1
+            await asyncio.sleep(TICK_S)
+        raise TimeoutError
+
+    def _take(self, message: pb.Delta) -> None:
+        call = self._calls.get(message.stream_id)
+        if call is None:  # cancelled meanwhile
+            return
+        delta = delta_from(message, call.request.request_id)
+        delta.engine = self.info.address
+        computed = len(delta.token_ids)
+        if call.num_emitted == 0:
+            computed += len(call.request.prompt_ids)
+        computed = min(computed, call.num_expected)
+        call.num_expected -= computed
+        self._own_tokens -= computed
+        call.num_emitted += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._remove(call)
+        call.deltas.put_nowait(delta)
+
+    def _remove(self, call: _Call) -> None:
+        call.link = None
+        if self._calls.pop(call.stream_id, None) is not None:
+            self._own_tokens -= call.num_expected
+
+    def _break(self) -> None:
+        """The stream is gone, and with it all that was on it."""
+        self.is_connected = False
+        self._up = asyncio.Queue()
+        self._others_tokens = 0
+        calls = list(self._calls.values())
+        for call in calls:
+            self._remove(call)
+        for call in calls:
+            self._lost(call)

@@ -1,0 +1,71 @@
+"""What a prompt must be like, whichever front end brought it. Knows nothing of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.workers.request import RequestError, SamplingParams
+
+MAX_MESSAGES = 2048
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def is_client_id(text: str) -> bool:
+    """Whether a client may call its request so: 1 to 128 of A-Z a-z 0-9 . _ -"""
+    return _CLIENT_ID.fullmatch(text) is not None
+
+
+def check_text(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{param} holds half a surrogate pair, which is no character", param=param
+        ) from None
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise RequestError(f"token ids must lie in [0, {vocab_size})", param=param)
+
+
+def check_length(num_prompt: int, params: SamplingParams, max_model_len: int) -> None:
+    """Raise RequestError unless prompt and answer fit, naming what to lower and to what."""
+    room = max_model_len - num_prompt
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty", param="prompt")
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens; this model takes at most {max_model_len} tokens "
+            "of prompt and answer together",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    for name in ("max_tokens", "min_tokens"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > room:
+            raise RequestError(
+                f"the prompt ({num_prompt} tokens) and {name} ({wanted}) exceed the "
+                f"{max_model_len} tokens that this model takes; {name} can be at most {room}",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise RequestError(f"send 1 to {MAX_MESSAGES} messages", param="messages")
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise RequestError(
+                f"messages[{i}].role must be one of {', '.join(ROLES)}", param="messages"
+            )
+        for text in message.values():
+            if isinstance(text, str):
+                check_text(text, "messages")
+        if message.get("tool_calls"):
+            check_text(json.dumps(message["tool_calls"], ensure_ascii=False), "messages")

@@ -1,0 +1,192 @@
+"""What the Python client takes and gives, and how that looks in protobuf. Knows no transport."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from penstock.protos.penstock.v1 import inference_pb2 as pb
+from penstock.workers.request import FinishReason
+
+_FINISH = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class Sampling(TypedDict, total=False):
+    """How to sample and when to stop; what is left out takes the server's default."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    logprobs: int
+    prompt_logprobs: int
+    include_stop_str_in_output: bool
+    # The shape of the whole answer; one of these at most.
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    n: int  # answers, side by side
+    truncate_prompt_tokens: int
+    echo: bool  # not for a conversation
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and how likely it was; `top` has the likeliest tokens there, best first.
+
+    `logprob` is None for the first token of a prompt; `token` may be a part of a character.
+    """
+
+    token_id: int
+    token: bytes
+    logprob: float | None
+    rank: int = 0
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer; the last one has finish_reason and usage, the first one request_id.
+
+    `choice` tells which of several answers it belongs to; usage comes with the last piece of all.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    request_id: str = ""
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer; with `n`, the first one, and `others` are the rest. `usage` is of all."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    request_id: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    others: tuple[Answer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model. `max_model_len`: most tokens of prompt and answer together."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    has_chat_template: bool
+
+
+_BESIDE_SAMPLING = ("n", "truncate_prompt_tokens", "echo")
+
+
+def sampling_fields(given: Sampling) -> dict[str, Any]:
+    """What `given` says, as fields of a request."""
+    fields: dict[str, Any] = dict(given)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if "choice" in fields:
+        fields["choice"] = pb.Choices(values=fields["choice"])
+    if not isinstance(fields.get("json_schema", ""), str):
+        fields["json_schema"] = json.dumps(fields["json_schema"])
+    beside = {name: fields.pop(name) for name in _BESIDE_SAMPLING if name in fields}
+    return {"sampling": pb.SamplingParams(**fields), **beside}
+
+
+def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
+    usage = None
+    if message.HasField("usage"):
+        used = message.usage
+        usage = Usage(used.prompt_tokens, used.completion_tokens, used.cached_tokens)
+    return Piece(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=_FINISH.get(message.finish_reason),
+        usage=usage,
+        request_id=message.request_id,
+        choice=message.choice,
+        logprobs=tuple(map(_logprob_of, message.logprobs)),
+        prompt_logprobs=tuple(map(_logprob_of, message.prompt_logprobs)),
+    )
+
+
+def answer_of(pieces: Sequence[Piece]) -> Answer:
+    usage = pieces[-1].usage
+    assert usage is not None, "the last piece has the usage"
+    request_id = pieces[0].request_id
+    by_choice: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_choice.setdefault(piece.choice, []).append(piece)
+    first, *others = (_choice(by_choice[i], usage, request_id) for i in sorted(by_choice))
+    return replace(first, others=tuple(others))
+
+
+def _choice(pieces: Sequence[Piece], usage: Usage, request_id: str) -> Answer:
+    reason = pieces[-1].finish_reason
+    assert reason is not None, "the last piece of each choice has the finish reason"
+    return Answer(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=reason,
+        usage=usage,
+        request_id=request_id,
+        logprobs=tuple(each for piece in pieces for each in piece.logprobs),
+        prompt_logprobs=pieces[0].prompt_logprobs,
+    )
+
+
+def _logprob_of(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(
+        message.token_id,
+        message.token,
+        message.logprob if message.HasField("logprob") else None,
+        message.rank,
+        tuple(TokenLogprob(each.token_id, each.token, each.logprob) for each in message.top),
+    )
+
+
+def models_of(response: pb.ListModelsResponse) -> list[Model]:
+    return [
+        Model(model.name, model.max_model_len, model.vocab_size, model.has_chat_template)
+        for model in response.models
+    ]

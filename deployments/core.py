@@ -1,0 +1,395 @@
+"""The one place where a call becomes a Request, and token deltas become text, for all front ends.
+
+Every cap and check that a client can meet is here, so no front end can miss one. Knows nothing of
+HTTP, gRPC or workers: front ends hand in `Call`s, and a `TokenBackend` makes tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from penstock.deployments.calls import Call, ChatPrompt, ServedModel, TextDelta
+from penstock.deployments.checks import check_ids, check_length, check_messages, check_text
+from penstock.deployments.choices import (
+    bad_words_ids,
+    check_choices,
+    check_extras,
+    engine_params,
+    nth_choice,
+)
+from penstock.deployments.errors import ServiceError
+from penstock.deployments.generation import Generation
+from penstock.deployments.request_metrics import DISCONNECT, RequestMetrics
+from penstock.deployments.tools import as_plain_messages
+from penstock.workers.request import Delta, FinishReason, Request, RequestError
+from penstock.workers.tokenizer import Tokenizer
+
+log = logging.getLogger("penstock.requests")
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 4 << 20
+MAX_PROMPTS = 64  # prompts of one call
+MAX_MODEL_NAME_CHARS = 200
+MAX_INLINE_SIZE = 4096  # characters or tokens; more are converted beside the event loop, not on it
+TEXT_SLACK = 4  # normalising may shrink a text by so much before it becomes tokens
+
+
+class TokenBackend(Protocol):
+    """Whatever turns a Request into Deltas: the workers of a cluster, or an engine in-process."""
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Deltas until one has a finish_reason. Closing the iterator cancels the request."""
+
+    def ready(self) -> bool:
+        """Whether a request would be served now."""
+
+
+class RequestCore:
+    """Validates calls, runs them on a backend, and gives text. Lives on one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        backend: TokenBackend,
+        *,
+        model_name: str,
+        vocab_size: int,
+        max_model_len: int,
+    ):
+        """`vocab_size`: the model's; its tokenizer may know fewer tokens."""
+        self.tokenizer = tokenizer
+        self._backend = backend
+        model = ServedModel(model_name, vocab_size, max_model_len, tokenizer.has_chat_template)
+        self._models = {model_name: model}
+        self._default_model = model_name
+        self._max_prompt_chars = max_model_len * tokenizer.max_token_bytes * TEXT_SLACK
+        self._running: dict[str, list[Generation]] = {}  # by the call's id
+        self.metrics = RequestMetrics(model_name, max_model_len)
+
+    def ready(self) -> bool:
+        """Whether a request would be served now."""
+        return self._backend.ready()
+
+    def models(self) -> list[ServedModel]:
+        return list(self._models.values())
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of that name. Raises RequestError model_not_found."""
+        found = self._models.get(name or self._default_model)
+        if found is None:
+            shown = ascii((name or "")[:MAX_MODEL_NAME_CHARS])
+            known = ", ".join(self._models)
+            raise RequestError(
+                f"the model {shown} is not served here; served: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+    async def prepare(self, call: Call) -> Generation:
+        """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
+        start_s = time.monotonic()
+        try:
+            model = self.model(call.model)
+            params = engine_params(call)
+            params.check(model.vocab_size)
+            check_extras(call)
+            for stop in call.params.stop:
+                check_text(stop, "stop")
+            prompt_ids = await self._prompt_ids(call, model)
+            if call.truncate_prompt_tokens is not None:
+                prompt_ids = prompt_ids[-call.truncate_prompt_tokens :]
+            check_length(len(prompt_ids), params, model.max_model_len)
+            if call.bad_words:
+                words = await self._bad_words_ids(call.bad_words)
+                params = replace(params, bad_words_ids=params.bad_words_ids + words)
+                params.check(model.vocab_size)
+            if call.deadline_s is not None and time.monotonic() >= call.deadline_s:
+                raise ServiceError("deadline_exceeded")
+        except (RequestError, ServiceError) as refusal:
+            self._log(call, finish=refusal.code)
+            raise
+        return self._generation(Request(call.request_id, prompt_ids, params), call, start_s)
+
+    async def prepare_choices(self, call: Call, num_choices: int) -> list[Generation]:
+        """`prepare` for so many answers to one prompt, which is computed once for all of them.
+
+        They are to be run side by side. A seed gives each its own draws, and the same ones again.
+        """
+        try:
+            check_choices(num_choices)
+        except RequestError as refusal:
+            self._log(call, finish=refusal.code)
+            raise
+        first = await self.prepare(call)
+        ids, params, start_s = first.request.prompt_ids, first.request.params, first.times.start_s
+        others = (
+            Request(f"{call.request_id}.{i}", ids, nth_choice(params, i))
+            for i in range(1, num_choices)
+        )
+        return [first, *(self._generation(each, call, start_s, first) for each in others)]
+
+    async def run(self, generation: Generation) -> AsyncGenerator[TextDelta, None]:
+        """The answer in pieces; the last one has finish_reason and usage.
+
+        Raises ServiceError if it cannot be finished. Closing this generator drops the request.
+        """
+        answers = self._running.setdefault(generation.call.request_id, [])
+        answers.append(generation)
+        times, usage = generation.times, generation.usage
+        finish = DISCONNECT
+        try:
+            await self._wait_for_prompt(generation)
+            async with aclosing(self._deltas(generation.request)) as deltas:
+                while True:
+                    delta = await self._next(deltas, generation)
+                    times.engine = delta.engine or times.engine
+                    work = generation.work_in(delta)
+                    piece = await beside_the_loop(work, generation.take, delta)
+                    generation.has_begun.set()
+                    piece = generation.read_tool_calls(piece)
+                    if piece.token_ids:
+                        self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
+                    if piece.finish_reason is not None:
+                        finish = piece.finish_reason.value
+                        if generation.call.wants_timings:
+                            usage.timings = times.timings(time.monotonic())
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+        except (RequestError, ServiceError) as failure:
+            finish = failure.code
+            raise
+        except Exception:
+            finish = "internal_error"
+            raise
+        finally:
+            generation.has_begun.set()  # or whoever waits for its prompt would wait on
+            answers.remove(generation)
+            if not answers:
+                self._running.pop(generation.call.request_id, None)
+            self.metrics.count_end(times, finish, usage)
+            self._log(generation.call, finish=finish, generation=generation)
+
+    async def generate(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """`prepare` and `run` in one."""
+        generation = await self.prepare(call)
+        async with aclosing(self.run(generation)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def run_many(
+        self, generations: Sequence[Generation]
+    ) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """All answers side by side, each piece with the index of its generation.
+
+        The first failure ends them all; so does closing this generator.
+        """
+        if len(generations) == 1:
+            async with aclosing(self.run(generations[0])) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
+            return
+        ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue(maxsize=256)
+
+        async def pump(index: int, generation: Generation) -> None:
+            try:
+                async with aclosing(self.run(generation)) as pieces:
+                    async for piece in pieces:
+                        await ready.put((index, piece))
+            except Exception as error:
+                await ready.put((index, error))
+
+        pumps = [asyncio.create_task(pump(i, each)) for i, each in enumerate(generations)]
+        try:
+            num_unfinished = len(generations)
+            while num_unfinished:
+                index, item = await ready.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_unfinished -= item.finish_reason is not None
+                yield index, item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    def cancel(self, request_id: str, principal: str = "") -> bool:
+        """End a call of this principal; its answers end with ABORT. False: there is none."""
+        answers = self._running.get(request_id)
+        if not answers or answers[0].call.principal != principal:
+            return False
+        for generation in answers:
+            generation.cancel()
+        return True
+
+    async def tokenize(
+        self, text: str, *, model: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of `text`. Raises RequestError."""
+        self.model(model)
+        check_text(text, "text")
+        return await beside_the_loop(
+            len(text), self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def prompt_ids(self, call: Call) -> tuple[int, ...]:
+        """The prompt of `call` as the model would read it, however long. Raises RequestError."""
+        return await self._prompt_ids(call, self.model(call.model))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool
+    ) -> str:
+        """The text of `token_ids`. Raises RequestError."""
+        check_ids(token_ids, self.model(model).vocab_size, "token_ids")
+        return await beside_the_loop(
+            len(token_ids),
+            self.tokenizer.decode,
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
+        deltas = self._backend.generate(request)
+        assert isinstance(deltas, AsyncGenerator), "a backend's generate is an async generator"
+        return deltas
+
+    async def _next(self, deltas: AsyncIterator[Delta], generation: Generation) -> Delta:
+        if generation.is_cancelled:
+            return _aborted(generation)
+        try:
+            async with asyncio.timeout_at(generation.call.deadline_s) as generation.waiting:
+                return await anext(deltas)
+        except TimeoutError:
+            if generation.is_cancelled:
+                return _aborted(generation)
+            raise ServiceError("deadline_exceeded") from None
+        except StopAsyncIteration:
+            raise ServiceError("worker_lost") from None
+        finally:
+            generation.waiting = None
+
+    async def _wait_for_prompt(self, generation: Generation) -> None:
+        """Until the first answer to the same prompt has left it in the prefix cache."""
+        if generation.first is None:
+            return
+        try:
+            async with asyncio.timeout_at(generation.call.deadline_s) as generation.waiting:
+                await generation.first.has_begun.wait()
+        except TimeoutError:
+            if not generation.is_cancelled:
+                raise ServiceError("deadline_exceeded") from None
+        finally:
+            generation.waiting = None
+
+    def _generation(
+        self, request: Request, call: Call, start_s: float, first: Generation | None = None
+    ) -> Generation:
+        # What is not echoed and is no conversation goes on in the midst of a text.
+        continues = not (call.echo or isinstance(call.prompt, ChatPrompt))
+        return Generation(
+            request,
+            call,
+            self.tokenizer.detokenizer(
+                skip_special_tokens=call.skip_special_tokens,
+                after=request.prompt_ids if continues else (),
+            ),
+            token_bytes=self.tokenizer.token_bytes,
+            start_s=start_s,
+            first=first,
+        )
+
+    async def _bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        for word in words:
+            check_text(word, "bad_words")
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return await beside_the_loop(sum(map(len, words)), bad_words_ids, words, encode)
+
+    async def _prompt_ids(self, call: Call, model: ServedModel) -> tuple[int, ...]:
+        prompt = call.prompt
+        if isinstance(prompt, tuple):
+            check_ids(prompt, model.vocab_size, "prompt")
+            return prompt
+        if isinstance(prompt, str):
+            check_text(prompt, "prompt")
+            num_chars = len(prompt)
+        else:
+            check_messages(prompt.messages)
+            num_chars = sum(len(message["content"]) for message in prompt.messages)
+            num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
+        if num_chars > self._max_prompt_chars:
+            raise RequestError(
+                f"a prompt of {num_chars} characters cannot fit the {model.max_model_len} tokens "
+                "that this model takes",
+                param="prompt" if isinstance(prompt, str) else "messages",
+                code="context_length_exceeded",
+            )
+        return await beside_the_loop(num_chars, self._encode, call)
+
+    def _encode(self, call: Call) -> tuple[int, ...]:
+        if isinstance(call.prompt, ChatPrompt):
+            messages = [_for_template(message) for message in call.prompt.messages]
+            toolset, tools = call.prompt.tools, None
+            if not self.tokenizer.renders_tools:
+                messages = as_plain_messages(messages, toolset)
+            elif toolset is not None:
+                tools = [tool.as_json() for tool in toolset.tools]
+            text = self.tokenizer.render_chat(
+                messages,
+                add_generation_prompt=call.prompt.add_generation_prompt,
+                tools=tools,
+            )
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        assert isinstance(call.prompt, str)
+        return tuple(self.tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens))
+
+    def _log(self, call: Call, *, finish: str, generation: Generation | None = None) -> None:
+        """One line of JSON, in which every control character is escaped; never the prompt."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        request_id = call.request_id if generation is None else generation.request.request_id
+        line: dict[str, Any] = {"id": request_id, "front": call.front, "finish": finish}
+        if call.client_id is not None:
+            line["client_id"] = call.client_id
+        if generation is not None:
+            timings = generation.times.timings(time.monotonic())
+            line |= {
+                "prompt_tokens": generation.usage.prompt_tokens,
+                "cached_tokens": generation.usage.cached_tokens,
+                "completion_tokens": generation.usage.completion_tokens,
+                "ttft_s": _rounded(timings.first_token_s),
+                "queue_s": _rounded(timings.queue_s),
+                "prefill_s": _rounded(timings.prefill_s),
+                "decode_s": _rounded(timings.decode_s),
+                "total_s": _rounded(timings.total_s),
+            }
+        log.info("%s", json.dumps(line))
+
+
+async def beside_the_loop(size: int, convert: Callable[..., T], /, *args: Any, **options: Any) -> T:
+    """`convert(…)`, on another thread if there is so much to convert that others would wait."""
+    if size <= MAX_INLINE_SIZE:
+        return convert(*args, **options)
+    return await asyncio.to_thread(convert, *args, **options)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
+
+
+def _aborted(generation: Generation) -> Delta:
+    return Delta(generation.request.request_id, [], FinishReason.ABORT)
+
+
+def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates know 'system'; 'developer' is OpenAI's newer name for it."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message

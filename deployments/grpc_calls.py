@@ -1,0 +1,76 @@
+"""What the gRPC services share: naming a call, its key and deadline, and ending it cleanly.
+
+Knows nothing of any one service's messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from penstock.deployments.auth import ApiKeys
+from penstock.deployments.calls import new_request_id
+from penstock.deployments.checks import is_client_id
+from penstock.deployments.errors import ApiError, describe
+from penstock.workers.request import RequestError
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+@asynccontextmanager
+async def answering(context: Context) -> AsyncIterator[str]:
+    """Names the call to the client at once, and ends it with a clean status if it fails."""
+    request_id = new_request_id()
+    await context.send_initial_metadata((("x-request-id", request_id),))
+    try:
+        yield request_id
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        await abort(context, describe(error, request_id), request_id)
+
+
+async def abort(context: Context, error: ApiError, request_id: str) -> None:
+    """End the call with what a client is told about `error`. Raises AbortError."""
+    trailing = [("error-code", error.code), ("request-id", request_id)]
+    if error.param is not None:
+        trailing.append(("error-param", error.param))
+    status = grpc.StatusCode[error.entry.grpc_status]
+    await context.abort(status, error.message, trailing_metadata=tuple(trailing))
+
+
+def about(
+    context: Context, keys: ApiKeys, request_id: str, client_id: str, id_field: str
+) -> dict[str, Any]:
+    """What the call itself, rather than its message, says of a Call.
+
+    `client_id` is how the client calls it, in the field `id_field`. Raises RequestError.
+    """
+    if client_id and not is_client_id(client_id):
+        raise RequestError(f"{id_field} has up to 128 of A-Z a-z 0-9 . _ -", param=id_field)
+    remaining_s = context.time_remaining()
+    return {
+        "request_id": request_id,
+        "client_id": client_id or None,
+        "deadline_s": None if remaining_s is None else time.monotonic() + remaining_s,
+        "principal": principal(context, keys),
+        "front": "grpc",
+    }
+
+
+def principal(context: Context, keys: ApiKeys) -> str:
+    """Who calls; "" where the server has no keys."""
+    return keys.principal(metadata_value(context.invocation_metadata(), "authorization")) or ""
+
+
+def metadata_value(metadata: Any, name: str) -> str | None:
+    """The first value of that name."""
+    for key, value in metadata or ():
+        if key == name:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None

@@ -1,0 +1,301 @@
+"""The OpenAI-compatible HTTP interface: routes, and how they map to the request core.
+
+Knows nothing of workers or tokens: what a body means is for openai_types, what happens for the
+core, and what fails inside is answered by the FrontDoor.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+
+from penstock.deployments import asgi, http_messages, http_responses, http_tokens
+from penstock.deployments.auth import ApiKeys
+from penstock.deployments.calls import Call, TextDelta, Usage
+from penstock.deployments.core import RequestCore, beside_the_loop
+from penstock.deployments.dialects import server_sent
+from penstock.deployments.docs_page import CONTENT_SECURITY_POLICY, DOCS_PAGE
+from penstock.deployments.errors import ServiceError
+from penstock.deployments.generation import Generation
+from penstock.deployments.http_calls import SCHEMA_REF, about, read_body, takes
+from penstock.deployments.http_console import Workers, add_console_routes
+from penstock.deployments.http_messages import add_message_routes
+from penstock.deployments.http_responses import add_response_routes
+from penstock.deployments.http_tokens import add_token_routes
+from penstock.deployments.openai_answers import (
+    AnswerShape,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Collected,
+    Completion,
+    ErrorBody,
+    ModelBody,
+    ModelList,
+    model_body,
+)
+from penstock.deployments.openai_types import ChatCompletionRequest, CompletionRequest, parse
+from penstock.deployments.scores import num_spelt
+from penstock.workers.request import RequestError
+
+_MORE_ROUTES = (http_messages, http_responses, http_tokens)
+_CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
+
+
+def build_app(
+    core: RequestCore, *, api_keys: Sequence[str] = (), workers: Workers | None = None
+) -> FastAPI:
+    """The ASGI app over `core`, for uvicorn or `serve.ingress`.
+
+    With `api_keys` (keys, or 'sha256:' and their hex digests) every path but /health, /live, /ready
+    and the console's files wants one of them as a Bearer token. `workers`: all that are alive, as
+    they last announced themselves.
+    """
+    app = FastAPI(
+        title="Penstock",
+        version=importlib.metadata.version("penstock"),
+        description="Text generation, compatible with OpenAI's clients.",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(asgi.FrontDoor, keys=ApiKeys(api_keys))
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    _add_generation_routes(app, core)
+    add_message_routes(app, core)
+    add_response_routes(app, core)
+    add_token_routes(app, core)
+    _add_model_routes(app, core)
+    add_console_routes(app, core, workers)
+    _add_service_routes(app, core)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, core: RequestCore) -> None:
+    @app.post("/v1/chat/completions", **_generates(ChatCompletionRequest, ChatCompletion))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        body = parse(ChatCompletionRequest, await read_body(request))
+        call = Call(body.prompt(), body.params(), **body.options(), **about(request))
+        return _answer(core, body, await core.prepare_choices(call, body.num_choices))
+
+    @app.post("/v1/completions", **_generates(CompletionRequest, Completion))
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        body = parse(CompletionRequest, await read_body(request))
+        said = about(request)
+        prompts, params = body.prompts(), body.params()
+        calls = [
+            Call(
+                prompt,
+                params,
+                **body.options(),
+                **{**said, "request_id": _nth_id(said["request_id"], i, len(prompts))},
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        generations = [
+            generation
+            for call in calls
+            for generation in await core.prepare_choices(call, body.num_choices)
+        ]
+        return _answer(core, body, generations)
+
+
+def _add_model_routes(app: FastAPI, core: RequestCore) -> None:
+    @app.get("/v1/models", response_model=ModelList)
+    async def list_models() -> Response:
+        """The models that are served."""
+        bodies = [model_body(model) for model in core.models()]
+        return JSONResponse({"object": "list", "data": bodies})
+
+    @app.get("/v1/models/{model:path}", response_model=ModelBody, responses=_errors(404))
+    async def get_model(model: str) -> Response:
+        """One model."""
+        return JSONResponse(model_body(core.model(model)))
+
+
+def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        """Whether this process answers; says nothing of models."""
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=_errors(503))
+    async def ready() -> dict[str, str]:
+        """Whether a request would be served now."""
+        if not core.ready():
+            raise ServiceError("no_worker")
+        return {"status": "ok"}
+
+    @app.get("/health", responses=_errors(503))
+    async def health() -> dict[str, str]:
+        """The same as /ready."""
+        return await ready()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of this server."""
+        return {"version": app.version}
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        policy = {"content-security-policy": CONTENT_SECURITY_POLICY}
+        return HTMLResponse(DOCS_PAGE, headers=policy)
+
+    document = _openapi(app)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(document)
+
+
+class AnswerResponse(Response):
+    """Sends an answer while it is made, and drops it as soon as the client has gone."""
+
+    def __init__(
+        self,
+        core: RequestCore,
+        generations: Sequence[Generation],
+        shape: AnswerShape,
+        *,
+        streams: bool,
+    ):
+        super().__init__()
+        self._core = core
+        self._generations = generations
+        self._shape = shape
+        self._streams = streams
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        if self._streams:
+            request_id = scope["state"]["request_id"]
+            work = asgi.send_events(send, self._events(), request_id)
+        else:
+            work = self._send_whole(send)
+        await asgi.until_disconnect(receive, work)
+
+    async def _send_whole(self, send: asgi.Send) -> None:
+        choices = [Collected() for _ in self._generations]
+        async with aclosing(self._core.run_many(self._generations)) as pieces:
+            async for index, piece in pieces:
+                choices[index].add(piece)
+        size = sum(choice.size for choice in choices)
+        await asgi.send_json(send, 200, await beside_the_loop(size, self._shape.whole, choices))
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        usages: list[Usage] = []
+        opened: set[int] = set()
+        async with aclosing(self._core.run_many(self._generations)) as pieces:
+            async for index, piece in pieces:
+                event = ""
+                if self._shape.is_chat and index not in opened:
+                    opened.add(index)
+                    event = server_sent(self._shape.opening(index))
+                size = num_spelt(piece.scores, piece.prompt_scores)
+                event += await beside_the_loop(size, self._written, index, piece)
+                if event:
+                    yield event
+                if piece.usage is not None:
+                    usages.append(piece.usage)
+        if self._shape.shows_usage:
+            yield server_sent(self._shape.usage_chunk(usages))
+
+    def _written(self, index: int, piece: TextDelta) -> str:
+        return "".join(map(server_sent, self._shape.chunks(index, piece)))
+
+
+def _answer(
+    core: RequestCore,
+    body: ChatCompletionRequest | CompletionRequest,
+    generations: Sequence[Generation],
+) -> AnswerResponse:
+    call = generations[0].call
+    shape = AnswerShape(
+        call.request_id.partition("-")[0],
+        core.model(call.model).name,
+        is_chat=isinstance(body, ChatCompletionRequest),
+        shows_usage=body.wants_usage_chunk,
+        shows_logprobs=call.params.logprobs is not None,
+        prompts=[each.request.prompt_ids for each in generations] if body.return_token_ids else (),
+    )
+    return AnswerResponse(core, generations, shape, streams=bool(body.stream))
+
+
+def _nth_id(request_id: str, index: int, num_prompts: int) -> str:
+    """Each prompt of a call is a request of its own."""
+    return f"{request_id}-{index}" if num_prompts > 1 else request_id
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router refuses goes the way of all errors."""
+    assert isinstance(error, HTTPException)
+    code = _CODE_OF_STATUS.get(error.status_code)
+    if code is None:
+        raise ServiceError("internal_error")
+    path = ascii(request.scope["path"][:100])
+    message = f"there is nothing at {path}"
+    if code == "method_not_allowed":
+        message = f"{path} does not take {request.method[:20]}"
+        allowed = ", ".join(sorted(_methods_of(request)))
+        request.scope["state"]["error_headers"] = [(b"allow", allowed.encode())]
+    raise RequestError(message, code=code)
+
+
+def _methods_of(request: Request) -> set[str]:
+    """What the path takes; several routes may share it, of which the router names but one."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in matching for method in route.methods or ()}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
+def _generates(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+    """How a generation route is documented."""
+    chunk = ChatCompletionChunk if answer is ChatCompletion else answer
+    event = {"$ref": SCHEMA_REF.format(model=chunk.__name__)}
+    return {
+        "response_model": answer,
+        "responses": {
+            200: {"content": {"text/event-stream": {"schema": event}}},
+            **_errors(400, 401, 404, 413, 415, 500, 503, 504),
+        },
+        "openapi_extra": takes(body),
+    }
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the bodies that the routes read themselves."""
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    kinds: list[Any] = [
+        (ChatCompletionRequest, "validation"),
+        (CompletionRequest, "validation"),
+        (ChatCompletionChunk, "validation"),
+        *((kind, "validation") for each in _MORE_ROUTES for kind in each.SCHEMAS),
+    ]
+    _, definitions = models_json_schema(kinds, ref_template=SCHEMA_REF)
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"key": []}]
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # bad values are 400 here, as at OpenAI
+    for name in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(name, None)
+    return document

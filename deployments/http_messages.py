@@ -1,0 +1,102 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them.
+
+Knows nothing of shapes, which anthropic_types has, nor of errors, which the FrontDoor words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from penstock.deployments.anthropic_types import (
+    AnthropicError,
+    CountTokensRequest,
+    MessageBody,
+    MessageShape,
+    MessagesRequest,
+    TokensCount,
+    parse,
+)
+from penstock.deployments.calls import Call
+from penstock.deployments.core import RequestCore
+from penstock.deployments.dialects import ANTHROPIC_PATH
+from penstock.deployments.errors import ServiceError
+from penstock.deployments.generation import Generation
+from penstock.deployments.http_calls import about, read_body, streamed, takes, whole
+from penstock.workers.request import FinishReason
+
+SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicError} for status in (400, 401, 404, 413, 415, 500, 504, 529)
+}
+
+
+def add_message_routes(app: FastAPI, core: RequestCore) -> None:
+    @app.post(
+        ANTHROPIC_PATH,
+        response_model=MessageBody,
+        responses={**_REFUSALS, 200: {"content": {"text/event-stream": {}}}},
+        openapi_extra=takes(MessagesRequest),
+    )
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        body = parse(MessagesRequest, await read_body(request))
+        call = Call(body.prompt(), body.params(), model=body.model, **about(request))
+        generation = await core.prepare(call)
+        shape = MessageShape(call.request_id, core.model(call.model).name)
+        if body.stream:
+            return streamed(request, _events(core, generation, shape))
+        return whole(_message(core, generation, shape))
+
+    @app.post(
+        f"{ANTHROPIC_PATH}/count_tokens",
+        response_model=TokensCount,
+        responses=_REFUSALS,
+        openapi_extra=takes(CountTokensRequest),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a conversation has for the model."""
+        body = parse(CountTokensRequest, await read_body(request))
+        call = Call(body.prompt(), model=body.model, **about(request))
+        return JSONResponse({"input_tokens": len(await core.prompt_ids(call))})
+
+
+async def _message(
+    core: RequestCore, generation: Generation, shape: MessageShape
+) -> dict[str, Any]:
+    texts = []
+    async with aclosing(core.run(generation)) as pieces:
+        async for piece in pieces:
+            texts.append(piece.text)
+            if piece.finish_reason is not None:
+                _refuse_aborted(piece.finish_reason)
+                return shape.whole("".join(texts), piece)
+    raise ServiceError("worker_lost")
+
+
+async def _events(
+    core: RequestCore, generation: Generation, shape: MessageShape
+) -> AsyncGenerator[str, None]:
+    is_open = False
+    async with aclosing(core.run(generation)) as pieces:
+        async for piece in pieces:
+            event = "" if is_open else shape.opening(generation.usage)
+            is_open = True
+            if piece.text:
+                event += shape.text(piece.text)
+            if piece.finish_reason is not None:
+                _refuse_aborted(piece.finish_reason)
+                event += shape.closing(piece)
+            if event:
+                yield event
+
+
+def _refuse_aborted(reason: FinishReason) -> None:
+    """Their API has no stop_reason for an answer that was ended from outside."""
+    if reason is FinishReason.ABORT:
+        raise ServiceError("internal_error")

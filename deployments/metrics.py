@@ -1,0 +1,268 @@
+"""Metrics for Prometheus, on a port of their own: vLLM's names where they fit, penstock_* beside.
+
+Reads what request_metrics.py has counted and what workers announce; counts nothing itself. Knows
+nothing of Ray or the token path. docs/metrics.md says what each means.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler
+from math import inf
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from penstock.deployments import errors
+from penstock.deployments.request_metrics import RequestMetrics
+from penstock.workers.histogram import Distribution
+from penstock.workers.stats import EngineStats, WorkerInfo
+
+Workers = Iterable[tuple[WorkerInfo, EngineStats]]
+
+LABELS = ("model_name", "engine")
+NO_ENGINE = "none"  # of requests that ended before a worker had said anything
+MAX_PORTS = 64  # tried from the first one on
+SLOW_CLIENT_S = 10.0  # whoever says nothing for so long is cut off
+
+# attribute of EngineCounts, name, help
+_REQUEST_HISTOGRAMS = (
+    ("first_token", "vllm:time_to_first_token_seconds", "From the call to its first token."),
+    ("token_gap", "vllm:inter_token_latency_seconds", "From a token to the next one."),
+    (
+        "time_per_token",
+        "vllm:request_time_per_output_token_seconds",
+        "Mean time from a token to the next one, by request.",
+    ),
+    ("total", "vllm:e2e_request_latency_seconds", "From the call to the end of its answer."),
+    ("queue", "vllm:request_queue_time_seconds", "From the worker's door to the first step."),
+    ("prefill", "vllm:request_prefill_time_seconds", "From the first step to the first token."),
+    ("decode", "vllm:request_decode_time_seconds", "From the first token to the last."),
+    ("prompt_length", "vllm:request_prompt_tokens", "Tokens of the prompt, by request."),
+    ("answer_length", "vllm:request_generation_tokens", "Tokens of the answer, by request."),
+)
+_REQUEST_COUNTERS = (
+    ("num_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of requests that were begun."),
+    ("num_generated_tokens", "vllm:generation_tokens", "Tokens of answers."),
+)
+# name, help, value
+_Of = Callable[[EngineStats], float]
+_WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
+    ("vllm:num_requests_running", "Requests in the batch.", lambda s: s.num_running),
+    ("vllm:num_requests_waiting", "Requests that wait for room.", lambda s: s.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Part of the KV blocks that running requests hold; 1 is all.",
+        lambda s: s.num_live_blocks / max(1, s.num_blocks),
+    ),
+    (
+        "penstock_outstanding_tokens",
+        "Prompt tokens to compute and answer tokens still allowed.",
+        lambda s: s.num_outstanding_tokens,
+    ),
+)
+_WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
+    (
+        "vllm:num_preemptions",
+        "Requests that gave their blocks back, to be computed again.",
+        lambda s: s.num_preemptions,
+    ),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens that were looked for in the prefix cache.",
+        lambda s: s.num_prefix_queried_tokens,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens that were found there.",
+        lambda s: s.num_prefix_hit_tokens,
+    ),
+    (
+        "vllm:corrupted_requests",
+        "Requests that ended because their logits were no numbers.",
+        lambda s: s.num_corrupted,
+    ),
+    ("penstock_steps", "Steps of the engine.", lambda s: s.num_steps),
+)
+
+
+class PenstockCollector(Collector):
+    """All metrics of one ingress, and those of all workers as the registry last told it."""
+
+    def __init__(self, requests: RequestMetrics, workers: Callable[[], Workers]):
+        self._requests = requests
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_requests()
+        yield from self._of_workers(tuple(self._workers()))
+        yield from self._of_front_ends()
+
+    def describe(self) -> list[Metric]:
+        """Nothing in advance: registering must not collect."""
+        return []
+
+    def _of_requests(self) -> Iterator[Metric]:
+        model = self._requests.model_name
+        engines = [
+            ((model, key or NO_ENGINE), n) for key, n in list(self._requests.engines.items())
+        ]
+        for attribute, name, text in _REQUEST_HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            for labels, counts in engines:
+                _add(histogram, labels, getattr(counts, attribute).snapshot())
+            yield histogram
+        for attribute, name, text in _REQUEST_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for labels, counts in engines:
+                counter.add_metric(labels, getattr(counts, attribute))
+            yield counter
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests that ended, by why; a client that left counts as abort.",
+            labels=(*LABELS, "finished_reason"),
+        )
+        for labels, counts in engines:
+            for reason, num in counts.num_finished.items():
+                finished.add_metric((*labels, reason), num)
+        yield finished
+
+    def _of_workers(self, workers: Sequence[tuple[WorkerInfo, EngineStats]]) -> Iterator[Metric]:
+        named = [((info.model, info.address), stats) for info, stats in workers]
+        for name, text, value in _WORKER_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            for labels, stats in named:
+                gauge.add_metric(labels, value(stats))
+            yield gauge
+        for name, text, value in _WORKER_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for labels, stats in named:
+                counter.add_metric(labels, value(stats))
+            yield counter
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens computed in one step.", labels=LABELS
+        )
+        seconds = CounterMetricFamily(
+            "penstock_step_seconds",
+            "Time in the engine's steps, by phase; host time.",
+            labels=(*LABELS, "phase"),
+        )
+        for labels, stats in named:
+            if stats.step_tokens is not None:
+                _add(tokens, labels, stats.step_tokens)
+            for phase, total in stats.step_seconds.items():
+                seconds.add_metric((*labels, phase), total)
+        yield tokens
+        yield seconds
+        yield GaugeMetricFamily(
+            "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
+        )
+
+    def _of_front_ends(self) -> Iterator[Metric]:
+        told = CounterMetricFamily(
+            "penstock_request_errors",
+            "Errors told to clients of this ingress, by code of the error catalogue.",
+            labels=("code",),
+        )
+        for code in errors.CATALOGUE:
+            told.add_metric((code,), errors.num_told[code])
+        yield told
+        yield CounterMetricFamily(
+            "penstock_ingress_disconnects",
+            "Clients of this ingress that left before the end of their answer.",
+            value=self._requests.num_disconnects,
+        )
+
+
+class MetricsServer:
+    """A listener for Prometheus, on a thread of its own: a scrape holds up no token."""
+
+    def __init__(self, collector: Collector, host: str, first_port: int):
+        """Listens on `first_port`, or on the next one that is free (0: on any).
+
+        For each ingress replica of a machine has its own counts, and a port shared by several would
+        answer with one replica's now and another's then. Raises OSError if none can be had.
+        """
+        registry = CollectorRegistry()
+        registry.register(collector)
+        ProcessCollector(registry=registry)
+        ports = range(first_port, min(first_port + MAX_PORTS, 65536)) if first_port else (0,)
+        for port in ports:
+            try:
+                self._listener = _Listener((host, port), registry)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                    raise
+        self.port = int(self._listener.server_address[1])
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever, name="penstock-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown()
+        self._listener.server_close()
+        self._thread.join()
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], registry: CollectorRegistry):
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self.registry = registry
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET /metrics, in the plain text format whatever is accepted.
+
+    The client library's own server would turn `vllm:` into `vllm_` in the newer format, which is
+    the one that Prometheus asks for first.
+    """
+
+    server: _Listener
+    timeout = SLOW_CLIENT_S
+    server_version, sys_version = "penstock", ""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404)
+            return
+        text = generate_latest(self.server.registry)
+        self.send_response(200)
+        self.send_header("content-type", CONTENT_TYPE_PLAIN_0_0_4)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape every few seconds is no news."""
+
+
+def _add(histogram: HistogramMetricFamily, labels: Sequence[str], observed: Distribution) -> None:
+    """One series: Prometheus wants the counts of all that is no larger than each bound."""
+    buckets, num = [], 0
+    for bound, count in zip((*observed.bounds, inf), observed.counts, strict=True):
+        num += count
+        buckets.append(("+Inf" if bound == inf else str(float(bound)), num))
+    histogram.add_metric(labels, buckets=buckets, sum_value=observed.total)

@@ -1,0 +1,61 @@
+"""What SIGINT and SIGTERM mean to `penstock serve`: the first asks, the next ones insist.
+
+Signals are counted on a thread of their own, for Python runs handlers on the main thread only, and
+that may be deep in Ray's C++ when one comes. Knows nothing of what is being stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+PATIENCE_S = 5.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal came while `may_break_off` was set."""
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM from its making on.
+
+    While `may_break_off`, the first one raises Interrupted in the main thread. If the process is
+    still there `PATIENCE_S` later, or that long after a second signal, `give_up` is called on
+    another thread and the process exits with status 130.
+    """
+
+    def __init__(self, give_up: Callable[[], None]):
+        self.num_seen = 0
+        self.may_break_off = True
+        self._give_up = give_up
+        self._handled = False
+        self._read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        self.take_over()
+        threading.Thread(target=self._count, name="penstock-signals", daemon=True).start()
+
+    def take_over(self) -> None:
+        """Become the handler; again after Ray has put its own there."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.may_break_off and not self._handled:
+            self._handled = True
+            raise Interrupted
+
+    def _count(self) -> None:
+        while number := os.read(self._read_fd, 1):
+            if number[0] not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            self.num_seen += 1
+            if self.may_break_off or self.num_seen == 2:
+                threading.Timer(PATIENCE_S, self._exit).start()
+
+    def _exit(self) -> None:
+        self._give_up()
+        os._exit(130)

@@ -1,0 +1,36 @@
+// The CPU hot paths behind a plain C interface: one pointer to a packed struct of 8-byte fields each.
+// Knows pointers, strides and counts; nothing of Python or torch. Built and loaded by native.py.
+//
+// Three rules hold in all of it:
+// - Memory that a mask excludes is never read: unused table entries, unwritten tails of blocks.
+// - A row's result has one order of summation, whatever the other rows are and however many threads
+//   share the work: reductions are written out with explicit vectors, and work is cut at absolute
+//   positions, never by batch size or thread count.
+// - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements.
+
+#include "cpu_attention.h"
+#include "cpu_linear.h"
+#include "cpu_rowwise.h"
+#include "cpu_sampling.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define OPERATOR(name, Args)                       \
+    EXPORT void ps_##name(const Args* args) {       \
+        if (args->dtype == 0)                      \
+            name<float>(*args);                    \
+        else                                       \
+            name<bf16>(*args);                     \
+    }
+
+OPERATOR(pack, PackArgs)
+OPERATOR(linear, LinearArgs)
+OPERATOR(write_kv, WriteArgs)
+OPERATOR(decode, AttentionArgs)
+OPERATOR(prefill, AttentionArgs)
+OPERATOR(rms_norm, RmsNormArgs)
+OPERATOR(rope, RopeArgs)
+OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(combine, CombineArgs)
+
+EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
+EXPORT int64_t ps_panel() { return PANEL; }

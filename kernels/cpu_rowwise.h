@@ -1,0 +1,139 @@
+// Row-wise operators: RMSNorm, rotary embedding, SiLU * mul, and the weighted sum of routed rows.
+// A stride over tokens is free everywhere; what a row holds lies in one piece.
+
+#pragma once
+
+#include "cpu_vectors.h"
+
+struct RmsNormArgs {
+    int64_t dtype;
+    const void* x;
+    int64_t x_token_stride, x_head_stride;
+    const void* residual;  // [tokens, dim], or null; only with heads == 1
+    int64_t residual_stride;
+    const void* weight;
+    void* out;
+    int64_t out_token_stride, out_head_stride;
+    void* sum;  // [tokens, dim], dense: x + residual
+    int64_t tokens, heads, dim;
+    double eps;
+    int64_t threads;
+};
+
+struct RopeArgs {
+    int64_t dtype;
+    void* q;
+    int64_t q_stride;
+    void* k;
+    int64_t k_stride;
+    const float *cos, *sin;  // [tokens, half]
+    int64_t tokens, heads, kv_heads, dim, half, threads;
+};
+
+struct SiluMulArgs {
+    int64_t dtype;
+    const void* gate_up;
+    int64_t stride;
+    void* out;
+    int64_t out_stride, rows, dim, threads;
+};
+
+struct CombineArgs {
+    int64_t dtype;
+    const void* rows;       // [*, dim]
+    const int64_t* places;  // [tokens, ranks]
+    const float* weights;   // [tokens, ranks]
+    void* out;              // [tokens, dim]
+    int64_t tokens, ranks, dim, threads;
+};
+
+template <class T>
+void rms_norm(const RmsNormArgs& a) {
+    const int64_t dim = a.dim;
+    const T* weight = (const T*)a.weight;
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * dim > GRAIN)
+    for (int64_t row = 0; row < a.tokens * a.heads; ++row) {
+        const int64_t t = row / a.heads, h = row % a.heads;
+        const T* from = (const T*)a.x + t * a.x_token_stride + h * a.x_head_stride;
+        T* to = (T*)a.out + t * a.out_token_stride + h * a.out_head_stride;
+        vf squares = {};
+        if (a.residual) {
+            const T* residual = (const T*)a.residual + t * a.residual_stride;
+            T* sum = (T*)a.sum + t * dim;
+            for (int64_t d = 0; d < dim; d += W) {
+                const int64_t left = dim - d;
+                const vf value =
+                    rounded_to<T>(load_up_to(from + d, left) + load_up_to(residual + d, left));
+                store_up_to(sum + d, value, left);
+                squares += value * value;
+            }
+            from = sum;
+        } else {
+            for (int64_t d = 0; d < dim; d += W) {
+                const vf value = load_up_to(from + d, dim - d);
+                squares += value * value;
+            }
+        }
+        const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)dim + (float)a.eps);
+        for (int64_t d = 0; d < dim; d += W) {
+            const vf normed = rounded_to<T>(load_up_to(from + d, dim - d) * scale);
+            store_up_to(to + d, normed * load_up_to(weight + d, dim - d), dim - d);
+        }
+    }
+}
+
+template <class T>
+INLINE void rotate_heads(T* x, int64_t heads, int64_t dim, const float* cos, const float* sin,
+                         int64_t half) {
+    for (int64_t h = 0; h < heads; ++h)
+        for (int64_t d = 0; d < half; d += W) {
+            const int64_t left = half - d;
+            T *first = x + h * dim + d, *second = first + half;
+            const vf c = load_up_to(cos + d, left), s = load_up_to(sin + d, left);
+            const vf a = load_up_to(first, left), b = load_up_to(second, left);
+            store_up_to(first, a * c - b * s, left);
+            store_up_to(second, b * c + a * s, left);
+        }
+}
+
+template <class T>
+void rope(const RopeArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.tokens; ++t) {
+        const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
+        rotate_heads((T*)a.q + t * a.q_stride, a.heads, a.dim, cos, sin, a.half);
+        rotate_heads((T*)a.k + t * a.k_stride, a.kv_heads, a.dim, cos, sin, a.half);
+    }
+}
+
+template <class T>
+void silu_mul(const SiluMulArgs& a) {
+    const int64_t dim = a.dim;
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * dim > GRAIN / 4)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const T *gate = (const T*)a.gate_up + row * a.stride, *up = gate + dim;
+        T* out = (T*)a.out + row * a.out_stride;
+        for (int64_t d = 0; d < dim; d += W) {
+            const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
+            store_up_to(out + d, g / (1.0f + vexp(-g)) * u, dim - d);
+        }
+    }
+}
+
+// out[t] = sum over ranks, in their order, of weights[t][rank] * rows[places[t][rank]].
+template <class T>
+void combine(const CombineArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.ranks * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.tokens; ++t) {
+        const int64_t* places = a.places + t * a.ranks;
+        const float* weights = a.weights + t * a.ranks;
+        for (int64_t d = 0; d < a.dim; d += W) {
+            const int64_t left = a.dim - d;
+            vf total = {};
+            for (int64_t rank = 0; rank < a.ranks; ++rank)
+                total += weights[rank] *
+                         load_up_to((const T*)a.rows + places[rank] * a.dim + d, left);
+            store_up_to((T*)a.out + t * a.dim + d, total, left);
+        }
+    }
+}

@@ -1,0 +1,259 @@
+// Vectors of fp32 lanes, as wide as this machine has them: load, store, exp, transpose, sums.
+// Knows registers and rows in memory; nothing of operators. GCC and Clang vector extensions.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#include <immintrin.h>
+#define HAVE_DPBF16 1
+#else
+#define HAVE_DPBF16 0
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")  // or accumulators live in memory, not in registers
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+constexpr int MAX_ROWS = 12;  // 12 x 2 accumulators of 32 registers
+#else
+#define VECTOR_BYTES 32
+constexpr int MAX_ROWS = 6;  // 6 x 2 accumulators of 16 registers (AVX2; others make two of one)
+#endif
+
+constexpr int W = VECTOR_BYTES / 4;  // fp32 lanes of a vector
+constexpr int64_t GRAIN = 65536;     // elements below which a second thread costs more than it gives
+
+typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+INLINE vf load(const float* p) {
+    vf v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE vf load(const bf16* p) {
+    vh h;
+    std::memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+INLINE vh round_bf16(vf v) {  // to nearest even; NaN stays NaN
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    vu is_nan = (vu)(v != v);
+    return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), vh);
+}
+INLINE void store(bf16* p, vf v) {
+    vh h = round_bf16(v);
+    std::memcpy(p, &h, sizeof h);
+}
+template <class T>
+INLINE vf load_partial(const T* p, int64_t n) {  // lanes from n on are 0, and not read
+    T lanes[W] = {};
+    std::memcpy(lanes, p, n * sizeof(T));
+    return load(lanes);
+}
+template <class T>
+INLINE void store_partial(T* p, vf v, int64_t n) {
+    T lanes[W];
+    store(lanes, v);
+    std::memcpy(p, lanes, n * sizeof(T));
+}
+template <class T>
+INLINE vf load_up_to(const T* p, int64_t n) {
+    return n >= W ? load(p) : load_partial(p, n);
+}
+template <class T>
+INLINE void store_up_to(T* p, vf v, int64_t n) {
+    if (n >= W)
+        store(p, v);
+    else
+        store_partial(p, v, n);
+}
+template <class T>
+INLINE vf rounded_to(vf v) {  // the value that storing as T and loading again gives
+    if constexpr (sizeof(T) == 2)
+        return (vf)(__builtin_convertvector(round_bf16(v), vu) << 16);
+    else
+        return v;
+}
+
+INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf vmax(vf a, vf b) { return select((vi)(a > b), a, b); }
+INLINE vf splat(float x) { return x - (vf){}; }
+
+// exp by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial (the Cephes coefficients),
+// within 2 ulp; exactly 0 below -87.3, which is what a masked score of -inf needs.
+INLINE vf vexp(vf x) {
+    const vi tiny = (vi)(x < -87.3f);
+    x = select(tiny, splat(-87.3f), x);
+    x = select((vi)(x > 88.3f), splat(88.3f), x);
+    const vf shifted = x * 1.44269504088896341f + 12582912.0f;
+    const vi n = (vi)shifted - 0x4B400000;
+    const vf steps = shifted - 12582912.0f;
+    const vf r = x - steps * 0.693359375f - steps * -2.12194440e-4f;
+    vf y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    const vf scale = (vf)((n + 127) << 23);
+    return select(tiny, vf{}, y * scale);
+}
+
+// Interleave runs of S lanes: `low` takes the even runs of a and b in turn, `high` the odd ones.
+constexpr int low_lane(int lane, int s) {
+    return lane % (2 * s) < s ? lane : lane - s + W;
+}
+#if defined(__clang__)
+template <int S, int SHIFT, size_t... I>
+INLINE vf runs(vf a, vf b, std::index_sequence<I...>) {
+    return __builtin_shufflevector(a, b, (low_lane(I, S) + SHIFT)...);
+}
+#else
+template <int S, int SHIFT, size_t... I>
+INLINE vf runs(vf a, vf b, std::index_sequence<I...>) {
+    const vi lanes = {(low_lane(I, S) + SHIFT)...};
+    return __builtin_shuffle(a, b, lanes);
+}
+#endif
+template <int S>
+INLINE vf low(vf a, vf b) {
+    return runs<S, 0>(a, b, std::make_index_sequence<W>{});
+}
+template <int S>
+INLINE vf high(vf a, vf b) {
+    return runs<S, S>(a, b, std::make_index_sequence<W>{});
+}
+
+// The lanes of v, turned by S places.
+#if defined(__clang__)
+template <int S, size_t... I>
+INLINE vf turned(vf v, std::index_sequence<I...>) {
+    return __builtin_shufflevector(v, v, ((I + S) % W)...);
+}
+#else
+template <int S, size_t... I>
+INLINE vf turned(vf v, std::index_sequence<I...>) {
+    const vi lanes = {((I + S) % W)...};
+    return __builtin_shuffle(v, lanes);
+}
+#endif
+template <int S = W / 2>
+INLINE float sum_lanes(vf v) {
+    if constexpr (S == 0)
+        return v[0];
+    else
+        return sum_lanes<S / 2>(v + turned<S>(v, std::make_index_sequence<W>{}));
+}
+template <int S = W / 2>
+INLINE float max_lanes(vf v) {
+    if constexpr (S == 0)
+        return v[0];
+    else
+        return max_lanes<S / 2>(vmax(v, turned<S>(v, std::make_index_sequence<W>{})));
+}
+
+// Lane i of the result is the sum of the lanes of v[i]; every lane is summed in the same order.
+template <int S = 1>
+INLINE vf sum_each(vf* v) {
+    constexpr int left = W / S;
+    if constexpr (left == 1) {
+        return v[0];
+    } else {
+        UNROLL for (int i = 0; i < left / 2; ++i)
+            v[i] = low<S>(v[2 * i], v[2 * i + 1]) + high<S>(v[2 * i], v[2 * i + 1]);
+        return sum_each<2 * S>(v);
+    }
+}
+
+// In place: lane j of v[i] and lane i of v[j] change places.
+template <int S = 1>
+INLINE void transpose(vf* v) {
+    if constexpr (S < W) {
+        UNROLL for (int i = 0; i < W; ++i)
+            if (!(i & S)) {
+                const vf a = v[i], b = v[i + S];
+                v[i] = low<S>(a, b);
+                v[i + S] = high<S>(a, b);
+            }
+        transpose<2 * S>(v);
+    }
+}
+
+// Call body(std::integral_constant<int, n>) for a run-time n in [1, MAX].
+template <int MAX, class Body>
+INLINE void with_constant(int n, Body&& body) {
+    if constexpr (MAX == 1) {
+        body(std::integral_constant<int, 1>{});
+    } else {
+        if (n == MAX)
+            body(std::integral_constant<int, MAX>{});
+        else
+            with_constant<MAX - 1>(n, body);
+    }
+}
+
+// Cut `count` into equal pieces of at most MAX_ROWS: 16 is 8 + 8, not 12 + 4.
+INLINE int rows_per_tile(int64_t count) {
+    const int64_t tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+    return (int)((count + tiles - 1) / tiles);
+}
+
+// acc[r][n] (+)= sum_k a[r][k] * b[k][n], one chain of additions per element, k ascending.
+template <int R, int N>
+INLINE void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+                     vf (&acc)[R][N]) {
+    for (int64_t k = 0; k < depth; ++k) {
+        vf column[N];
+        UNROLL for (int n = 0; n < N; ++n) column[n] = load(b + k * ldb + n * W);
+        UNROLL for (int r = 0; r < R; ++r) {
+            const float scale = a[r * lda + k];
+            UNROLL for (int n = 0; n < N; ++n) acc[r][n] += scale * column[n];
+        }
+    }
+}
+
+// out[rows][columns] = out * keep[row] (or 0 without keep) + a[rows][depth] . b[depth][columns], where
+// columns is a multiple of W. One chain of additions per element, k ascending.
+INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows,
+                          int64_t depth, int64_t columns, const float* keep, float* out,
+                          int64_t ldo) {
+    const int tile = rows_per_tile(rows);
+    const auto strip = [&](auto num_vectors, int64_t column) {
+        constexpr int N = num_vectors.value;
+        for (int64_t row = 0; row < rows; row += tile)
+            with_constant<MAX_ROWS>((int)std::min<int64_t>(tile, rows - row), [&](auto count) {
+                constexpr int R = count.value;
+                vf acc[R][N] = {};
+                float* to = out + row * ldo + column;
+                if (keep)
+                    UNROLL for (int r = 0; r < R; ++r)
+                        UNROLL for (int n = 0; n < N; ++n)
+                            acc[r][n] = keep[row + r] * load(to + r * ldo + n * W);
+                multiply<R, N>(a + row * lda, lda, b + column, ldb, depth, acc);
+                UNROLL for (int r = 0; r < R; ++r)
+                    UNROLL for (int n = 0; n < N; ++n) store(to + r * ldo + n * W, acc[r][n]);
+            });
+    };
+    int64_t column = 0;
+    for (; column + 2 * W <= columns; column += 2 * W)
+        strip(std::integral_constant<int, 2>{}, column);
+    if (column < columns) strip(std::integral_constant<int, 1>{}, column);
+}

@@ -1,0 +1,156 @@
+"""Row-wise operators: RMSNorm (with residual add), rotary embedding, SiLU * mul.
+
+Knows rows of tensors; nothing of layers, models or caches. A row's result does not depend on the
+other rows of the call. On a GPU Triton runs, on a CPU the native library, else plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import native
+
+_RMS_NORM = struct.Struct("14qdq")
+_ROPE = struct.Struct("13q")
+_SILU_MUL = struct.Struct("8q")
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: None = None, out: Tensor | None = None
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root-mean-square norm over the last dimension of `x`, times `weight` [D], in `x.dtype`.
+
+    `x` is [T, D], or [T, H, D] for a norm per head; it may be a view with any stride over T and H,
+    and `out` may be `x` itself. Without `residual` the result is y. With `residual` [T, D] it is
+    (y, h): h = x + residual rounded to `x.dtype`, y the norm of h. fp32 inside; the normed value is
+    rounded before the weight multiplies it, as in transformers' LlamaRMSNorm.
+    """
+    assert x.stride(-1) == 1 and weight.dtype == x.dtype
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.is_cuda:
+        from penstock.kernels import rowwise_triton
+
+        return rowwise_triton.rms_norm(x, weight, eps, residual, out)
+    lib = native.usable(x)
+    if lib is not None:
+        return _native_rms_norm(lib, x, weight, eps, residual, out)
+    return _torch_rms_norm(x, weight, eps, residual, out)
+
+
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate `q` [T, H, D] and `k` [T, KV, D] in place by `cos`, `sin` fp32 [T, rot/2].
+
+    Half-split ("rotate_half") layout: dimension i < rot/2 turns together with i + rot/2; dimensions
+    from rot on stay. q and k may be views of one fused projection (any stride over T). fp32 inside.
+    """
+    assert native.rows_are_dense(q) and native.rows_are_dense(k)
+    if q.is_cuda:
+        from penstock.kernels import rowwise_triton
+
+        rowwise_triton.rope_(q, k, cos, sin)
+        return
+    lib = native.usable(q)
+    if lib is not None:
+        _native_rope(lib, q, k, cos, sin)
+    else:
+        q.copy_(rope_reference(q, cos, sin))
+        k.copy_(rope_reference(k, cos, sin))
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of `gate_up` [T, 2I], gate first, into [T, I]; math in fp32."""
+    assert gate_up.stride(-1) == 1
+    if out is None:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    if gate_up.is_cuda:
+        from penstock.kernels import rowwise_triton
+
+        return rowwise_triton.silu_mul(gate_up, out)
+    lib = native.usable(gate_up)
+    if lib is not None:
+        return _native_silu_mul(lib, gate_up, out)
+    return out.copy_(silu_mul_reference(gate_up))
+
+
+def _native_rms_norm(
+    lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    heads = x.shape[1] if x.dim() == 3 else 1
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    assert residual is None or (heads == 1 and residual.dtype == x.dtype)
+    lib.ps_rms_norm(_RMS_NORM.pack(
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(), out.data_ptr(), out.stride(0), out.stride(-2),
+        0 if total is None else total.data_ptr(), x.shape[0], heads, x.shape[-1], eps,
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    return out if total is None else (out, total)
+
+
+def _native_rope(lib: ctypes.CDLL, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    assert cos.dtype == sin.dtype == torch.float32 and k.dtype == q.dtype
+    cos, sin = cos.contiguous(), sin.contiguous()
+    lib.ps_rope(_ROPE.pack(
+        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0),
+        cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], q.shape[2],
+        cos.shape[1], torch.get_num_threads(),
+    ))  # fmt: skip
+
+
+def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor) -> Tensor:
+    lib.ps_silu_mul(_SILU_MUL.pack(
+        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(),
+        out.stride(0), gate_up.shape[0], out.shape[1], torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
+
+
+def _torch_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    out.copy_(rms_norm_reference(total, weight, eps))
+    return out if residual is None else (out, total)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The truth: fp32, rounded to `x.dtype` before and after the weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The truth, out of place: `x` [T, H, D] turned by `cos`, `sin` [T, rot/2]."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """The truth: fp32, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)

@@ -1,0 +1,112 @@
+"""The Triton kernels of `rowwise.py`: RMSNorm (with residual add), rotary embedding, SiLU * mul.
+
+Knows pointers, strides and tiles. Imported only where it runs: on a GPU, or in Triton's interpreter
+on CPU tensors. Shapes and meaning of the arguments are those of `rowwise.py`.
+"""
+
+# Parameters of a kernel are pointers and constants, which Python types do not tell apart.
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    heads = x.shape[1] if x.dim() == 3 else 1
+    num_rows, dim = x.shape[0] * heads, x.shape[-1]
+    total = out if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    added = x if residual is None else residual
+    tile = triton.next_power_of_2(dim)
+    if num_rows:
+        _rms_norm_kernel[(num_rows,)](
+            x, added, weight, out, total,
+            x.stride(0), x.stride(-2), added.stride(0), out.stride(0), out.stride(-2), eps,
+            HEADS=heads, DIM=dim, TILE=tile, ADD=residual is not None,
+            num_warps=min(16, max(1, tile // 512)),
+        )  # fmt: skip
+    return out if residual is None else (out, total)
+
+
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    cos, sin = cos.contiguous(), sin.contiguous()
+    half = cos.shape[1]
+    for x in (q, k):
+        if x.shape[0]:
+            _rope_kernel[(x.shape[0],)](
+                x, cos, sin, x.stride(0),
+                HEADS=x.shape[1], HEAD_DIM=x.shape[2], HALF=half,
+                HEAD_TILE=triton.next_power_of_2(x.shape[1]),
+                HALF_TILE=triton.next_power_of_2(half),
+            )  # fmt: skip
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
+    num_rows, dim = out.shape
+    tile = min(1024, triton.next_power_of_2(dim))
+    if num_rows:
+        _silu_mul_kernel[(num_rows, triton.cdiv(dim, tile))](
+            gate_up, out, gate_up.stride(0), out.stride(0), dim, TILE=tile
+        )
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, added_ptr, weight_ptr, out_ptr, total_ptr,
+    x_stride, x_head_stride, added_stride, out_stride, out_head_stride, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """One program a row, read once. Not yet run on a GPU."""
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // HEADS, row % HEADS
+    i = tl.arange(0, TILE)
+    keep = i < DIM
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + token * x_stride + head * x_head_stride + i, mask=keep, other=0.0)
+    x = x.to(tl.float32)
+    if ADD:
+        added = tl.load(added_ptr + token * added_stride + i, mask=keep, other=0.0)
+        total = (x + added.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + token * DIM + i, total, mask=keep)
+        x = total.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)).to(dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
+    y = (normed * weight).to(dtype)
+    tl.store(out_ptr + token * out_stride + head * out_head_stride + i, y, mask=keep)
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr, cos_ptr, sin_ptr, x_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    HEAD_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program a token, all its heads. Not yet run on a GPU."""
+    token = tl.program_id(0).to(tl.int64)
+    head, i = tl.arange(0, HEAD_TILE), tl.arange(0, HALF_TILE)
+    cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    mask = (head < HEADS)[:, None] & (i < HALF)[None, :]
+    at = x_ptr + token * x_stride + head[:, None] * HEAD_DIM + i[None, :]
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    tl.store(at, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(at + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, out_stride, dim, TILE: tl.constexpr):
+    """One program a tile of one row. Not yet run on a GPU."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    keep = i < dim
+    gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + dim + i, mask=keep, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=keep)

@@ -1,0 +1,206 @@
+"""Real listeners over the real core for tests: uvicorn and grpc.aio on ports of their own.
+
+`EngineBackend` is a TokenBackend over an engine in this process. `ScriptedBackend` does what an
+engine cannot be asked for: pauses, failures, and tokens in given groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import torch
+import uvicorn
+
+from penstock.deployments.core import RequestCore
+from penstock.deployments.grpc_ingress import start_server
+from penstock.deployments.http_ingress import build_app
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine import Engine
+from penstock.workers.engine_thread import EngineThread
+from penstock.workers.grammar import GrammarCompiler
+from penstock.workers.models.loader import load_model, resolve_model
+from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
+from penstock.workers.tokenizer import Tokenizer
+
+MODEL = "builtin"
+
+
+@functools.cache
+def model() -> Any:
+    torch.set_num_threads(1)
+    return load_model(resolve_model(MODEL), weights="fp32", progress=False)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(resolve_model(MODEL))
+
+
+def new_engine() -> Engine:
+    return Engine(EngineConfig(num_blocks=512, max_num_seqs=16), model())
+
+
+def reference_ids(prompt_ids: Sequence[int], **params: Any) -> list[int]:
+    """What the engine gives for one request alone, without any of the front ends."""
+    engine = new_engine()
+    engine.add(Request("alone", tuple(prompt_ids), SamplingParams(**params)))
+    token_ids: list[int] = []
+    while engine.has_work():
+        for delta in engine.step():
+            token_ids += delta.token_ids
+    return token_ids
+
+
+class EngineBackend:
+    """The real engine on its own thread."""
+
+    def __init__(self) -> None:
+        self.engine = new_engine()
+        self.is_ready = True
+        grammars = GrammarCompiler(
+            lambda: tokenizer().to_json(),
+            vocab_size=model().config.vocab_size,
+            eos_token_ids=model().config.eos_token_ids,
+        )
+        self._thread = EngineThread(self.engine, self._deliver, num_threads=1, grammars=grammars)
+        self._queues: dict[str, asyncio.Queue[Delta]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread.start()
+
+    def ready(self) -> bool:
+        return self.is_ready and self._thread.alive
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        self._loop = asyncio.get_running_loop()
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        self._thread.submit(request)
+        finished = False
+        try:
+            while not finished:
+                delta = await queue.get()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._queues[request.request_id]
+            if not finished:
+                self._thread.cancel(request.request_id)
+
+    def stop(self) -> None:
+        self._thread.stop()
+
+    @property
+    def num_live_blocks(self) -> int:
+        return self.engine.pool.num_live
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: whoever asked has gone
+            self._loop.call_soon_threadsafe(self._hand_out, deltas)
+
+    def _hand_out(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            queue = self._queues.get(delta.request_id)
+            if queue is not None:
+                queue.put_nowait(delta)
+
+
+Step = Sequence[int] | float | Exception | str | FinishReason
+
+
+class ScriptedBackend:
+    """Plays a script for every request: ids are a delta, a number is a pause in seconds, a text is
+    the code of an error delta, a finish reason ends the answer, an exception is raised."""
+
+    def __init__(self, *script: Step):
+        self.script = script
+        self.requests: list[Request] = []
+        self.num_closed = 0
+        self.is_ready = True
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        self.requests.append(request)
+        request_id = request.request_id
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, FinishReason):
+                    yield Delta(request_id, [], step)
+                elif isinstance(step, str):
+                    yield Delta(request_id, [], FinishReason.ERROR, error=step)
+                elif isinstance(step, int | float):
+                    await asyncio.sleep(step)
+                else:
+                    yield Delta(request_id, list(step))
+        finally:
+            self.num_closed += 1
+
+
+def core_over(backend: Any, *, max_model_len: int = 512) -> RequestCore:
+    return RequestCore(
+        tokenizer(),
+        backend,
+        model_name=MODEL,
+        vocab_size=model().config.vocab_size,
+        max_model_len=max_model_len,
+    )
+
+
+class Serving:
+    """Both front ends over one core, on an event loop of their own. A context manager."""
+
+    def __init__(self, backend: Any, *, api_keys: Sequence[str] = (), max_model_len: int = 512):
+        self.backend = backend
+        self.core = core_over(backend, max_model_len=max_model_len)
+        self._api_keys = api_keys
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Serving:
+        self._thread.start()
+        assert self._started.wait(30), "the servers did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the servers did not stop"
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on the servers' loop and wait for its result."""
+
+        async def on_loop() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(on_loop(), self._loop).result(10)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        workers = getattr(self.backend, "workers", None)  # where a test wants the status route
+        app = build_app(self.core, api_keys=self._api_keys, workers=workers)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.http_port: int = listener.getsockname()[1]
+        self.base_url = f"http://127.0.0.1:{self.http_port}"
+        self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        grpc_server = await start_server(self.core, "127.0.0.1:0", api_keys=self._api_keys)
+        self.grpc_target = f"127.0.0.1:{grpc_server.port}"
+        self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
+        while not self._http.started:
+            await asyncio.sleep(0.01)
+        self._started.set()
+        await serving
+        await grpc_server.stop(0)

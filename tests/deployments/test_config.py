@@ -1,0 +1,168 @@
+"""One flat namespace of settings: from YAML and from flags, with errors that name the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+import penstock.deployments
+from penstock.deployments.config import (
+    ServeConfig,
+    check_before_start,
+    check_model,
+    config_from,
+    read_api_keys,
+    read_config,
+    settings,
+)
+from penstock.workers.config import ConfigError, EngineConfig
+
+ROOT = Path(penstock.deployments.__file__).parent
+
+
+def test_settings_are_the_fields_of_both_dataclasses_and_names_are_unique():
+    names = [setting.name for setting in settings()]
+    fields = [f.name for owner in (ServeConfig, EngineConfig) for f in dataclasses.fields(owner)]
+    assert sorted(names) == sorted(set(fields) - {"engine"})
+    assert len(names) == len(set(names))
+    assert all(setting.help for setting in settings())
+
+
+def test_defaults_are_those_of_the_dataclasses():
+    assert config_from({}) == ServeConfig()
+
+
+def test_values_reach_their_owner():
+    config = config_from({"num_workers": 3, "block_size": 32, "model": "org/name"})
+    assert (config.num_workers, config.engine.block_size) == (3, 32)
+    assert config.engine.model == "org/name"
+    assert config.model_name == "name"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("25.6k", 25600), ("2M", 2_000_000), ("1Ki", 1024), ("4096", 4096), ("1_000", 1000), (7, 7)],
+)
+def test_numbers_as_people_write_them(text, number):
+    assert config_from({"max_model_len": text}).engine.max_model_len == number
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"blocksize": 8}, ["'blocksize'", "'block_size'"]),
+        ({"num_worker": 8}, ["'num_worker'", "'num_workers'"]),
+        ({"num_workers": "many"}, ["num_workers", "whole number"]),
+        ({"num_workers": 1.5}, ["num_workers", "whole number"]),
+        ({"num_workers": True}, ["num_workers", "whole number"]),
+        ({"num_workers": 0}, ["num_workers", "at least 1"]),
+        ({"num_workers": None}, ["num_workers", "needs a value"]),
+        ({"prefix_cache": "perhaps"}, ["prefix_cache", "true or false"]),
+        ({"host": ["a"]}, ["host", "text"]),
+        ({"weights": "int3"}, ["weights", "bf16"]),
+        ({"http_port": 70000}, ["http_port", "65535"]),
+        ({"http_port": 9, "grpc_port": 9}, ["http_port", "grpc_port"]),
+        ({"metrics_port": 70000}, ["metrics_port", "65535"]),
+        ({"metrics_port": 8001}, ["metrics_port", "differ"]),
+        ({"block_size": 24}, ["block_size", "power of two"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_remedy(values, words):
+    with pytest.raises(ConfigError) as error:
+        config_from(values)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_yaml_file(tmp_path):
+    file = tmp_path / "penstock.yaml"
+    file.write_text("model: builtin\nnum-workers: 2\nmax_model_len: 1.5k\nprefix_cache: false\n")
+    config = config_from(read_config(str(file)))
+    assert config.num_workers == 2
+    assert config.engine.max_model_len == 1500
+    assert not config.engine.prefix_cache
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3: x\n"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    file = tmp_path / "penstock.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"penstock\.yaml"):
+        read_config(str(file))
+
+
+def test_models_are_looked_up_before_anything_starts(tmp_path):
+    for model in ("builtin", "builtin-moe", "org/name-7B.v2"):
+        check_model(model)
+    with pytest.raises(ConfigError, match="not found"):
+        check_model(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="hub id"):
+        check_model("qwen")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        check_model(str(tmp_path))
+    file = tmp_path / "config.json"
+    file.write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    with pytest.raises(ConfigError, match=r"BertModel.*LlamaForCausalLM"):
+        check_model(str(tmp_path))
+    file.write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 9, '
+        '"max_position_embeddings": 64}'
+    )
+    check_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="is a file"):
+        check_model(str(tmp_path / "config.json"))
+
+
+def test_a_port_in_use_is_named_with_the_flag_that_moves_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}.*--grpc-port"):
+            check_before_start(ServeConfig(http_port=free_port(), grpc_port=port))
+
+
+def test_api_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n  second \n")
+    assert read_api_keys(str(file)) == ("first", "second")
+    file.write_text("# none\n")
+    with pytest.raises(ConfigError, match="no key"):
+        read_api_keys(str(file))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_api_keys(str(tmp_path / "missing"))
+
+
+def test_open_means_reachable_by_strangers():
+    assert not ServeConfig().is_open
+    assert ServeConfig(host="0.0.0.0").is_open
+    assert not ServeConfig(host="0.0.0.0", api_keys_file="keys").is_open
+
+
+def test_the_serve_config_deploys_what_it_says():
+    deploy = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "serve.yaml").read_text()))
+    (application,) = deploy.applications
+    module, _, name = application.import_path.partition(":")
+    assert module == "penstock.deployments.app"
+    assert name == "build_app"
+    config = config_from(application.args)
+    assert {config.http_port, config.grpc_port}.isdisjoint({deploy.http_options.port})
+
+
+def test_the_cluster_file_is_one_that_ray_up_takes():
+    with open(Path(ray.autoscaler.__file__).parent / "ray-schema.json") as file:
+        schema = json.load(file)
+    cluster = yaml.safe_load((ROOT.parent / "cluster.yaml").read_text())
+    jsonschema.validate(cluster, schema)
+    assert cluster["head_node_type"] in cluster["available_node_types"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]

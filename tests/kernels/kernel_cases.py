@@ -1,0 +1,94 @@
+"""What the kernel tests share: one tolerance per dtype, and paged caches full of traps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """For values of about 1. A NaN on either side alone is a failure."""
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@dataclass
+class Paged:
+    """A cache in the layout of the engine, and the keys and values that were meant to be in it.
+
+    Every block that no sequence owns, every slot that nobody wrote, and every slot that has slid
+    out of the window is NaN. Block ids are shuffled; unused table entries are random integers.
+    """
+
+    k_cache: Tensor  # [num_blocks, KV, block_size, D], one layer of a block-major arena
+    v_cache: Tensor
+    tables: Tensor  # int32 [B, max_blocks]
+    lens: Tensor  # int32 [B]
+    keys: list[Tensor]  # per sequence [context, KV, D]
+    values: list[Tensor]
+
+    @property
+    def max_len(self) -> int:
+        return int(self.lens.max())
+
+
+def paged(
+    lens: Sequence[int],
+    *,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    oldest: Sequence[int] | None = None,
+    device: str = "cpu",
+) -> Paged:
+    """`oldest[b]`: keys of sequence b before this position are gone, and so are their blocks."""
+    counts = [-(-context // block_size) for context in lens]
+    num_blocks = sum(counts) + 3
+    # Three layers to a block, of which the middle one is ours: blocks lie six times further apart.
+    shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
+    arena = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    k_cache, v_cache = arena[:, 1, 0], arena[:, 1, 1]
+    tables = torch.randint(-(2**31), 2**31 - 1, (len(lens), max(counts) + 2), dtype=torch.int32)
+    ids = torch.randperm(num_blocks).to(torch.int32)
+    keys, values = [], []
+    for b, (context, count) in enumerate(zip(lens, counts, strict=True)):
+        mine, ids = ids[:count], ids[count:]
+        first = oldest[b] if oldest else 0
+        tables[b, first // block_size : count] = mine[first // block_size :]
+        at = torch.arange(first, context)
+        block, offset = mine[at // block_size].long().to(device), (at % block_size).to(device)
+        keys.append(torch.randn(context, num_kv_heads, head_dim).to(device, dtype))
+        values.append(torch.randn(context, num_kv_heads, head_dim).to(device, dtype))
+        k_cache[block, :, offset] = keys[-1][first:]
+        v_cache[block, :, offset] = values[-1][first:]
+    lens_tensor = torch.tensor(lens, dtype=torch.int32, device=device)
+    return Paged(k_cache, v_cache, tables.to(device), lens_tensor, keys, values)
+
+
+def starts_of(lens: Sequence[int], device: str = "cpu") -> Tensor:
+    """int32 [B + 1]: 0 and the running sums."""
+    return torch.tensor([0, *lens], device=device).cumsum(0).to(torch.int32)
+
+
+def dense_attention(
+    q: Tensor, paged: Paged, query_lens: Sequence[int], scale: float, window: int | None
+) -> Tensor:
+    """The oracle's oracle: float64, from the keys as they were drawn, not through the cache."""
+    group, out = q.shape[1] // paged.k_cache.shape[1], []
+    for rows, keys, values in zip(q.split(list(query_lens)), paged.keys, paged.values, strict=True):
+        k = keys.double().repeat_interleave(group, 1).transpose(0, 1)  # [H, S, D]
+        v = values.double().repeat_interleave(group, 1).transpose(0, 1)
+        context = keys.shape[0]
+        at = torch.arange(context - len(rows), context, device=q.device)[:, None]
+        distance = at - torch.arange(context, device=q.device)[None, :]
+        hidden = (distance < 0) | (distance >= (window or context))
+        scores = rows.double().transpose(0, 1) @ k.transpose(1, 2) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append((weights @ v).transpose(0, 1))
+    return torch.cat(out).to(q.dtype)

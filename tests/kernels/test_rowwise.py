@@ -1,0 +1,114 @@
+"""RMSNorm, rotary embedding and SiLU * mul on the CPU, against the references and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import assert_close
+
+from penstock.kernels import rowwise
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [FP32, BF16, FP16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (33, 500), (2, 896)])
+def test_rms_norm(cpu_path, dtype, shape):
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    y = rowwise.rms_norm(x, weight, 1e-6)
+    truth = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close(y, (truth * weight.double()).to(dtype))
+
+
+def test_rms_norm_of_tiny_rows_is_held_by_eps(cpu_path):
+    x = torch.randn(3, 64) * torch.tensor([[0.0], [1e-3], [1.0]])
+    truth = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_close(rowwise.rms_norm(x, torch.ones(64), 1e-5), truth.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_residual(cpu_path, dtype):
+    x, residual = torch.randn(5, 100).to(dtype), torch.randn(7, 100).to(dtype)[1:6]
+    weight, out = torch.randn(100).to(dtype), torch.empty(5, 100, dtype=dtype)
+    y, total = rowwise.rms_norm(x, weight, 1e-5, residual=residual, out=out)
+    assert y is out
+    assert torch.equal(total, x + residual)
+    assert_close(y, rowwise.rms_norm_reference(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_per_head_in_place_on_a_view(cpu_path, dtype):
+    qkv = torch.randn(4, 7, 24).to(dtype)
+    before, weight = qkv.clone(), torch.randn(24).to(dtype)
+    q = qkv[:, 2:5]
+    rowwise.rms_norm(q, weight, 1e-5, out=q)
+    assert_close(q, rowwise.rms_norm_reference(before[:, 2:5], weight, 1e-5))
+    assert torch.equal(qkv[:, :2], before[:, :2])
+    assert torch.equal(qkv[:, 5:], before[:, 5:])
+
+
+def test_rms_norm_rounds_as_transformers_does(cpu_path):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    oracle = LlamaRMSNorm(896, eps=1e-6).to(BF16)
+    oracle.weight.data = torch.randn(896).to(BF16)
+    x = torch.randn(9, 896).to(BF16)
+    y = rowwise.rms_norm(x, oracle.weight.data, 1e-6)
+    assert (y != oracle(x)).float().mean() < 1e-3  # a last bit here and there
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rot"), [(64, 64), (16, 16), (80, 32), (20, 10)])
+def test_rope(cpu_path, dtype, head_dim, rot):
+    qkv = torch.randn(5, 9, head_dim).to(dtype)
+    before = qkv.clone()
+    angle = 10 * torch.randn(5, rot // 2)
+    rowwise.rope_(qkv[:, :6], qkv[:, 6:8], angle.cos(), angle.sin())
+    pairs = (
+        torch.complex(before[..., : rot // 2].double(), before[..., rot // 2 : rot].double())
+        * torch.polar(torch.ones_like(angle, dtype=torch.float64), angle.double())[:, None]
+    )
+    assert_close(qkv[:, :8, : rot // 2], pairs.real[:, :8].to(dtype))
+    assert_close(qkv[:, :8, rot // 2 : rot], pairs.imag[:, :8].to(dtype))
+    assert torch.equal(qkv[..., rot:], before[..., rot:])
+    assert torch.equal(qkv[:, 8], before[:, 8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (33, 500)])
+def test_silu_mul(cpu_path, dtype, shape):
+    gate_up = 3 * torch.randn(shape[0], 2 * shape[1]).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    truth = (torch.nn.functional.silu(gate) * up).to(dtype)
+    assert_close(rowwise.silu_mul(gate_up), truth)
+    out = torch.empty(shape, dtype=dtype)
+    assert rowwise.silu_mul(gate_up, out) is out
+    assert_close(out, truth)
+
+
+def test_silu_mul_far_out(cpu_path):
+    gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
+    y = rowwise.silu_mul(torch.cat((gate, torch.ones_like(gate)), -1))
+    torch.testing.assert_close(y, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtype):
+    x, residual = torch.randn(2, 200, 901).to(dtype)  # enough for a second thread to take part
+    weight, angle = torch.randn(901).to(dtype), torch.randn(200, 15)
+    heads = torch.randn(2, 200, 9, 37).to(dtype)
+
+    def run(rows: slice) -> list[torch.Tensor]:
+        q, k = heads[0, rows].clone(), heads[1, rows].clone()
+        rowwise.rope_(q, k, angle[rows].cos(), angle[rows].sin())
+        normed = rowwise.rms_norm(x[rows], weight, 1e-5, residual=residual[rows])
+        return [q, k, *normed, rowwise.silu_mul(x[rows, :900])]
+
+    together = run(slice(None))
+    torch.set_num_threads(2)
+    for a, b in zip(run(slice(None)), together, strict=True):
+        assert torch.equal(a, b)
+    for row in (0, 1, 99, 199):
+        for alone, batch in zip(run(slice(row, row + 1)), together, strict=True):
+            assert torch.equal(alone[0], batch[row])

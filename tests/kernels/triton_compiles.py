@@ -1,0 +1,104 @@
+"""Compiles every Triton kernel to machine code for two generations of GPU, without one.
+
+Run by test_triton.py in a process of its own, where the interpreter is off. Finds what that cannot:
+type errors of the compiler, shapes that the tensor cores refuse, too much shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from penstock.kernels import attention_triton, rowwise_triton
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program at most, by compute capability
+STRIDES_64 = {"k_block_stride", "v_block_stride"}
+HEADS = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "DIM_TILE": 128}
+CACHE = {"q_ptr": "bf16", "k_ptr": "bf16", "v_ptr": "bf16", "tables_ptr": "i32", "lens_ptr": "i32"}
+PARTIAL = {"partial_ptr": "fp32", "top_ptr": "fp32", "total_ptr": "fp32"}
+
+# kernel, what its pointers point to, its constants, warps, stages: as launched for Llama-3-8B
+KERNELS = [
+    (
+        attention_triton._write_kv_kernel,
+        dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "bf16")
+        | {"slots_ptr": "i64"},
+        {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "WIDTH": 1024, "TILE": 1024},
+        4,
+        3,
+    ),
+    (
+        attention_triton._decode_kernel,
+        CACHE | PARTIAL,
+        HEADS | {"ROWS": 16, "KEY_TILE": 64, "SPLIT_KEYS": attention_triton.SPLIT},
+        4,
+        3,
+    ),
+    (
+        attention_triton._merge_kernel,
+        PARTIAL | {"lens_ptr": "i32", "out_ptr": "bf16"},
+        {"NUM_HEADS": 32, "HEAD_DIM": 128, "DIM_TILE": 128, "SPLIT_KEYS": attention_triton.SPLIT},
+        1,
+        3,
+    ),
+    (
+        attention_triton._prefill_kernel,
+        CACHE | {"starts_ptr": "i32", "out_ptr": "bf16"},
+        HEADS | {"QUERY_TILE": 128, "KEY_TILE": 64},
+        8,
+        2,
+    ),
+    (
+        rowwise_triton._rms_norm_kernel,
+        dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr", "total_ptr"), "bf16"),
+        {"HEADS": 1, "DIM": 4096, "TILE": 4096, "ADD": True},
+        8,
+        3,
+    ),
+    (
+        rowwise_triton._rope_kernel,
+        {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"},
+        {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEAD_TILE": 32, "HALF_TILE": 64},
+        4,
+        3,
+    ),
+    (
+        rowwise_triton._silu_mul_kernel,
+        {"gate_up_ptr": "bf16", "out_ptr": "bf16"},
+        {"TILE": 1024},
+        4,
+        3,
+    ),
+]
+
+
+def compile_for(capability: int, kernel, pointers, constants, num_warps: int, num_stages: int):
+    def type_of(name: str) -> str:
+        if name in pointers:
+            return f"*{pointers[name]}"
+        if name in constants:
+            return "constexpr"
+        if name in ("scale", "eps"):
+            return "fp32"
+        return "i64" if name in STRIDES_64 else "i32"
+
+    names = kernel.arg_names
+    aligned = [i for i, n in enumerate(names) if n in pointers or n.endswith("stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: type_of(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+if __name__ == "__main__":
+    for capability, most in SHARED_BYTES.items():
+        for entry in KERNELS:
+            made = compile_for(capability, *entry)
+            assert len(made.asm["cubin"]) > 0
+            assert made.metadata.shared <= most, (entry[0].__name__, made.metadata.shared)
+            print(f"sm_{capability} {entry[0].__name__} shared {made.metadata.shared}")

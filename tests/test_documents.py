@@ -1,0 +1,79 @@
+"""What README and docs tell a user to run does run: their code blocks against live servers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "deployments"))
+
+from serving import EngineBackend, Serving  # noqa: E402
+
+
+def blocks(document, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.S)
+
+
+@pytest.fixture(scope="module")
+def live():
+    backend = EngineBackend()
+    with Serving(backend) as serving:
+        yield serving
+    backend.stop()
+
+
+def on_ports_of(live, code):
+    port = str(live.http_port)
+    return code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(
+        "127.0.0.1:8001", live.grpc_target
+    )
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_readme_python(live, index):
+    code = on_ports_of(live, blocks("README.md", "python")[index])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code, f"README.md block {index}", "exec"), {})
+    assert said.getvalue().strip()
+
+
+def test_readme_curl(live):
+    text = (ROOT / "README.md").read_text()
+    indented = re.search(r"^    (curl .*?)\n\n", text, re.S | re.M)
+    assert indented is not None
+    command = on_ports_of(live, re.sub(r"^    ", "", indented[1], flags=re.M))
+    answer = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
+    events = [line[6:] for line in answer.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    assert any(json.loads(event)["choices"] for event in events[:-1])
+
+
+def test_engine_page():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(blocks("docs/engine.md", "python")[0], "docs/engine.md", "exec"), {})
+    assert said.getvalue().splitlines()[-1].endswith("length")
+
+
+def test_every_file_that_the_documents_name_exists():
+    named = set()
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = document.read_text()
+        named |= set(
+            re.findall(
+                r"`((?:docs|workers|kernels|deployments|benchmarks|tests|protos)/[\w./-]+)`", text
+            )
+        )
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing

@@ -1,0 +1,184 @@
+"""Tiny random checkpoints of every family, and what transformers' own models make of them.
+
+Each is made once a test run. Weights are far larger than a real initialisation, so that greedy ids
+vary, and norms and biases are random too, so that one that is left out shows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB_SIZE = 199
+
+_DENSE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WIDE = {**_DENSE, "hidden_size": 96, "head_dim": 24}
+_MOE = {**_DENSE, "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40}
+_QWEN2_MOE = {**_MOE, "shared_expert_intermediate_size": 56}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# name -> (transformers' model type, its configuration)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _DENSE),
+    "mistral": ("mistral", {**_WIDE, "sliding_window": None}),
+    "qwen2": ("qwen2", _DENSE),
+    "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
+    "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("qwen2_moe", _QWEN2_MOE),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 24, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", _MOE),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("llama", {**_DENSE, "tie_word_embeddings": True}),
+    "llama-bias": ("llama", {**_WIDE, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": (
+        "llama",
+        {**_DENSE, "rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}},
+    ),
+    "llama-llama3": ("llama", {**_DENSE, "rope_parameters": _LLAMA3}),
+    "llama-yarn": ("llama", {**_WIDE, "rope_parameters": _YARN}),
+    "llama-yarn-mscale": (
+        "llama",
+        {
+            **_DENSE,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False},
+        },
+    ),
+    "qwen2-yarn-attention-factor": (
+        "qwen2",
+        {**_DENSE, "rope_parameters": {**_YARN, "attention_factor": 1.3, "beta_fast": 16}},
+    ),
+    "mistral-window": ("mistral", {**_WIDE, "sliding_window": 13}),
+    "mistral-layer-types": (  # transformers gives these to its Ministral class
+        "ministral",
+        {
+            **_WIDE,
+            "sliding_window": 13,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "mixtral-window": ("mixtral", {**_DENSE, "num_local_experts": 3, "sliding_window": 13}),
+    "qwen2-window": ("qwen2", {**_DENSE, **_SLIDING}),
+    "qwen3-window-bias": ("qwen3", {**_DENSE, **_SLIDING, "attention_bias": True}),
+    "qwen2_moe-window": ("qwen2_moe", {**_QWEN2_MOE, **_SLIDING, "max_window_layers": 3}),
+    "qwen2_moe-normed": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
+    ),
+    "qwen3_moe-sparse-step": (
+        "qwen3_moe",
+        {**_MOE, **_SLIDING, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "olmoe-clip": ("olmoe", {**_MOE, "clip_qkv": 0.8, "norm_topk_prob": True}),
+}
+ALL = {**FAMILIES, **VARIANTS}
+
+
+@functools.cache
+def make_checkpoint(name: str = "llama") -> Path:
+    """The folder of the checkpoint `name` (a key of ALL), fp32, without a tokenizer."""
+    model_type, settings = ALL[name]
+    model = random_model(model_type, settings)
+    folder = _root() / name
+    model.save_pretrained(folder)
+    if model_type == "ministral":
+        config = folder / "config.json"
+        text = config.read_text().replace("MinistralFor", "MistralFor")
+        config.write_text(text.replace('"ministral"', '"mistral"'))
+    return folder
+
+
+def random_model(model_type: str, settings: dict[str, Any], seed: int = 0) -> Any:
+    """transformers' own model of this configuration with random weights, in fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.normal_(1.0, 0.2, generator=generator)
+            else:
+                weight.normal_(0.0, 1.0 if "embed" in name else 0.2, generator=generator)
+    return model.eval()
+
+
+@functools.cache
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a checkpoint, as anyone would load it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def reference_logits(
+    folder: Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """transformers' logits at every position of one sequence, without a cache: fp32 [T, vocab]."""
+    model = reference_model(folder, dtype)
+    return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+
+
+def reference_greedy(folder: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The ids with which transformers' `generate` goes on, end-of-sequence tokens ignored."""
+    return list(_reference_greedy(folder, tuple(prompt_ids), num_tokens))
+
+
+@functools.cache
+@torch.inference_mode()
+def _reference_greedy(folder: Path, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
+    output = reference_model(folder).generate(
+        torch.tensor([prompt_ids]),
+        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+    )
+    return output[0, len(prompt_ids) :].tolist()
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids below VOCAB_SIZE."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+@functools.cache
+def _root() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="penstock-checkpoints-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)

@@ -1,0 +1,135 @@
+"""The block ledger and the prefix cache, against simple models of them."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.workers.kv_cache import BlockPool, KVCache
+from penstock.workers.request import Request, SamplingParams
+from penstock.workers.sequence import Sequence
+
+
+def make_seq(token_ids, order=0):
+    request = Request(f"r{order}", tuple(token_ids), SamplingParams(max_tokens=64))
+    return Sequence(request, order=order, seed=0, stop_ids=frozenset(), max_total_tokens=10**6)
+
+
+def test_lowest_id_first():
+    pool = BlockPool(8)
+    assert [pool.allocate() for _ in range(5)] == [0, 1, 2, 3, 4]
+    for block_id in (3, 1, 4):
+        pool.release(block_id)
+    assert [pool.allocate() for _ in range(4)] == [1, 3, 4, 5]
+    pool.check()
+
+
+def test_prefix_hit_compares_tokens_and_leaves_one_to_compute():
+    cache = KVCache(BlockPool(16), 4, prefix_cache=True, salt=b"s")
+    first = make_seq(range(12))
+    assert cache.admit(first)
+    assert first.num_computed_tokens == 0
+    assert cache.grow(first, 12)
+    first.num_computed_tokens = 12
+    cache.commit(first)
+    blocks = list(first.block_table)
+    again, longer = make_seq(range(12), 1), make_seq([*range(12), 99], 2)
+    other = make_seq([0, 1, 2, 3, 4, 5, 6, 99, 8], 3)
+    for seq in (again, longer, other):
+        assert cache.admit(seq)
+    assert list(again.block_table) == blocks[:2]  # the last token must be computed: 2 blocks of 3
+    assert list(longer.block_table) == blocks
+    assert list(other.block_table) == blocks[:1]
+    cache.pool.check([s.block_table for s in (first, again, longer, other)])
+
+
+def test_forged_key_is_a_miss():
+    cache = KVCache(BlockPool(4), 4, prefix_cache=True, salt=b"s")
+    seq = make_seq(range(5))
+    key = cache._key(cache._root, seq.token_ids[:4].tobytes())
+    block_id = cache.pool.allocate()
+    cache.pool.index.insert(block_id, key, cache._root, b"other tokens")
+    assert cache.admit(seq)
+    assert seq.num_computed_tokens == 0
+
+
+def test_salt_separates():
+    a = KVCache(BlockPool(4), 4, prefix_cache=True, salt=b"one")
+    b = KVCache(BlockPool(4), 4, prefix_cache=True, salt=b"two")
+    assert a._key(a._root, b"tokens") != b._key(b._root, b"tokens")
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random admissions, growth, commits and frees against a dict that plays the KV memory.
+
+    `content[block]` is what a real pool would hold: the exact token prefix whose K and V were last
+    written there. A prefix hit must find precisely the prefix that the sequence asks for.
+    """
+
+    num_blocks, block_size = 7, 4
+
+    def __init__(self):
+        super().__init__()
+        self.cache = KVCache(
+            BlockPool(self.num_blocks), self.block_size, prefix_cache=True, salt=b""
+        )
+        self.seqs = []
+        self.content = {}
+        self.order = 0
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14))
+    def admit(self, prompt):
+        seq = make_seq(prompt, self.order)
+        self.order += 1
+        before = self.cache.pool.num_available
+        if not self.cache.admit(seq):
+            assert self.cache.pool.num_available == before
+            assert not seq.block_table
+            return
+        assert seq.num_computed_tokens < len(prompt)
+        for i, block_id in enumerate(seq.block_table):
+            assert self.content[block_id] == tuple(prompt[: (i + 1) * self.block_size])
+        assert self.cache.grow(seq, len(prompt)), "admitted, but its prompt does not fit"
+        self.seqs.append(seq)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), num=st.integers(1, 6))
+    def compute(self, data, num):
+        seq = data.draw(st.sampled_from(self.seqs))
+        end = min(seq.num_tokens, seq.num_computed_tokens + num)
+        tokens = tuple(seq.token_ids)
+        for position in range(seq.num_computed_tokens, end):
+            block_id = seq.block_table[position // self.block_size]
+            self.content[block_id] = tokens[: position + 1]
+        seq.num_computed_tokens = end
+        self.cache.commit(seq)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def decode(self, data, token):
+        seq = data.draw(st.sampled_from(self.seqs))
+        if self.cache.grow(seq, seq.num_tokens + 1):
+            seq.token_ids.append(token)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), bad=st.booleans())
+    def leave(self, data, bad):
+        seq = data.draw(st.sampled_from(self.seqs))
+        self.seqs.remove(seq)
+        blocks = list(seq.block_table)
+        (self.cache.forget if bad else self.cache.free)(seq)
+        if bad:
+            assert not any(block_id in self.cache.pool.index for block_id in blocks)
+
+    @invariant()
+    def ledger(self):
+        self.cache.pool.check([seq.block_table for seq in self.seqs])
+        for seq in self.seqs:
+            for i in range(seq.num_computed_tokens // self.block_size):
+                held = self.content[seq.block_table[i]]
+                assert held == tuple(seq.token_ids[: (i + 1) * self.block_size]), "overwritten"
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

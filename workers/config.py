@@ -1,0 +1,95 @@
+"""Configuration of one worker, as frozen dataclasses that are checked once and never changed.
+
+Knows nothing of files, command lines or the cluster: `deployments/config.py` fills these from YAML
+and flags. Each field carries its own help text, from which flags and docs are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names the key and the remedy."""
+
+
+def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a setting that does not exist; it names the nearest one that does."""
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
+    return ConfigError(f"unknown setting {key!r}{hint}")
+
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field with help text and, where the values are a closed set, its choices."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build the dataclass `cls` from `values`; an unknown key is an error naming the nearest."""
+    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key, value in values.items():
+        if key not in known:
+            raise unknown_setting(key, known)
+        choices = known[key].metadata.get("choices")
+        if choices and value not in choices:
+            raise ConfigError(f"{key} must be one of {', '.join(choices)}; got {value!r}")
+    return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything one engine needs to know besides the model itself."""
+
+    model: str = option(
+        "builtin", "local folder, hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)"
+    )
+    weights: str = option(
+        "auto", "number format of the weights; auto: as the checkpoint", ("auto", "fp32", "bf16")
+    )
+    device: str = option(
+        "auto", "where to compute; auto: cuda if there is one", ("auto", "cpu", "cuda")
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt + answer in tokens; none: the model's own context"
+    )
+    max_num_seqs: int = option(64, "most sequences that run in one step")
+    max_num_batched_tokens: int = option(
+        2048, "token budget of one step; longer prompts are prefilled in chunks"
+    )
+    block_size: int = option(16, "tokens in one KV block")
+    kv_cache_gb: float | None = option(
+        None, "KV pool in GiB; none: 85 % of free GPU memory, or an eighth of a CPU machine's"
+    )
+    num_blocks: int | None = option(None, "KV pool in blocks; overrides kv_cache_gb")
+    prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
+    max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
+    threads: int | None = option(None, "CPU threads for computing; none: one per core")
+    seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "num_blocks", "kv_cache_gb", "threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
+            )
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two; got {self.block_size}")
+
+
+def _positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ConfigError(f"{name} must be positive; got {value}")

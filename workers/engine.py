@@ -1,0 +1,310 @@
+"""The one loop: add, abort, step.
+
+Plain and synchronous: no Ray, no threads, no text. A request that cannot be served is refused by
+`add`; one that fails in a step ends alone, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+
+import torch
+
+from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.executor import Executor, StepResult
+from penstock.workers.grammar import GrammarMatcher
+from penstock.workers.histogram import Histogram
+from penstock.workers.kv_cache import BlockPool, KVCache
+from penstock.workers.memory import Arena, BlockLayout
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.request import Delta, FinishReason, Request, RequestError
+from penstock.workers.scheduler import Plan, Scheduler
+from penstock.workers.sequence import Sequence
+from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
+
+log = logging.getLogger("penstock.engine")
+
+GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
+CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
+
+
+class Engine:
+    """Continuous batching of one model on one device."""
+
+    def __init__(self, config: EngineConfig, model: Decoder):
+        self.config = config
+        self.model = model
+        facts = model.config
+        layout = BlockLayout(
+            num_layers=facts.num_layers,
+            num_kv_heads=facts.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=facts.head_dim,
+            dtype=model.dtype,
+        )
+        self.arena = Arena(layout, _num_blocks(config, layout, model), model.device)
+        self.pool = BlockPool(self.arena.num_blocks)
+        self.cache = KVCache(
+            self.pool,
+            config.block_size,
+            prefix_cache=config.prefix_cache,
+            salt=secrets.token_bytes(32),
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.executor = Executor(model, self.arena.kv_layers(), config.block_size)
+        self.times = self.executor.times
+        self.max_model_len = min(
+            config.max_model_len or facts.max_position_embeddings,
+            self.arena.num_blocks * config.block_size,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._num_added = 0
+        self._random = random.Random(config.seed)
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._num_finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
+        self._num_corrupted = 0
+        self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
+
+    def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
+        """Queue a request. Raises RequestError if it can never be served, or the queue is full.
+
+        `matcher`: of its `structured`, behind its emitted ids. GrammarCompiler makes them, which
+        takes too long for the thread of the engine.
+        """
+        max_total = self._check(request)
+        _check_matcher(request, matcher)
+        stop_ids = set(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop_ids.update(self.model.config.eos_token_ids)
+        seed = request.params.seed
+        seq = Sequence(
+            request,
+            order=self._num_added,
+            seed=self._random.getrandbits(64) if seed is None else seed,
+            stop_ids=frozenset(stop_ids),
+            max_total_tokens=max_total,
+            matcher=matcher,
+        )
+        self._num_added += 1
+        self._sequences[request.request_id] = seq
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its blocks now. False if it is not (or no longer) here."""
+        seq = self._sequences.pop(request_id, None)
+        if seq is None:
+            return False
+        self.scheduler.remove(seq)
+        self._num_finished[FinishReason.ABORT.value] += 1
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[Delta]:
+        """Run one batch; what it produced, finished requests included."""
+        self.times.begin()
+        plan = self.scheduler.schedule()
+        self.times.lap("schedule")
+        if not plan.chunks:
+            return []
+        self._num_steps += 1
+        self._step_tokens.observe(plan.num_tokens)
+        try:
+            result = self.executor.run(plan)
+        except Exception:
+            log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
+            return self._run_each_alone(plan)
+        deltas = self._commit(plan, result)
+        self.times.lap("deliver")
+        return deltas
+
+    def stats(self) -> EngineStats:
+        pool, cache = self.pool, self.cache
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_live_blocks=pool.num_live,
+            num_cached_blocks=pool.num_cached,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_prefix_queried_tokens=cache.num_queried_tokens,
+            num_prefix_hit_tokens=cache.num_hit_tokens,
+            num_outstanding_tokens=sum(
+                seq.max_total_tokens - seq.num_computed_tokens for seq in self._sequences.values()
+            ),
+            num_finished=dict(self._num_finished),
+            num_corrupted=self._num_corrupted,
+            step_seconds=self.times.seconds(),
+            step_tokens=self._step_tokens.snapshot(),
+        )
+
+    def check(self) -> None:
+        """Assert that the block ledger is whole. Cheap enough for idle time and for tests."""
+        self.pool.check([seq.block_table for seq in self.scheduler.sequences()])
+        for seq in self.scheduler.waiting:
+            assert not seq.block_table, "a waiting sequence owns blocks"
+        assert len(self._sequences) == len(list(self.scheduler.sequences()))
+
+    def _check(self, request: Request) -> int:
+        """Longest total length that the request may reach, in tokens; raises RequestError."""
+        params, vocab = request.params, self.model.config.vocab_size
+        if request.request_id in self._sequences:
+            raise RequestError("this request id is already running", code="internal_error")
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
+            raise RequestError(f"prompt token ids must lie in [0, {vocab})", param="prompt")
+        if any(not 0 <= token_id < vocab for token_id in request.emitted_ids):
+            raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
+        params.check(vocab)
+        num_prompt = len(request.prompt_ids)
+        if num_prompt >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; this model takes at most "
+                f"{self.max_model_len} tokens of prompt and answer together",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if params.max_tokens is None:
+            max_total = self.max_model_len
+        else:
+            max_total = num_prompt + params.max_tokens
+        if max_total > self.max_model_len:
+            raise RequestError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({params.max_tokens}) exceed the "
+                f"{self.max_model_len} tokens that this model takes; ask for at most "
+                f"{self.max_model_len - num_prompt}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if num_prompt + len(request.emitted_ids) >= max_total:
+            raise RequestError("nothing is left to generate", param="emitted_ids")
+        if len(self.scheduler.waiting) >= self.config.max_waiting:
+            raise RequestError("too many requests are waiting on this worker", code="overloaded")
+        return max_total
+
+    def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
+        """Record what a step computed: KV lengths, full blocks, sampled tokens, endings."""
+        deltas = []
+        sampled = iter(result.sampled)
+        for i, chunk in enumerate(plan.chunks):
+            seq, samples = chunk.seq, chunk.samples
+            self._num_prompt_tokens += chunk.length - samples
+            if i in result.prompt_logprobs:
+                # After a preemption the prompt is computed again, and some are there already.
+                num_known = len(seq.prompt_logprobs) - chunk.start
+                seq.prompt_logprobs += result.prompt_logprobs[i][num_known:]
+            token = next(sampled) if samples else None
+            if token is not None and token.token_id < 0:
+                deltas.append(self._fail_row(seq))
+                continue
+            seq.num_computed_tokens += chunk.length
+            self.cache.commit(seq)
+            if token is not None:
+                delta = seq.append(token.token_id, token.logprob)
+                self._num_generated_tokens += 1
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self._finish(seq, delta.finish_reason)
+        return deltas
+
+    def _run_each_alone(self, plan: Plan) -> list[Delta]:
+        """After a failed step: whoever fails again ends with an error, the others go on.
+
+        Nothing was recorded of the failed step, and writing the same K and V twice is harmless.
+        """
+        deltas = []
+        for chunk in plan.chunks:
+            alone = Plan()
+            alone.add(chunk)
+            try:
+                result = self.executor.run(alone)
+            except Exception:
+                log.exception("request %s failed alone; ending it", chunk.seq.request.request_id)
+                deltas.append(self._fail(chunk.seq, "internal_error"))
+            else:
+                deltas += self._commit(alone, result)
+        return deltas
+
+    def _fail(self, seq: Sequence, code: str) -> Delta:
+        self.cache.forget(seq)
+        self._num_corrupted += code == "numerical_error"
+        self._finish(seq, FinishReason.ERROR)
+        return Delta(seq.request.request_id, [], FinishReason.ERROR, error=code)
+
+    def _fail_row(self, seq: Sequence) -> Delta:
+        """Nothing could be sampled: the numbers are at fault, or else the grammar."""
+        matcher = seq.matcher
+        if matcher is None or not matcher.has_failed:
+            return self._fail(seq, "numerical_error")
+        delta = self._fail(seq, "invalid_value")
+        delta.error_param = matcher.param
+        delta.error_message = f"{matcher.param} became too complex in the course of the answer"
+        return delta
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        del self._sequences[seq.request.request_id]
+        self.scheduler.remove(seq)
+        self._num_finished[reason.value] += 1
+
+
+def _check_matcher(request: Request, matcher: GrammarMatcher | None) -> None:
+    spec = request.params.structured
+    if spec is not None and matcher is None:
+        raise RequestError(
+            f"{spec.param}: no grammars are compiled here",
+            param=spec.param,
+            code="unsupported_parameter",
+        )
+    if matcher is not None and matcher.is_complete:
+        raise RequestError("nothing is left to generate", param="emitted_ids")
+
+
+def _num_blocks(config: EngineConfig, layout: BlockLayout, model: Decoder) -> int:
+    """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
+
+    Raises ConfigError if not even one block fits.
+    """
+    device = model.device
+    max_len = config.max_model_len or model.config.max_position_embeddings
+    useful = config.max_num_seqs * -(-max_len // config.block_size)
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_gb is not None:
+        budget = config.kv_cache_gb * 2**30
+    elif device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_FRACTION
+    else:
+        budget = total_memory_bytes() * CPU_KV_FRACTION
+    num_blocks = min(int(budget // layout.block_bytes), useful)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes;"
+            " raise kv_cache_gb, or choose a smaller model or block_size"
+        )
+    return num_blocks
+
+
+def total_memory_bytes() -> int:
+    """Memory of this machine in bytes, or of the container that this process runs in."""
+    with open("/proc/meminfo") as lines:
+        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as text:
+                limit = text.read().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total

@@ -1,0 +1,166 @@
+"""A plan becomes tensors, tensors go through the model, logits become token ids.
+
+Knows nothing of who waits or which block is free: a plan's blocks are already in its sequences'
+tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from penstock.workers.logits import logprobs_of
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.request import TokenLogprob
+from penstock.workers.sampler import RowSampling, Sampled, sample, uniform_at
+from penstock.workers.scheduler import Chunk, Plan
+from penstock.workers.sequence import Sequence
+from penstock.workers.step_times import StepTimes
+
+GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and mean greedy anyway
+PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt tokens are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a plan gave: a token for each chunk that samples, in the order of `plan.chunks`.
+
+    `prompt_logprobs`: by index of the chunk, those of the prompt tokens that follow its tokens.
+    """
+
+    sampled: list[Sampled]
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs plans of one model over one set of KV views."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_layers: Seq[tuple[torch.Tensor, torch.Tensor]],
+        block_size: int,
+    ):
+        self.model = model
+        self.kv_layers = kv_layers
+        self.block_size = block_size
+        self.times = StepTimes()
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        """Compute K and V of all tokens of the plan, and sample where a chunk reaches the end."""
+        chunks = plan.chunks
+        token_ids, positions, inputs = self._inputs(plan)
+        self.times.lap("copy")
+        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers)
+        self.times.lap("model")
+        ends = np.cumsum([chunk.length for chunk in chunks])
+        prompt_logprobs = {
+            i: self._prompt_logprobs(chunk, hidden[int(end) - chunk.length : int(end)])
+            for i, (chunk, end) in enumerate(zip(chunks, ends))
+            if _reports_prompt(chunk.seq)
+        }
+        self.times.lap("sample")
+        last_rows = [int(end) - 1 for end, chunk in zip(ends, chunks) if chunk.samples]
+        if not last_rows:
+            return StepResult([], prompt_logprobs)
+        if len(last_rows) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
+        rows = [row_sampling(chunk.seq) for chunk in chunks if chunk.samples]
+        logits = self.model.logits(hidden)
+        self.times.lap("model")
+        sampled = sample(logits, rows)
+        self.times.lap("sample")
+        return StepResult(sampled, prompt_logprobs)
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
+        """Of the prompt tokens that follow the tokens of `chunk`, `hidden` [chunk, hidden]."""
+        seq = chunk.seq
+        num_top = seq.request.params.prompt_logprobs or 0
+        following = seq.request.prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
+        found: list[TokenLogprob] = []
+        for i in range(0, len(following), PROMPT_LOGPROB_ROWS):
+            ids = following[i : i + PROMPT_LOGPROB_ROWS]
+            found += logprobs_of(self.model.logits(hidden[i : i + len(ids)]), ids, num_top)
+        return found
+
+    def _inputs(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
+        decode, prefill = plan.decode, plan.prefill
+        tables = self._tables(decode)
+        position = np.array([chunk.start for chunk in decode], dtype=np.int64)
+        slots = [self._slots_of_rows(tables, position)] if decode else []
+        token_ids = [np.array([c.seq.token_ids[c.start] for c in decode], dtype=np.int64)]
+        positions = [position]
+        for chunk in prefill:
+            span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
+            table = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
+            slots.append(
+                table[span // self.block_size] * np.int64(self.block_size) + span % self.block_size
+            )
+            ids = np.frombuffer(chunk.seq.token_ids, dtype=np.int32)
+            token_ids.append(ids[chunk.start : chunk.start + chunk.length].astype(np.int64))
+            positions.append(span)
+        decode_lens = position + 1
+        prefill_lens = [chunk.start + chunk.length for chunk in prefill]
+        starts = np.cumsum([0] + [chunk.length for chunk in prefill])
+        inputs = AttentionInputs(
+            slots=self._put(np.concatenate(slots)),
+            num_decode=len(decode),
+            decode_tables=self._put(tables),
+            decode_lens=self._put(decode_lens.astype(np.int32)),
+            max_decode_len=int(decode_lens.max(initial=0)),
+            prefill_tables=self._put(self._tables(prefill)),
+            prefill_starts=self._put(starts.astype(np.int32)),
+            prefill_lens=self._put(np.array(prefill_lens, dtype=np.int32)),
+            max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
+            max_prefill_len=max(prefill_lens, default=0),
+        )
+        return self._put(np.concatenate(token_ids)), self._put(np.concatenate(positions)), inputs
+
+    def _tables(self, chunks: list[Chunk]) -> np.ndarray:
+        """Block tables, int32 [chunks, longest]; entries beyond a sequence's own are 0, unread."""
+        longest = max((len(chunk.seq.block_table) for chunk in chunks), default=0)
+        tables = np.zeros((len(chunks), longest), dtype=np.int32)
+        for row, chunk in zip(tables, chunks):
+            row[: len(chunk.seq.block_table)] = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
+        return tables
+
+    def _slots_of_rows(self, tables: np.ndarray, position: np.ndarray) -> np.ndarray:
+        block = tables[np.arange(len(position)), position // self.block_size].astype(np.int64)
+        return block * self.block_size + position % self.block_size
+
+    def _put(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.model.device, non_blocking=True)
+
+
+def _reports_prompt(seq: Sequence) -> bool:
+    """Whether the logprobs of the prompt are asked for, and not handed out yet."""
+    return seq.request.params.prompt_logprobs is not None and not seq.num_generated_tokens
+
+
+def row_sampling(seq: Sequence) -> RowSampling:
+    """The sampling of the next token of `seq`."""
+    params = seq.request.params
+    greedy = params.temperature < GREEDY_BELOW
+    banned_ids = tuple(seq.stop_ids) if seq.must_go_on else ()
+    edit = None if seq.editor is None else partial(seq.editor.edit, token_ids=seq.token_ids)
+    if seq.matcher is not None:  # which has the last word, also on what is banned
+        if params.ignore_eos:
+            banned_ids += seq.matcher.eos_token_ids
+        edit = partial(seq.matcher.constrain, edit=edit, forbidden=banned_ids)
+        banned_ids = ()
+    return RowSampling(
+        temperature=0.0 if greedy else params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        uniform=0.0 if greedy else uniform_at(seq.seed, seq.num_generated_tokens),
+        banned_ids=banned_ids,
+        edit=edit,
+        num_logprobs=params.logprobs,
+    )

@@ -1,0 +1,327 @@
+"""What a checkpoint's config.json says about its model, as one frozen dataclass for all families.
+
+The door of transformers' configuration classes. Knows nothing of weights, tensors or engines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.workers.config import ConfigError
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "OlmoeForCausalLM": "olmoe",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_JSON_BYTES = 16 * 2**20  # the largest real config.json is some KiB
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: frequencies theta^(-2i/rotary_dim), scaled as `type` says."""
+
+    theta: float
+    rotary_dim: int  # the leading dimensions of a head that turn; even
+    type: str = "default"  # one of ROPE_TYPES
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # llama3, yarn: context before scaling
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    attention_factor: float = 1.0  # multiplies cos and sin
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape and the switches of one decoder-only model. Sizes count elements, not bytes."""
+
+    architecture: str  # a key of MODEL_TYPES
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int  # of dense layers
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    rope: RopeConfig
+    sliding_window: tuple[int | None, ...]  # per layer; None sees everything
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = "none"  # "head": over each head; "full": over the whole projection (OLMoE)
+    clip_qkv: float | None = None
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # the chosen experts' weights are made to sum to one
+    shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    moe_layers: tuple[bool, ...] = ()  # per layer: routed experts, or a dense MLP
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "auto"  # "fp32", "bf16", "fp16"; "auto" until the loader has seen the tensors
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "intermediate_size", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"the rotary dimension must be even and lie in [2, head_dim = {self.head_dim}]; "
+                f"got {self.rope.rotary_dim}"
+            )
+        if any(self.moe_layers) and not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_token ({self.num_experts_per_token}) must lie in "
+                f"[1, num_experts = {self.num_experts}]"
+            )
+        for window in self.sliding_window:
+            if window is not None and window < 1:
+                raise ConfigError(f"sliding_window must be positive; got {window}")
+        assert len(self.sliding_window) == len(self.moe_layers) == self.num_layers
+
+    @property
+    def scale(self) -> float:
+        """What q.k is multiplied by before the softmax."""
+        return self.head_dim**-0.5
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+        """Read `path`/config.json (and generation_config.json for further end-of-sequence ids).
+
+        Code that a checkpoint brings along (auto_map) is never run. Raises ConfigError for a
+        missing or unusable config, and for an architecture that Penstock does not know.
+        """
+        folder = Path(path)
+        stated = read_json(folder / "config.json")
+        architecture = _architecture(stated)
+        if stated.get("quantization_config"):
+            raise ConfigError(
+                f"{folder}: this checkpoint is already quantised; use the original one"
+            )
+        # Importing transformers takes a second that a command line without a model need not wait.
+        from transformers import AutoConfig
+
+        try:
+            hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        except Exception as error:  # its validators raise nearly every type there is
+            raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+        generation: dict[str, Any] = {}
+        if (folder / "generation_config.json").is_file():
+            generation = read_json(folder / "generation_config.json")
+        try:
+            return _from_transformers(architecture, hf, generation)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{folder / 'config.json'}: unusable setting: {error}") from error
+
+
+def read_limits(path: str | Path) -> tuple[int, int]:
+    """Vocabulary size and longest context of the model in `path`, as `from_pretrained` would say.
+
+    For processes that compute nothing: they need not wait until transformers is imported, unless
+    config.json leaves one of the two to its defaults. Raises ConfigError as `from_pretrained` does.
+    """
+    stated = read_json(Path(path) / "config.json")
+    _architecture(stated)
+    limits = stated.get("vocab_size"), stated.get("max_position_embeddings")
+    if all(isinstance(limit, int) and limit > 0 for limit in limits):
+        return limits  # type: ignore[return-value]
+    config = ModelConfig.from_pretrained(path)
+    return config.vocab_size, config.max_position_embeddings
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; ConfigError naming the file if it is missing or is not one."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; give a folder with a checkpoint that transformers can read"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return value
+
+
+def _architecture(stated: dict[str, Any]) -> str:
+    """The architecture that config.json names, if it is one of ours."""
+    model_type = stated.get("model_type")
+    names = stated.get("architectures") or [
+        name for name, known in MODEL_TYPES.items() if known == model_type
+    ]
+    name = names[0] if isinstance(names, list) and names else model_type
+    if name not in MODEL_TYPES:
+        raise ConfigError(
+            f"architecture {name!r} is not supported; supported are {', '.join(MODEL_TYPES)}"
+        )
+    if model_type != MODEL_TYPES[name]:
+        raise ConfigError(
+            f"config.json names architecture {name} but model_type {model_type!r}; "
+            f"{MODEL_TYPES[name]!r} was expected"
+        )
+    return str(name)
+
+
+def _from_transformers(architecture: str, hf: Any, generation: dict[str, Any]) -> ModelConfig:
+    model_type = MODEL_TYPES[architecture]
+    if hf.hidden_act not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act {hf.hidden_act!r} is not supported; supported is 'silu'")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    attention_bias = bool(getattr(hf, "attention_bias", False))
+    qkv_bias = {"qwen2": True, "qwen2_moe": bool(getattr(hf, "qkv_bias", True))}
+    is_moe = model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+    return ModelConfig(
+        architecture=architecture,
+        model_type=model_type,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        num_layers=hf.num_hidden_layers,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
+        head_dim=head_dim,
+        intermediate_size=hf.intermediate_size,
+        rms_norm_eps=float(hf.rms_norm_eps),
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        max_position_embeddings=hf.max_position_embeddings,
+        rope=_rope(hf, head_dim),
+        sliding_window=_windows(model_type, hf),
+        # Mistral and Mixtral have no biases at all, Qwen2 none outside q, k and v.
+        qkv_bias=qkv_bias.get(model_type, attention_bias and model_type in _ATTENTION_BIAS),
+        o_bias=attention_bias and model_type in _ATTENTION_BIAS,
+        mlp_bias=model_type == "llama" and bool(getattr(hf, "mlp_bias", False)),
+        qk_norm={"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
+        clip_qkv=hf.clip_qkv if model_type == "olmoe" else None,
+        num_experts=hf.num_experts if is_moe else 0,
+        num_experts_per_token=hf.num_experts_per_tok if is_moe else 0,
+        # Mixtral and OLMoE know one size only, whatever else config.json holds.
+        moe_intermediate_size=(
+            hf.moe_intermediate_size
+            if model_type in ("qwen2_moe", "qwen3_moe")
+            else hf.intermediate_size * is_moe
+        ),
+        norm_topk_prob=is_moe and (model_type == "mixtral" or bool(hf.norm_topk_prob)),
+        shared_expert_intermediate_size=(
+            hf.shared_expert_intermediate_size if model_type == "qwen2_moe" else 0
+        ),
+        moe_layers=_moe_layers(hf) if is_moe else (False,) * hf.num_hidden_layers,
+        eos_token_ids=_eos_token_ids(hf, generation),
+        bos_token_id=hf.bos_token_id,
+        dtype=_dtype(hf),
+    )
+
+
+_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmoe")
+
+
+def _windows(model_type: str, hf: Any) -> tuple[int | None, ...]:
+    window = getattr(hf, "sliding_window", None) or None  # Qwen2-MoE writes 0 for none
+    layer_types = getattr(hf, "layer_types", None)
+    if model_type in ("llama", "olmoe"):  # these never slide, whatever else config.json holds
+        window = None
+    elif layer_types is not None and model_type not in ("mixtral", "qwen3_moe"):
+        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+        if unknown or len(layer_types) != hf.num_hidden_layers:
+            raise ConfigError(
+                "layer_types must name full_attention or sliding_attention for each layer; "
+                f"got {layer_types}"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return (window,) * hf.num_hidden_layers
+
+
+def _moe_layers(hf: Any) -> tuple[bool, ...]:
+    step = getattr(hf, "decoder_sparse_step", 1)
+    dense = getattr(hf, "mlp_only_layers", None) or ()
+    return tuple(
+        layer not in dense and hf.num_experts > 0 and (layer + 1) % step == 0
+        for layer in range(hf.num_hidden_layers)
+    )
+
+
+def _rope(hf: Any, head_dim: int) -> RopeConfig:
+    """From `rope_parameters`, into which transformers also moves rope_theta and rope_scaling."""
+    given = hf.rope_parameters
+    kind = given.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"RoPE scaling {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        )
+    theta = float(given["rope_theta"])
+    rotary_dim = int(head_dim * given.get("partial_rotary_factor", 1.0))
+    if kind == "default":
+        return RopeConfig(theta, rotary_dim)
+    original = given.get("original_max_position_embeddings", hf.max_position_embeddings)
+    if original < 1 or (given["factor"] is not None and given["factor"] <= 0):
+        raise ConfigError(f"RoPE scaling needs positive factors and contexts; got {given}")
+    factor = float(given["factor"] or hf.max_position_embeddings / original)
+    return RopeConfig(
+        theta,
+        rotary_dim,
+        kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
+    """The temperature of YaRN (arXiv 2309.00071, eq. 22), in DeepSeek's generalisation."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _eos_token_ids(hf: Any, generation: dict[str, Any]) -> tuple[int, ...]:
+    """Union of both files; ids outside the vocabulary, which some hold, can never be produced."""
+    found: set[int] = set()
+    for value in (hf.eos_token_id, generation.get("eos_token_id")):
+        ids = value if isinstance(value, list) else [value]
+        found.update(i for i in ids if isinstance(i, int) and 0 <= i < hf.vocab_size)
+    return tuple(sorted(found))
+
+
+def _dtype(hf: Any) -> str:
+    if hf.dtype is None:
+        return "auto"
+    name = str(hf.dtype).removeprefix("torch.")
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    if name not in names:
+        raise ConfigError(f"dtype {name!r} is not supported; supported are {', '.join(names)}")
+    return names[name]

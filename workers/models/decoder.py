@@ -1,0 +1,83 @@
+"""One pre-norm decoder for all supported families; what differs between them is in ModelConfig.
+
+Knows layers and flat batches; nothing of sequences, blocks' owners, sampling or checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.matmul import PackedLinear, linear
+from penstock.kernels.rowwise import rms_norm
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.layers import Attention, AttentionInputs, Mlp
+from penstock.workers.models.moe import MoeMlp
+from penstock.workers.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """One layer; the norm weights are [hidden]."""
+
+    input_norm: Tensor
+    attention: Attention
+    post_attention_norm: Tensor
+    mlp: Mlp | MoeMlp
+
+
+class Decoder:
+    """Token ids in, hidden states and logits out. Holds weights only, no state between calls."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        lm_head: PackedLinear,
+    ):
+        self.config = config
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        self.embedding = embedding  # [vocab, hidden]
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
+        # Each layer's MLP output is added and normed by whoever comes next.
+        self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        kv_layers: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
+
+        Writes K and V of all rows into `kv_layers` (one (K, V) pair of views a layer, of this
+        decoder's dtype) and reads the rest of each context from there.
+        """
+        eps = self.config.rms_norm_eps
+        cos, sin = self.rope.tables(positions)
+        hidden = self.embedding.index_select(0, token_ids)
+        x = rms_norm(hidden, self.layers[0].input_norm, eps)
+        for layer, next_norm, (k_cache, v_cache) in zip(
+            self.layers, self._next_norms, kv_layers, strict=True
+        ):
+            x = layer.attention(x, cos, sin, inputs, k_cache, v_cache)
+            x, hidden = rms_norm(x, layer.post_attention_norm, eps, residual=hidden)
+            x = layer.mlp(x)
+            x, hidden = rms_norm(x, next_norm, eps, residual=hidden)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden` [R, hidden] as `forward` returns it -> fp32 [R, vocab]."""
+        return linear(hidden, self.lm_head).float()

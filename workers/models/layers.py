@@ -1,0 +1,131 @@
+"""The dense parts of a decoder layer: attention over the paged cache, and the gated MLP.
+
+Knows packed weights and flat batches; nothing of checkpoints, sequences or who owns which block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels.attention import decode_attention, prefill_attention, write_kv
+from penstock.kernels.matmul import PackedLinear, linear
+from penstock.kernels.rowwise import rms_norm, rope_, silu_mul
+from penstock.workers.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Where the rows of one flat batch stand, for all layers alike.
+
+    Rows [0, num_decode) are one token of one sequence each; the rest are prefill chunks, one after
+    the other. A context length counts the tokens up to and including the sequence's last row here.
+    """
+
+    slots: Tensor  # int64 [T]: block_id * block_size + offset of each row's K and V
+    num_decode: int
+    decode_tables: Tensor  # int32 [num_decode, *]: block ids; unused entries are arbitrary
+    decode_lens: Tensor  # int32 [num_decode]: context lengths
+    max_decode_len: int
+    prefill_tables: Tensor  # int32 [P, *]
+    prefill_starts: Tensor  # int32 [P + 1]: first row of each chunk, counted from num_decode
+    prefill_lens: Tensor  # int32 [P]: context lengths, the chunk included
+    max_prefill_chunk: int
+    max_prefill_len: int
+
+
+class Attention:
+    """Causal grouped-query attention of one layer, from normed hidden states to the output."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        qkv: PackedLinear,
+        o: PackedLinear,
+        qk_norms: tuple[Tensor, Tensor] | None,
+    ):
+        self.qkv = qkv
+        self.o = o
+        self.head_dim = config.head_dim
+        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.scale = config.scale
+        self.window = config.sliding_window[layer]
+        self.qk_norms = qk_norms
+        self.norm_over_all_heads = config.qk_norm == "full"
+        self.eps = config.rms_norm_eps
+        self.clip = config.clip_qkv
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        inputs: AttentionInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden]; K and V of all rows are in the cache afterwards."""
+        num_tokens = x.shape[0]
+        qkv = linear(x, self.qkv).view(num_tokens, -1, self.head_dim)
+        q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
+        if self.qk_norms is not None:
+            self._norm_(q, self.qk_norms[0])
+            self._norm_(k, self.qk_norms[1])
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        rope_(q, k, cos, sin)
+        write_kv(k, v, k_cache, v_cache, inputs.slots)
+        return linear(self._attend(q, inputs, k_cache, v_cache).view(num_tokens, -1), self.o)
+
+    def _norm_(self, x: Tensor, weight: Tensor) -> None:
+        """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads."""
+        rows = x.view(x.shape[0], -1) if self.norm_over_all_heads else x
+        rms_norm(rows, weight, self.eps, out=rows)
+
+    def _attend(
+        self, q: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """Decode rows through one kernel, the others through the other -> [T, heads, head_dim]."""
+        num_decode = inputs.num_decode
+        out = q.new_empty(q.shape)
+        if num_decode:
+            decode_attention(
+                q[:num_decode],
+                k_cache,
+                v_cache,
+                inputs.decode_tables,
+                inputs.decode_lens,
+                scale=self.scale,
+                window=self.window,
+                max_context_len=inputs.max_decode_len,
+                out=out[:num_decode],
+            )
+        if num_decode < q.shape[0]:
+            prefill_attention(
+                q[num_decode:],
+                k_cache,
+                v_cache,
+                inputs.prefill_tables,
+                inputs.prefill_starts,
+                inputs.prefill_lens,
+                scale=self.scale,
+                window=self.window,
+                max_query_len=inputs.max_prefill_chunk,
+                max_context_len=inputs.max_prefill_len,
+                out=out[num_decode:],
+            )
+        return out
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear):
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden]."""
+        return linear(silu_mul(linear(x, self.gate_up)), self.down)

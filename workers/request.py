@@ -1,0 +1,221 @@
+"""The nouns of one generation: what is asked (`Request`), and what comes back (`Delta`).
+
+Knows nothing of text, transport, memory or models: a prompt is token ids here, and stop strings
+are carried along only for the ingress, which is where text exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.workers.structured import StructuredSpec
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked: `param` names the field, `code` the error.
+
+    The message is written for the client: it says what was wrong and what would be right, and never
+    carries internal state.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence token, a stop token id, or (at the ingress) a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # the client left or cancelled
+    ERROR = "error"  # this request failed; `Delta.error` has the catalogue code
+
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Each request carries its own, on every step.
+
+    temperature 0 means greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. With a `seed`
+    the draw for token i depends on (seed, i) alone, whatever else is in the batch.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None  # None: up to the model's context
+    min_tokens: int = 0  # end-of-sequence and stop tokens are masked until then
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # checked at the ingress, where text exists
+    stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen, prompt included
+    presence_penalty: float = 0.0  # subtracted once for a token of the answer
+    frequency_penalty: float = 0.0  # subtracted for each time that it came
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else may come; empty: everything may
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    logprobs: int | None = None  # so many likeliest alternatives of each token; 0: the token's own
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    structured: StructuredSpec | None = None  # the shape that the answer must have
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything but temperature and filters changes what may come."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words_ids
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raise RequestError naming the first field that is out of range."""
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        if not 0 <= self.top_k <= 2**31 - 1:
+            raise RequestError("top_k must be 0 (off) or a positive integer", param="top_k")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError("seed must fit in a signed 64-bit integer", param="seed")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= 2**31 - 1:
+            raise RequestError("max_tokens must be at least 1", param="max_tokens")
+        if not 0 <= self.min_tokens <= 2**31 - 1:
+            raise RequestError("min_tokens must be at least 0", param="min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise RequestError(
+                    f"each stop string has 1 to {MAX_STOP_CHARS} characters", param="stop"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids"
+            )
+        _ids_in_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        self._check_edits(vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(f"{name} must lie in [0, {MAX_LOGPROBS}]", param=name)
+        if self.structured is not None and (problem := self.structured.problem()) is not None:
+            raise RequestError(f"{self.structured.param} {problem}", param=self.structured.param)
+
+    def _check_edits(self, vocab_size: int) -> None:
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", param="logit_bias"
+            )
+        _ids_in_vocabulary("logit_bias", [each[0] for each in self.logit_bias], vocab_size)
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
+        if len(self.allowed_token_ids) > vocab_size:
+            raise RequestError(
+                "allowed_token_ids is longer than the vocabulary", param="allowed_token_ids"
+            )
+        _ids_in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if len(self.bad_words_ids) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} words", param="bad_words")
+        for word in self.bad_words_ids:
+            if not 1 <= len(word) <= MAX_BAD_WORD_IDS:
+                raise RequestError(
+                    f"each of bad_words has 1 to {MAX_BAD_WORD_IDS} tokens", param="bad_words"
+                )
+            _ids_in_vocabulary("bad_words", word, vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated request of token ids, as every front end builds it and the engine takes it.
+
+    `emitted_ids` are tokens that another worker already produced for the same request: generation
+    goes on after them, they count against max_tokens, and they are not emitted again.
+    """
+
+    request_id: str  # made by the server, never by a client
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    emitted_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was by the model's own logits, before any parameter of the request.
+
+    `rank` is 1 for the likeliest. `top` has the likeliest tokens with their logprobs, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTimes:
+    """How a request came to its first token, in seconds of the worker that made it."""
+
+    queue_s: float  # from its arrival at the engine to its first step
+    prefill_s: float  # from there to the first token
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine step produced for one request.
+
+    `token_ids` are in order and never repeated. A request's last delta has `finish_reason` set.
+    A token that ended the sequence is included in `token_ids` and named by `stop_token_id`, so that
+    it is counted but not rendered.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None  # a code of the error catalogue, when finish_reason is ERROR
+    error_message: str = ""  # for the client, where the request itself is at fault
+    error_param: str | None = None  # the field at fault
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, where asked for
+    # Of the prompt's tokens from the second on, with the first delta, where asked for.
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    times: FirstTokenTimes | None = None  # with the first delta
+    engine: str = ""  # address of the worker that made it, where there are several
+
+
+def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    if any(not 0 <= token_id < vocab_size for token_id in ids):
+        raise RequestError(f"{name}: token ids must lie in [0, {vocab_size})", param=name)
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    above = low < value if open_low else low <= value
+    if not (math.isfinite(value) and above and value <= high):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name} must lie in {bracket}{low:g}, {high:g}]", param=name)

@@ -1,0 +1,139 @@
+"""A request in flight, as the engine sees it: its tokens, its blocks, and how far it has come.
+
+Knows nothing of tensors, kernels or other sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from enum import Enum
+
+from penstock.workers.grammar import GrammarMatcher
+from penstock.workers.logits import LogitsEditor
+from penstock.workers.request import (
+    Delta,
+    FinishReason,
+    FirstTokenTimes,
+    Request,
+    TokenLogprob,
+)
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # not started, or preempted: owns no block
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Mutable state of one request inside the engine.
+
+    `token_ids` is prompt + answer so far; `num_computed_tokens` of them have their K and V in the
+    blocks of `block_table`. All beyond that is computed in the next steps; the last one is sampled
+    from. `block_keys` are the prefix-cache keys of the leading full blocks.
+    """
+
+    __slots__ = (
+        "arrived_s",
+        "block_keys",
+        "block_table",
+        "editor",
+        "matcher",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "order",
+        "prompt_logprobs",
+        "request",
+        "seed",
+        "started_s",
+        "state",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        order: int,
+        seed: int,
+        stop_ids: frozenset[int],
+        max_total_tokens: int,
+        matcher: GrammarMatcher | None = None,
+    ):
+        self.request = request
+        self.matcher = matcher  # has seen the emitted ids; lives through preemption
+        self.order = order  # of arrival: the lower, the older
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.max_total_tokens = max_total_tokens
+        self.state = SequenceState.WAITING
+        self.arrived_s = time.monotonic()
+        self.started_s: float | None = None  # once it has first been scheduled
+        self.token_ids = array("i", request.prompt_ids)
+        self.token_ids.extend(request.emitted_ids)
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.block_table = array("i")
+        self.block_keys: list[bytes] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # of tokens 1, 2, ... until handed out
+        self.editor: LogitsEditor | None = None
+        if request.params.edits_logits:
+            self.editor = LogitsEditor(request.params, request.prompt_ids)
+            for token_id in request.emitted_ids:
+                self.editor.observe(token_id)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens whose K and V are still to be computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether min_tokens still forbids the stop tokens."""
+        return self.num_generated_tokens < self.request.params.min_tokens
+
+    def append(self, token_id: int, logprob: TokenLogprob | None = None) -> Delta:
+        """Take one sampled token and say what the client gets, finish reason included."""
+        may_stop = not self.must_go_on
+        is_first = self.num_generated_tokens == len(self.request.emitted_ids)
+        self.token_ids.append(token_id)
+        if self.editor is not None:
+            self.editor.observe(token_id)
+        if self.matcher is not None:
+            self.matcher.advance(token_id)
+        delta = Delta(
+            self.request.request_id,
+            [token_id],
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=[] if logprob is None else [logprob],
+            prompt_logprobs=self.prompt_logprobs,
+            times=self._first_token_times() if is_first else None,
+        )
+        self.prompt_logprobs = []
+        if may_stop and token_id in self.stop_ids:
+            delta.finish_reason, delta.stop_token_id = FinishReason.STOP, token_id
+        elif self.matcher is not None and self.matcher.is_complete:
+            delta.finish_reason = FinishReason.STOP
+        elif self.num_tokens >= self.max_total_tokens:
+            delta.finish_reason = FinishReason.LENGTH
+        return delta
+
+    def _first_token_times(self) -> FirstTokenTimes:
+        assert self.started_s is not None, "it was scheduled before it had a token"
+        return FirstTokenTimes(
+            queue_s=self.started_s - self.arrived_s,
+            prefill_s=time.monotonic() - self.started_s,
+        )

@@ -1,0 +1,50 @@
+"""What a worker says about itself: who it is, and how its engine does.
+
+Plain data that processes which never load torch can read: registry, ingress, command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.workers.histogram import Distribution
+
+# Tokens of a step, prompt and decode together: from a lone decode row to a large merged batch.
+STEP_TOKENS_BOUNDS = (1, 8, *(16 << i for i in range(11)))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is, for one life of it: `epoch` and `token` are made anew at each start.
+
+    `address` is host:port of its channel; whoever shows `token` there may send it requests.
+    """
+
+    address: str
+    epoch: int
+    token: str = field(repr=False)
+    pid: int
+    model: str
+    max_model_len: int  # prompt + answer, in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for logs, metrics and the choice of a worker. Totals count from the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_live_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed, recomputation after preemption included
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_outstanding_tokens: int = 0  # prompt tokens to compute + answer tokens still allowed
+    num_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    num_corrupted: int = 0  # requests that ended because their logits were no numbers
+    step_seconds: dict[str, float] = field(default_factory=dict)  # by phase of step_times.py
+    step_tokens: Distribution | None = None  # computed in one step

@@ -1,0 +1,171 @@
+"""The nouns of request.py as messages of the internal channel, and back.
+
+Knows nothing of sockets, streams or engines. Stop strings do not travel: they stay at the ingress.
+"""
+
+from __future__ import annotations
+
+from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.request import (
+    Delta,
+    FinishReason,
+    FirstTokenTimes,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
+from penstock.workers.structured import StructuredKind, StructuredSpec
+
+_TO_WIRE = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
+
+
+def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb.Submit:
+    """`request` as the ingress sends it, under the stream's own number."""
+    return pb.Submit(
+        stream_id=stream_id,
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        emitted_ids=request.emitted_ids,
+        params=_params_message(request.params),
+        expected_tokens=expected_tokens,
+    )
+
+
+def request_from(submit: pb.Submit, request_id: str) -> Request:
+    """The request as the engine takes it, under an id that is the worker's own."""
+    return Request(
+        request_id=request_id,
+        prompt_ids=tuple(submit.prompt_ids),
+        emitted_ids=tuple(submit.emitted_ids),
+        params=_params_from(submit.params),
+    )
+
+
+def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
+    return pb.Delta(
+        stream_id=stream_id,
+        token_ids=delta.token_ids,
+        finish_reason=_TO_WIRE[delta.finish_reason],
+        stop_token_id=delta.stop_token_id,
+        error=delta.error or "",
+        num_cached_tokens=delta.num_cached_tokens,
+        logprobs=map(_logprob_message, delta.logprobs),
+        prompt_logprobs=map(_logprob_message, delta.prompt_logprobs),
+        times=_times_message(delta.times),
+        error_message=delta.error_message,
+        error_param=delta.error_param or "",
+    )
+
+
+def delta_from(message: pb.Delta, request_id: str) -> Delta:
+    return Delta(
+        request_id=request_id,
+        token_ids=list(message.token_ids),
+        finish_reason=_FROM_WIRE[message.finish_reason],
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        error=message.error or None,
+        num_cached_tokens=message.num_cached_tokens,
+        logprobs=[_logprob_from(each) for each in message.logprobs],
+        prompt_logprobs=[_logprob_from(each) for each in message.prompt_logprobs],
+        times=_times_from(message),
+        error_message=message.error_message,
+        error_param=message.error_param or None,
+    )
+
+
+def _times_message(times: FirstTokenTimes | None) -> pb.FirstTokenTimes | None:
+    if times is None:
+        return None
+    return pb.FirstTokenTimes(queue_s=times.queue_s, prefill_s=times.prefill_s)
+
+
+def _times_from(message: pb.Delta) -> FirstTokenTimes | None:
+    if not message.HasField("times"):
+        return None
+    return FirstTokenTimes(message.times.queue_s, message.times.prefill_s)
+
+
+def _params_message(params: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias_ids=[token_id for token_id, _ in params.logit_bias],
+        logit_biases=[bias for _, bias in params.logit_bias],
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words_ids=[pb.TokenIds(ids=word) for word in params.bad_words_ids],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        structured=_structured_message(params.structured),
+    )
+
+
+def _params_from(message: pb.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(zip(message.logit_bias_ids, message.logit_biases, strict=True)),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words_ids=tuple(tuple(word.ids) for word in message.bad_words_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        structured=_structured_from(message),
+    )
+
+
+def _structured_message(spec: StructuredSpec | None) -> pb.StructuredSpec | None:
+    if spec is None:
+        return None
+    return pb.StructuredSpec(
+        kind=spec.kind.value, text=spec.text, lenient=spec.lenient, param=spec.param
+    )
+
+
+def _structured_from(message: pb.SamplingParams) -> StructuredSpec | None:
+    if not message.HasField("structured"):
+        return None
+    spec = message.structured
+    return StructuredSpec(
+        StructuredKind(spec.kind), spec.text, lenient=spec.lenient, param=spec.param
+    )
+
+
+def _logprob_message(each: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=each.token_id,
+        logprob=each.logprob,
+        rank=each.rank,
+        top_ids=[token_id for token_id, _ in each.top],
+        top_logprobs=[logprob for _, logprob in each.top],
+    )
+
+
+def _logprob_from(message: pb.TokenLogprob) -> TokenLogprob:
+    top = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
+    return TokenLogprob(message.token_id, message.logprob, message.rank, top)
