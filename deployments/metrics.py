@@ -98,6 +98,26 @@ _WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_corrupted,
     ),
     ("penstock_steps", "Steps of the engine.", lambda s: s.num_steps),
+    (
+        "penstock_preemptions_avoided",
+        "Times a running request went on without a free KV block (kv_commit: deferred).",
+        lambda s: s.num_preemptions_avoided,
+    ),
+    (
+        "penstock_deferred_tokens",
+        "Tokens that were computed in a step and not stored.",
+        lambda s: s.num_deferred_tokens,
+    ),
+    (
+        "penstock_recomputed_tokens",
+        "Token-passes which that cost in later steps.",
+        lambda s: s.num_recomputed_tokens,
+    ),
+    (
+        "penstock_rolled_blocks",
+        "KV blocks given back by sink windows that moved on.",
+        lambda s: s.num_rolled_blocks,
+    ),
 )
 
 

@@ -27,6 +27,8 @@ def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
 
 T = TypeVar("T")
 
+CONTEXT_POLICIES = ("full", "sink_window")
+
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field with help text and, where the values are a closed set, its choices."""
@@ -71,14 +73,49 @@ class EngineConfig:
     )
     num_blocks: int | None = option(None, "KV pool in blocks; overrides kv_cache_gb")
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
+    context_policy: str = option(
+        "full",
+        "what requests see of their past unless they say; sink_window: the first tokens and a "
+        "window that rolls on, for answers without end in bounded memory (docs/streaming.md)",
+        CONTEXT_POLICIES,
+    )
+    sinks: int | None = option(None, "sink_window: first tokens that stay; none: one block")
+    window: int | None = option(
+        None, "sink_window: newest tokens that are seen; none: half of max_model_len"
+    )
+    roll: int = option(128, "sink_window: tokens by which the window moves on at once")
+    max_endless_tokens: int = option(
+        1_000_000, "sink_window: hard cap on prompt + answer, also where max_tokens is not set"
+    )
+    kv_commit: str = option(
+        "eager",
+        "deferred: a running sequence that finds no free KV block computes its newest tokens anew "
+        "in each step, before anybody is preempted (docs/streaming.md)",
+        ("eager", "deferred"),
+    )
+    kv_defer_mode: str = option(
+        "pressure",
+        "pressure: defer only where no block is free; always: for comparisons",
+        ("pressure", "always"),
+    )
+    kv_defer_max_tokens: int = option(64, "most tokens of one sequence that wait for a block")
+    ridge_tokens: int | None = option(
+        None, "tokens that a step computes in the time of one; none: measured at the start"
+    )
     max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
     threads: int | None = option(None, "CPU threads for computing; none: one per core")
     seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+        for name in (
+            *("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"),
+            *("roll", "max_endless_tokens", "kv_defer_max_tokens"),
+        ):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_blocks", "kv_cache_gb", "threads"):
+        for name in (
+            *("max_model_len", "num_blocks", "kv_cache_gb", "threads"),
+            *("sinks", "window", "ridge_tokens"),
+        ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -13,12 +13,14 @@ import secrets
 import torch
 
 from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.deferral import CommitRule, RidgeRule, deferral_of, scratch_blocks
 from penstock.workers.executor import Executor, StepResult
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.histogram import Histogram
 from penstock.workers.kv_cache import BlockPool, KVCache
 from penstock.workers.memory import Arena, BlockLayout
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.policies import Context, ContextSettings, obstacle_of
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence
@@ -33,7 +35,8 @@ CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there to
 class Engine:
     """Continuous batching of one model on one device."""
 
-    def __init__(self, config: EngineConfig, model: Decoder):
+    def __init__(self, config: EngineConfig, model: Decoder, rule: CommitRule | None = None):
+        """`rule` decides on deferred commit; None: by the measured ridge."""
         self.config = config
         self.model = model
         facts = model.config
@@ -56,19 +59,27 @@ class Engine:
             self.cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            deferral=deferral_of(config, rule or RidgeRule(config.ridge_tokens or 1)),
         )
-        self.executor = Executor(model, self.arena.kv_layers(), config.block_size)
+        self.executor = Executor(
+            model,
+            self.arena.kv_layers(),
+            config.block_size,
+            scratch_blocks(layout, self.scheduler.deferral, model.device),
+        )
         self.times = self.executor.times
         self.max_model_len = min(
             config.max_model_len or facts.max_position_embeddings,
             self.arena.num_blocks * config.block_size,
         )
+        self.contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
         self._num_finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self._num_corrupted = 0
+        self._num_deferred_tokens = self._num_recomputed_tokens = 0
         self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
 
     def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
@@ -90,6 +101,7 @@ class Engine:
             stop_ids=frozenset(stop_ids),
             max_total_tokens=max_total,
             matcher=matcher,
+            context=self._context(request),
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
@@ -137,11 +149,13 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions_avoided=self.scheduler.num_preemptions_avoided,
+            num_deferred_tokens=self._num_deferred_tokens,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_rolled_blocks=cache.num_rolled_blocks,
             num_prefix_queried_tokens=cache.num_queried_tokens,
             num_prefix_hit_tokens=cache.num_hit_tokens,
-            num_outstanding_tokens=sum(
-                seq.max_total_tokens - seq.num_computed_tokens for seq in self._sequences.values()
-            ),
+            num_outstanding_tokens=sum(map(_outstanding, self._sequences.values())),
             num_finished=dict(self._num_finished),
             num_corrupted=self._num_corrupted,
             step_seconds=self.times.seconds(),
@@ -168,22 +182,22 @@ class Engine:
             raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
         params.check(vocab)
         num_prompt = len(request.prompt_ids)
-        if num_prompt >= self.max_model_len:
+        limit = self.contexts.max_total_tokens(params)
+        if num_prompt >= limit:
             raise RequestError(
                 f"the prompt has {num_prompt} tokens; this model takes at most "
-                f"{self.max_model_len} tokens of prompt and answer together",
+                f"{limit} tokens of prompt and answer together",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if params.max_tokens is None:
-            max_total = self.max_model_len
+            max_total = limit
         else:
             max_total = num_prompt + params.max_tokens
-        if max_total > self.max_model_len:
+        if max_total > limit:
             raise RequestError(
                 f"prompt ({num_prompt} tokens) + max_tokens ({params.max_tokens}) exceed the "
-                f"{self.max_model_len} tokens that this model takes; ask for at most "
-                f"{self.max_model_len - num_prompt}",
+                f"{limit} tokens that this model takes; ask for at most {limit - num_prompt}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -193,13 +207,28 @@ class Engine:
             raise RequestError("too many requests are waiting on this worker", code="overloaded")
         return max_total
 
+    def _context(self, request: Request) -> Context:
+        """Raises RequestError if it cannot be had, or what it sees at once never fits the pool."""
+        context = self.contexts.context(request.params)
+        if context.full_tokens is not None:
+            num_blocks = self.cache.blocks_for(context.full_tokens + 1) + 1
+            if num_blocks > self.pool.num_blocks:
+                raise RequestError(
+                    f"sinks and window take {num_blocks} KV blocks of {self.cache.block_size} "
+                    f"tokens; this worker has {self.pool.num_blocks}",
+                    param="window",
+                )
+        return context
+
     def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
         """Record what a step computed: KV lengths, full blocks, sampled tokens, endings."""
         deltas = []
         sampled = iter(result.sampled)
         for i, chunk in enumerate(plan.chunks):
             seq, samples = chunk.seq, chunk.samples
-            self._num_prompt_tokens += chunk.length - samples
+            num_new = chunk.length - seq.num_deferred_tokens
+            self._num_prompt_tokens += max(0, num_new - samples)
+            self._num_recomputed_tokens += min(chunk.length, seq.num_deferred_tokens)
             if i in result.prompt_logprobs:
                 # After a preemption the prompt is computed again, and some are there already.
                 num_known = len(seq.prompt_logprobs) - chunk.start
@@ -208,7 +237,11 @@ class Engine:
             if token is not None and token.token_id < 0:
                 deltas.append(self._fail_row(seq))
                 continue
-            seq.num_computed_tokens += chunk.length
+            num_stored = chunk.length - chunk.num_deferred
+            seq.num_computed_tokens += num_stored
+            seq.num_deferred_tokens = max(chunk.length, seq.num_deferred_tokens) - num_stored
+            seq.num_deferred_tokens = max(0, seq.num_deferred_tokens)
+            self._num_deferred_tokens += chunk.num_deferred
             self.cache.commit(seq)
             if token is not None:
                 delta = seq.append(token.token_id, token.logprob)
@@ -256,6 +289,12 @@ class Engine:
         del self._sequences[seq.request.request_id]
         self.scheduler.remove(seq)
         self._num_finished[reason.value] += 1
+
+
+def _outstanding(seq: Sequence) -> int:
+    """Tokens still to come for `seq`, at most; one without end counts as what it sees at once."""
+    rest, most = seq.max_total_tokens - seq.num_computed_tokens, seq.context.full_tokens
+    return rest if most is None else min(rest, most)
 
 
 def _check_matcher(request: Request, matcher: GrammarMatcher | None) -> None:

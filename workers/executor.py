@@ -15,7 +15,7 @@ import torch
 
 from penstock.workers.logits import logprobs_of
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.layers import AttentionInputs, RollingInputs
 from penstock.workers.request import TokenLogprob
 from penstock.workers.sampler import RowSampling, Sampled, sample, uniform_at
 from penstock.workers.scheduler import Chunk, Plan
@@ -45,9 +45,12 @@ class Executor:
         model: Decoder,
         kv_layers: Seq[tuple[torch.Tensor, torch.Tensor]],
         block_size: int,
+        scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
     ):
+        """`scratch`: K and V of the blocks whose ids follow the pool's, one pair for all layers."""
         self.model = model
         self.kv_layers = kv_layers
+        self.scratch = scratch
         self.block_size = block_size
         self.times = StepTimes()
 
@@ -57,7 +60,9 @@ class Executor:
         chunks = plan.chunks
         token_ids, positions, inputs = self._inputs(plan)
         self.times.lap("copy")
-        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers)
+        hidden = self.model.forward(
+            token_ids, positions, inputs, self.kv_layers, self.scratch
+        )
         self.times.lap("model")
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {
@@ -91,17 +96,15 @@ class Executor:
 
     def _inputs(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
         decode, prefill = plan.decode, plan.prefill
-        tables = self._tables(decode)
+        decode_tables, prefill_tables = self._tables(decode), self._tables(prefill)
         position = np.array([chunk.start for chunk in decode], dtype=np.int64)
-        slots = [self._slots_of_rows(tables, position)] if decode else []
+        slots = [self._slots_of_rows(decode, decode_tables, position)] if decode else []
         token_ids = [np.array([c.seq.token_ids[c.start] for c in decode], dtype=np.int64)]
         positions = [position]
-        for chunk in prefill:
+        for chunk, table in zip(prefill, prefill_tables):
             span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
-            table = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
-            slots.append(
-                table[span // self.block_size] * np.int64(self.block_size) + span % self.block_size
-            )
+            entry = span // self.block_size - _rolled_before(chunk.seq, span, self.block_size)
+            slots.append(table[entry] * np.int64(self.block_size) + span % self.block_size)
             ids = np.frombuffer(chunk.seq.token_ids, dtype=np.int32)
             token_ids.append(ids[chunk.start : chunk.start + chunk.length].astype(np.int64))
             positions.append(span)
@@ -111,31 +114,64 @@ class Executor:
         inputs = AttentionInputs(
             slots=self._put(np.concatenate(slots)),
             num_decode=len(decode),
-            decode_tables=self._put(tables),
+            decode_tables=self._put(decode_tables),
             decode_lens=self._put(decode_lens.astype(np.int32)),
             max_decode_len=int(decode_lens.max(initial=0)),
-            prefill_tables=self._put(self._tables(prefill)),
+            prefill_tables=self._put(prefill_tables),
             prefill_starts=self._put(starts.astype(np.int32)),
             prefill_lens=self._put(np.array(prefill_lens, dtype=np.int32)),
             max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
             max_prefill_len=max(prefill_lens, default=0),
+            rolling=self._rolling(plan.chunks, positions),
         )
         return self._put(np.concatenate(token_ids)), self._put(np.concatenate(positions)), inputs
 
+    def _rolling(self, chunks: list[Chunk], positions: list[np.ndarray]) -> RollingInputs | None:
+        """Who sees what, where a sequence of the step has evicted tokens; else None."""
+        if not any(c.seq.context.num_evicted(c.start + c.length - 1) for c in chunks):
+            return None
+        spans = [*positions[0][:, None], *positions[1:]]
+        rows = [chunk.seq.context.rows(span) for chunk, span in zip(chunks, spans, strict=True)]
+        sink_ends, window_starts, sink_positions = (np.concatenate(each) for each in zip(*rows))
+        per_chunk = [(c.seq.context.num_sink_blocks, c.seq.num_rolled_blocks) for c in chunks]
+        sink_blocks, bases = np.array(per_chunk, dtype=np.int32).T
+        return RollingInputs(
+            sink_positions=self._put(sink_positions),
+            sink_ends=self._put(sink_ends.astype(np.int32)),
+            window_starts=self._put(window_starts.astype(np.int32)),
+            sink_blocks=self._put(np.ascontiguousarray(sink_blocks)),
+            bases=self._put(np.ascontiguousarray(bases)),
+            max_visible_len=int(np.max(np.concatenate(spans) - window_starts)) + 1,
+        )
+
     def _tables(self, chunks: list[Chunk]) -> np.ndarray:
         """Block tables, int32 [chunks, longest]; entries beyond a sequence's own are 0, unread."""
-        longest = max((len(chunk.seq.block_table) for chunk in chunks), default=0)
+        longest = max((len(c.seq.block_table) + len(c.scratch) for c in chunks), default=0)
         tables = np.zeros((len(chunks), longest), dtype=np.int32)
         for row, chunk in zip(tables, chunks):
-            row[: len(chunk.seq.block_table)] = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
+            num_own = len(chunk.seq.block_table)
+            row[:num_own] = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
+            row[num_own : num_own + len(chunk.scratch)] = chunk.scratch
         return tables
 
-    def _slots_of_rows(self, tables: np.ndarray, position: np.ndarray) -> np.ndarray:
-        block = tables[np.arange(len(position)), position // self.block_size].astype(np.int64)
+    def _slots_of_rows(
+        self, chunks: list[Chunk], tables: np.ndarray, position: np.ndarray
+    ) -> np.ndarray:
+        rolled = np.array([chunk.seq.num_rolled_blocks for chunk in chunks], dtype=np.int64)
+        sinks = np.array([chunk.seq.context.num_sink_blocks for chunk in chunks], dtype=np.int64)
+        page = position // self.block_size
+        entry = page - np.where(page >= sinks, rolled, 0)
+        block = tables[np.arange(len(position)), entry].astype(np.int64)
         return block * self.block_size + position % self.block_size
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
+
+
+def _rolled_before(seq: Sequence, span: np.ndarray, block_size: int) -> np.ndarray:
+    """How many blocks the compact table lacks before the one of each position."""
+    in_window = span // block_size >= seq.context.num_sink_blocks
+    return np.where(in_window, seq.num_rolled_blocks, 0)
 
 
 def _reports_prompt(seq: Sequence) -> bool:

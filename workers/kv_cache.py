@@ -144,16 +144,22 @@ class KVCache:
         self._root = hashlib.blake2b(salt, digest_size=16).digest()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_rolled_blocks = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def tokens_to_begin(self, seq: Sequence) -> int:
+        """So many of the known tokens must fit before `seq` comes in: all that it sees at once."""
+        most = seq.context.full_tokens
+        return seq.num_tokens if most is None else min(seq.num_tokens, most + self.block_size)
+
     def admit(self, seq: Sequence) -> bool:
         """Take the prefix hits if the rest of the known tokens fits too; else change nothing."""
-        assert not seq.block_table, "admitted with blocks"
+        assert not seq.block_table and not seq.num_rolled_blocks, "admitted with blocks"
         reusable = self.prefix_cache and seq.request.params.prompt_logprobs is None
         blocks, keys = self._find_prefix(seq) if reusable else ([], [])
-        num_new = self.blocks_for(seq.num_tokens) - len(blocks)
+        num_new = self.blocks_for(self.tokens_to_begin(seq)) - len(blocks)
         num_revived = sum(self.pool.is_cached(b) for b in blocks)
         if num_new > self.pool.num_available - num_revived:
             return False
@@ -170,7 +176,7 @@ class KVCache:
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give `seq` blocks for its first `num_tokens` tokens, all or nothing."""
-        missing = self.blocks_for(num_tokens) - len(seq.block_table)
+        missing = self.blocks_for(num_tokens) - seq.num_rolled_blocks - len(seq.block_table)
         if missing > self.pool.num_available:
             return False
         for _ in range(missing):
@@ -179,13 +185,35 @@ class KVCache:
 
     def room_for(self, seq: Sequence) -> int:
         """Tokens that `seq` could have in all if it took every available block."""
-        return (len(seq.block_table) + self.pool.num_available) * self.block_size
+        num_blocks = seq.num_rolled_blocks + len(seq.block_table) + self.pool.num_available
+        return num_blocks * self.block_size
 
     def commit(self, seq: Sequence) -> None:
-        """After the forward pass: make the newly completed blocks of `seq` addressable."""
-        if not self.prefix_cache:
-            return
-        for i in range(len(seq.block_keys), seq.num_computed_tokens // self.block_size):
+        """After the forward pass: make the newly completed blocks of `seq` addressable, and give
+        back those that none of its coming tokens sees."""
+        if self.prefix_cache:
+            self._index(seq)
+        rolled = seq.context.window_start(seq.num_computed_tokens) // self.block_size
+        num_dead = rolled - seq.context.num_sink_blocks - seq.num_rolled_blocks
+        if num_dead > 0:
+            self._roll(seq, num_dead)
+
+    def _roll(self, seq: Sequence, num_blocks: int) -> None:
+        """The window moves on by so many blocks: no byte of K or V does."""
+        first = seq.context.num_sink_blocks
+        for block_id in seq.block_table[first : first + num_blocks]:
+            self.pool.release(block_id)
+        del seq.block_table[first : first + num_blocks]
+        seq.num_rolled_blocks += num_blocks
+        self.num_rolled_blocks += num_blocks
+
+    def _index(self, seq: Sequence) -> None:
+        # What was computed before anything was evicted depends on the tokens before it alone, and
+        # is shared with requests of any policy; what came later is not.
+        num_tokens, most = seq.num_computed_tokens, seq.context.full_tokens
+        if most is not None:
+            num_tokens = min(num_tokens, most)
+        for i in range(len(seq.block_keys), num_tokens // self.block_size):
             parent = seq.block_keys[-1] if seq.block_keys else self._root
             token_ids = self._tokens_of_block(seq.token_ids, i)
             key = self._key(parent, token_ids)
@@ -198,7 +226,7 @@ class KVCache:
             self.pool.release(block_id)
         seq.block_table = array("i")
         seq.block_keys = []
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_deferred_tokens = seq.num_rolled_blocks = 0
 
     def forget(self, seq: Sequence) -> None:
         """As `free`, but what only this sequence has written is no longer addressable."""
@@ -210,7 +238,10 @@ class KVCache:
         blocks: list[int] = []
         keys: list[bytes] = []
         parent = self._root
-        for i in range((seq.num_tokens - 1) // self.block_size):
+        num_tokens, most = seq.num_tokens - 1, seq.context.full_tokens
+        if most is not None:
+            num_tokens = min(num_tokens, most)
+        for i in range(num_tokens // self.block_size):
             token_ids = self._tokens_of_block(seq.token_ids, i)
             key = self._key(parent, token_ids)
             block_id = self.pool.index.find(key, parent, token_ids)

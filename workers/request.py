@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.workers.config import CONTEXT_POLICIES
 from penstock.workers.structured import StructuredSpec
 
 
@@ -44,6 +45,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 64
+MAX_SINKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ class SamplingParams:
     logprobs: int | None = None  # so many likeliest alternatives of each token; 0: the token's own
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     structured: StructuredSpec | None = None  # the shape that the answer must have
+    context_policy: str | None = None  # "full" or "sink_window"; None: the model's default
+    sinks: int | None = None  # sink_window: first tokens that stay
+    window: int | None = None  # sink_window: newest tokens that are seen
+    roll: int | None = None  # sink_window: tokens by which the window moves on at once
 
     @property
     def edits_logits(self) -> bool:
@@ -148,6 +154,15 @@ class SamplingParams:
                     f"each of bad_words has 1 to {MAX_BAD_WORD_IDS} tokens", param="bad_words"
                 )
             _ids_in_vocabulary("bad_words", word, vocab_size)
+        if self.context_policy not in (None, *CONTEXT_POLICIES):
+            raise RequestError(
+                f"context_policy must be one of {', '.join(CONTEXT_POLICIES)}",
+                param="context_policy",
+            )
+        for name, most in (("sinks", MAX_SINKS), ("window", 2**31 - 1), ("roll", 2**31 - 1)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise RequestError(f"{name} must lie in [1, {most}]", param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +217,7 @@ class Delta:
     error_message: str = ""  # for the client, where the request itself is at fault
     error_param: str | None = None  # the field at fault
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_evicted_tokens: int = 0  # out of sight for good, as of the last delta: sink_window
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, where asked for
     # Of the prompt's tokens from the second on, with the first delta, where asked for.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -11,17 +11,24 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from penstock.workers.deferral import Deferral
 from penstock.workers.kv_cache import KVCache
 from penstock.workers.sequence import Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + length) of one sequence; `samples` if its last token is there."""
+    """Tokens [start, start + length) of one sequence; `samples` if its last token is there.
+
+    K and V of the last `num_deferred` of them are not kept: where the sequence's own blocks end,
+    they lie in the blocks `scratch` for this step.
+    """
 
     seq: Sequence
     start: int
     length: int
+    num_deferred: int = 0
+    scratch: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -61,16 +68,28 @@ class Scheduler:
 
     When blocks run out the youngest running sequence is preempted: it gives its blocks back and is
     recomputed later, so the oldest always progresses. A sequence comes in only when all its known
-    tokens fit, and never in a step that preempted.
+    tokens that it sees at once fit, and never in a step that preempted.
+
+    With a `deferral`, a decoding sequence that finds no block may first go on without one.
     """
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        deferral: Deferral | None = None,
+    ):
         self.cache = cache
+        self.deferral = deferral
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_preemptions_avoided = 0  # sequences that went on without a block, times they did
+        self._scratch: list[int] = []  # blocks that this step has not used yet
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -89,11 +108,16 @@ class Scheduler:
         plan = Plan()
         budget = self.max_num_batched_tokens
         before = self.num_preemptions
-        decoding = [seq for seq in self.running if seq.num_pending_tokens == 1]
-        prefilling = [seq for seq in self.running if seq.num_pending_tokens > 1]
-        for seq in decoding:
-            if budget > 0:
-                budget -= self._schedule_running(seq, 1, plan)
+        if self.deferral is not None:
+            first = self.cache.pool.num_blocks
+            self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
+        decoding = [seq for seq in self.running if seq.is_decoding]
+        prefilling = [seq for seq in self.running if not seq.is_decoding]
+        for i, seq in enumerate(decoding):
+            if budget >= seq.num_pending_tokens:
+                budget -= self._schedule_running(
+                    seq, seq.num_pending_tokens, plan, num_others=plan.num_tokens + len(decoding) - i
+                )
         for seq in prefilling:
             if budget > 0:
                 budget -= self._schedule_running(seq, min(seq.num_pending_tokens, budget), plan)
@@ -101,13 +125,18 @@ class Scheduler:
             self._admit(budget, plan)
         return plan
 
-    def _schedule_running(self, seq: Sequence, length: int, plan: Plan) -> int:
+    def _schedule_running(
+        self, seq: Sequence, length: int, plan: Plan, num_others: int = 0
+    ) -> int:
         """Plan up to `length` tokens of `seq`; returns the tokens by which the budget shrinks."""
         if seq.state is not SequenceState.RUNNING:  # preempted earlier in this very step
             return 0
         refund = 0
         while True:
             fits = self.cache.room_for(seq) - seq.num_computed_tokens
+            if self.deferral is not None and seq.is_decoding:
+                if self._plan_deferred(seq, length, fits, plan, num_others):
+                    return length - refund
             if fits > 0:
                 length = min(length, fits)
                 break
@@ -121,6 +150,33 @@ class Scheduler:
         plan.add(Chunk(seq, seq.num_computed_tokens, length))
         return length - refund
 
+    def _plan_deferred(
+        self, seq: Sequence, length: int, fits: int, plan: Plan, num_others: int
+    ) -> bool:
+        """Plan all pending tokens of `seq`, whether or not there is a block for each."""
+        assert self.deferral is not None
+        fits = max(0, min(fits, length))
+        start = seq.num_computed_tokens
+        stored = self.deferral.stored(
+            length=length, fits=fits, num_scheduled=num_others, num_stored=start
+        )
+        if stored is None:
+            return False
+        own = max(
+            self.cache.blocks_for(start + stored), seq.num_rolled_blocks + len(seq.block_table)
+        )
+        num_scratch = max(0, self.cache.blocks_for(start + length) - own)
+        if num_scratch > len(self._scratch):
+            return False
+        grown = self.cache.grow(seq, start + stored)
+        assert grown, "room_for promised blocks that grow did not find"
+        scratch = tuple(self._scratch[:num_scratch])
+        del self._scratch[:num_scratch]
+        if stored < length and fits < length and not seq.num_deferred_tokens:
+            self.num_preemptions_avoided += 1
+        plan.add(Chunk(seq, start, length, length - stored, scratch))
+        return True
+
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -132,9 +188,11 @@ class Scheduler:
                 seq.started_s = time.monotonic()
             self._insert_by_age(seq)
             # All blocks at once: what came in is not starved by the next one that comes in.
-            grown = self.cache.grow(seq, seq.num_tokens)
+            grown = self.cache.grow(seq, self.cache.tokens_to_begin(seq))
             assert grown, "admit promised blocks that grow did not find"
             length = min(seq.num_pending_tokens, budget)
+            length = min(length, self.cache.room_for(seq) - seq.num_computed_tokens)
+            self.cache.grow(seq, seq.num_computed_tokens + length)
             plan.add(Chunk(seq, seq.num_computed_tokens, length))
             budget -= length
 

@@ -11,6 +11,7 @@ from enum import Enum
 
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.logits import LogitsEditor
+from penstock.workers.policies import FULL, Context
 from penstock.workers.request import (
     Delta,
     FinishReason,
@@ -32,18 +33,25 @@ class Sequence:
     `token_ids` is prompt + answer so far; `num_computed_tokens` of them have their K and V in the
     blocks of `block_table`. All beyond that is computed in the next steps; the last one is sampled
     from. `block_keys` are the prefix-cache keys of the leading full blocks.
+
+    The block table is compact: behind the `context`'s sink blocks, `num_rolled_blocks` have been
+    given back and left no hole. Of the pending tokens, the first `num_deferred_tokens` have been
+    computed before, and are computed anew because there was no block to store them in.
     """
 
     __slots__ = (
         "arrived_s",
         "block_keys",
         "block_table",
+        "context",
         "editor",
         "matcher",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_deferred_tokens",
         "num_prompt_tokens",
+        "num_rolled_blocks",
         "order",
         "prompt_logprobs",
         "request",
@@ -63,8 +71,10 @@ class Sequence:
         stop_ids: frozenset[int],
         max_total_tokens: int,
         matcher: GrammarMatcher | None = None,
+        context: Context = FULL,
     ):
         self.request = request
+        self.context = context
         self.matcher = matcher  # has seen the emitted ids; lives through preemption
         self.order = order  # of arrival: the lower, the older
         self.seed = seed
@@ -78,6 +88,8 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_deferred_tokens = 0
+        self.num_rolled_blocks = 0
         self.block_table = array("i")
         self.block_keys: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of tokens 1, 2, ... until handed out
@@ -97,8 +109,13 @@ class Sequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens whose K and V are still to be computed; 1 while decoding."""
+        """Tokens whose K and V are still to be stored; 1 while decoding, unless some wait."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token has never been computed."""
+        return self.num_pending_tokens - self.num_deferred_tokens == 1
 
     @property
     def must_go_on(self) -> bool:
@@ -129,6 +146,9 @@ class Sequence:
             delta.finish_reason = FinishReason.STOP
         elif self.num_tokens >= self.max_total_tokens:
             delta.finish_reason = FinishReason.LENGTH
+        if delta.finish_reason is not None:
+            # The token before the last one was the last that looked back.
+            delta.num_evicted_tokens = self.context.num_evicted(self.num_tokens - 2)
         return delta
 
     def _first_token_times(self) -> FirstTokenTimes:

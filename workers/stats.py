@@ -41,6 +41,10 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_preemptions_avoided: int = 0  # times a sequence went on without a free block
+    num_deferred_tokens: int = 0  # computed in a step, and not stored
+    num_recomputed_tokens: int = 0  # token-passes which that cost in later steps
+    num_rolled_blocks: int = 0  # given back by sink windows that moved on
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_outstanding_tokens: int = 0  # prompt tokens to compute + answer tokens still allowed

@@ -61,6 +61,7 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         times=_times_message(delta.times),
         error_message=delta.error_message,
         error_param=delta.error_param or "",
+        num_evicted_tokens=delta.num_evicted_tokens,
     )
 
 
@@ -77,6 +78,7 @@ def delta_from(message: pb.Delta, request_id: str) -> Delta:
         times=_times_from(message),
         error_message=message.error_message,
         error_param=message.error_param or None,
+        num_evicted_tokens=message.num_evicted_tokens,
     )
 
 
@@ -113,6 +115,10 @@ def _params_message(params: SamplingParams) -> pb.SamplingParams:
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         structured=_structured_message(params.structured),
+        context_policy=params.context_policy,
+        sinks=params.sinks,
+        window=params.window,
+        roll=params.roll,
     )
 
 
@@ -136,6 +142,10 @@ def _params_from(message: pb.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         structured=_structured_from(message),
+        context_policy=message.context_policy if message.HasField("context_policy") else None,
+        sinks=message.sinks if message.HasField("sinks") else None,
+        window=message.window if message.HasField("window") else None,
+        roll=message.roll if message.HasField("roll") else None,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.rowwise import rms_norm
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import Attention, AttentionInputs, Mlp
+from penstock.workers.models.layers import Angles, Attention, AttentionInputs, KvLayer, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
 
@@ -58,20 +58,26 @@ class Decoder:
         positions: Tensor,
         inputs: AttentionInputs,
         kv_layers: Sequence[tuple[Tensor, Tensor]],
+        scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
         Writes K and V of all rows into `kv_layers` (one (K, V) pair of views a layer, of this
-        decoder's dtype) and reads the rest of each context from there.
+        decoder's dtype) and reads the rest of each context from there. `scratch`: K and V of the
+        blocks whose ids come after those; every layer overwrites what the one before it left.
         """
         eps = self.config.rms_norm_eps
-        cos, sin = self.rope.tables(positions)
+        rolling = inputs.rolling
+        angles = Angles(
+            self.rope.tables(positions),
+            None if rolling is None else self.rope.tables(rolling.sink_positions),
+        )
         hidden = self.embedding.index_select(0, token_ids)
         x = rms_norm(hidden, self.layers[0].input_norm, eps)
         for layer, next_norm, (k_cache, v_cache) in zip(
             self.layers, self._next_norms, kv_layers, strict=True
         ):
-            x = layer.attention(x, cos, sin, inputs, k_cache, v_cache)
+            x = layer.attention(x, angles, inputs, KvLayer(k_cache, v_cache, scratch))
             x, hidden = rms_norm(x, layer.post_attention_norm, eps, residual=hidden)
             x = layer.mlp(x)
             x, hidden = rms_norm(x, next_norm, eps, residual=hidden)

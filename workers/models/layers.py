@@ -9,10 +9,38 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.attention import decode_attention, prefill_attention, write_kv
+from penstock.kernels.attention import Rolling, decode_attention, prefill_attention, write_kv
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.rowwise import rms_norm, rope_, silu_mul
+from penstock.kernels.rowwise import rms_norm, rope_, rope_to, silu_mul
 from penstock.workers.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RollingInputs:
+    """What each row sees where sequences of the batch have evicted tokens (policies.py).
+
+    In the order of the batch's rows: `sink_positions` int64 [T], `sink_ends` and `window_starts`
+    int32 [T]. In the order of its sequences, those that decode first: `sink_blocks` and `bases`
+    int32, blocks of sinks and blocks given back behind them.
+    """
+
+    sink_positions: Tensor
+    sink_ends: Tensor
+    window_starts: Tensor
+    sink_blocks: Tensor
+    bases: Tensor
+    max_visible_len: int  # keys that a row sees behind the sinks, at most
+
+    def of(self, q_sink: Tensor, rows: slice, sequences: slice) -> Rolling:
+        """The part of some rows and their sequences; `q_sink` [T, heads, head_dim]."""
+        return Rolling(
+            q_sink[rows],
+            self.sink_ends[rows],
+            self.window_starts[rows],
+            self.sink_blocks[sequences],
+            self.bases[sequences],
+            self.max_visible_len,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +61,26 @@ class AttentionInputs:
     prefill_lens: Tensor  # int32 [P]: context lengths, the chunk included
     max_prefill_chunk: int
     max_prefill_len: int
+    rolling: RollingInputs | None = None  # None: everybody sees everything
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """cos and sin, fp32 [T, rotary_dim/2]: at each row's own position, and, where there is a sink
+    window, at the position from which its query meets the sinks."""
+
+    own: tuple[Tensor, Tensor]
+    sink: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """K and V of one layer, views [blocks, kv heads, block_size, head_dim], and those of the
+    scratch blocks, which all layers share and whose ids come after."""
+
+    k: Tensor
+    v: Tensor
+    scratch: tuple[Tensor, Tensor] | None = None
 
 
 class Attention:
@@ -60,11 +108,9 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles,
         inputs: AttentionInputs,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KvLayer,
     ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden]; K and V of all rows are in the cache afterwards."""
         num_tokens = x.shape[0]
@@ -75,9 +121,12 @@ class Attention:
             self._norm_(k, self.qk_norms[1])
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
-        rope_(q, k, cos, sin)
-        write_kv(k, v, k_cache, v_cache, inputs.slots)
-        return linear(self._attend(q, inputs, k_cache, v_cache).view(num_tokens, -1), self.o)
+        q_sink = None
+        if angles.sink is not None:  # what is evicted shortens the way to the sinks
+            q_sink = rope_to(q, *angles.sink, out=q.new_empty(q.shape))
+        rope_(q, k, *angles.own)
+        write_kv(k, v, cache.k, cache.v, inputs.slots, scratch=cache.scratch)
+        return linear(self._attend(q, q_sink, inputs, cache).view(num_tokens, -1), self.o)
 
     def _norm_(self, x: Tensor, weight: Tensor) -> None:
         """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads."""
@@ -85,28 +134,36 @@ class Attention:
         rms_norm(rows, weight, self.eps, out=rows)
 
     def _attend(
-        self, q: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor
+        self, q: Tensor, q_sink: Tensor | None, inputs: AttentionInputs, cache: KvLayer
     ) -> Tensor:
         """Decode rows through one kernel, the others through the other -> [T, heads, head_dim]."""
         num_decode = inputs.num_decode
         out = q.new_empty(q.shape)
+        parts: list[Rolling | None] = [None, None]
+        if q_sink is not None and inputs.rolling is not None:
+            parts = [
+                inputs.rolling.of(q_sink, side, side)
+                for side in (slice(num_decode), slice(num_decode, None))
+            ]
         if num_decode:
             decode_attention(
                 q[:num_decode],
-                k_cache,
-                v_cache,
+                cache.k,
+                cache.v,
                 inputs.decode_tables,
                 inputs.decode_lens,
                 scale=self.scale,
                 window=self.window,
                 max_context_len=inputs.max_decode_len,
                 out=out[:num_decode],
+                rolling=parts[0],
+                scratch=cache.scratch,
             )
         if num_decode < q.shape[0]:
             prefill_attention(
                 q[num_decode:],
-                k_cache,
-                v_cache,
+                cache.k,
+                cache.v,
                 inputs.prefill_tables,
                 inputs.prefill_starts,
                 inputs.prefill_lens,
@@ -115,6 +172,8 @@ class Attention:
                 max_query_len=inputs.max_prefill_chunk,
                 max_context_len=inputs.max_prefill_len,
                 out=out[num_decode:],
+                rolling=parts[1],
+                scratch=cache.scratch,
             )
         return out
 
