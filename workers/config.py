@@ -102,6 +102,18 @@ class EngineConfig:
     ridge_tokens: int | None = option(
         None, "tokens that a step computes in the time of one; none: measured at the start"
     )
+    host_kv_gb: float | None = option(
+        None, "GiB of host memory that keeps KV blocks which leave the pool; none: they are lost"
+    )
+    kv_restore: str = option(
+        "auto",
+        "how such blocks come back; auto: loaded, computed again, or both ends at once, as the "
+        "measured link and compute rates say",
+        ("auto", "load", "recompute", "split"),
+    )
+    kv_restore_min_tokens: int | None = option(
+        None, "fewer tokens than that are always computed again; none: as the rates say"
+    )
     max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
     threads: int | None = option(None, "CPU threads for computing; none: one per core")
     seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
@@ -114,7 +126,7 @@ class EngineConfig:
             _positive(name, getattr(self, name))
         for name in (
             *("max_model_len", "num_blocks", "kv_cache_gb", "threads"),
-            *("sinks", "window", "ridge_tokens"),
+            *("sinks", "window", "ridge_tokens", "host_kv_gb"),
         ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))

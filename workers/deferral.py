@@ -7,72 +7,101 @@ pool. Knows counts and the rule; nothing of pools or sequences.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from penstock.workers.config import EngineConfig
+from penstock.workers.hardware import device_named
 from penstock.workers.memory import BlockLayout
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.ridge import CommitRule, Decision, measure_ridge
+from penstock.workers.roofline import Roofline
+
+log = logging.getLogger("penstock.engine")
+
+RIDGE_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 DEFERRING = 8  # sequences that may wait for blocks with all the tokens that they may
 
 
-class CommitRule(Protocol):
-    """The arithmetic: is it worth computing these tokens again in the next step?"""
+class Rule(Protocol):
+    """What `CommitRule` is to a Deferral; tests bring their own."""
 
-    def may_wait(self, num_pending: int, num_scheduled: int, num_stored: int) -> bool:
-        """Whether `num_pending` tokens of a sequence may stay unstored beside `num_scheduled`
-        others of the step, where `num_stored` tokens of the sequence are stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class RidgeRule:
-    """All tokens of a step together stay below the ridge."""
-
-    ridge_tokens: int
-
-    def may_wait(self, num_pending: int, num_scheduled: int, num_stored: int) -> bool:
-        return num_pending + num_scheduled <= self.ridge_tokens
+    def decide(self, num_pending: int, *, num_scheduled: int) -> Decision: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
     """How deferred commit is set up. `pressure`: only before somebody would be preempted."""
 
-    rule: CommitRule
+    rule: Rule
     mode: str
     max_tokens: int  # most pending tokens of one sequence
     num_scratch_blocks: int
 
     def stored(
-        self, *, length: int, fits: int, num_scheduled: int, num_stored: int
+        self, *, length: int, fits: int, num_scheduled: int, num_at_stake: int
     ) -> int | None:
         """Of the `length` pending tokens of a sequence, how many are stored in this step.
 
-        `fits` of them could be. None: they cannot all be computed in this step.
+        `fits` of them could be; `num_scheduled` rows of others run beside. None: they cannot all
+        be computed in this step, so somebody with `num_at_stake` computed tokens is preempted.
+
+        Beyond the ridge, going on without a block costs time, but so does a preemption: what has
+        been computed twice so far, m (m + 1) / 2 token-passes for m pending tokens, may grow up to
+        what the preemption would compute again. Whoever then gives up has paid at most twice what
+        the better choice would have cost (the ski-rental bound).
         """
-        if self.mode == "always" and self._may_wait(length, num_scheduled, num_stored):
+        if self.mode == "always" and self._may_wait(length, num_scheduled):
             return 0
         if fits >= length:
             return length
-        return fits if self._may_wait(length - fits, num_scheduled, num_stored + fits) else None
+        num_waiting = length - fits
+        if self._may_wait(num_waiting, num_scheduled + fits):
+            return fits
+        passes = num_waiting * (num_waiting + 1) // 2
+        return fits if num_waiting <= self.max_tokens and passes <= num_at_stake else None
 
-    def _may_wait(self, num_pending: int, num_scheduled: int, num_stored: int) -> bool:
-        return num_pending <= self.max_tokens and self.rule.may_wait(
-            num_pending, num_scheduled, num_stored
-        )
+    def _may_wait(self, num_pending: int, num_scheduled: int) -> bool:
+        decision = self.rule.decide(num_pending, num_scheduled=num_scheduled)
+        log.debug("%s", decision)
+        return decision.stays
 
 
-def deferral_of(config: EngineConfig, rule: CommitRule | None) -> Deferral | None:
-    """As configured; None where every token is stored at once."""
-    if config.kv_commit == "eager" or rule is None:
-        return None
-    most = config.kv_defer_max_tokens
+def deferral_of(config: EngineConfig, rule: Rule) -> Deferral:
+    """As configured, where kv_commit is deferred."""
     # Room for a few sequences at their limit: more at once would cost more than a preemption.
-    num_scratch = DEFERRING * -(-most // config.block_size)
-    return Deferral(rule, config.kv_defer_mode, most, num_scratch)
+    num_scratch = DEFERRING * -(-config.kv_defer_max_tokens // config.block_size)
+    return Deferral(rule, config.kv_defer_mode, config.kv_defer_max_tokens, num_scratch)
+
+
+def rule_of(
+    config: EngineConfig, model: ModelConfig, run: Callable[[int], None], *, is_cuda: bool
+) -> CommitRule:
+    """The ridge as configured, or measured by `run`, which computes so many rows; else by the
+    formula, with the figures of a device that we only assume."""
+    device = device_named("H200" if is_cuda else "cpu")
+    formula = Roofline(model, device, kv="fp32" if model.dtype == "fp32" else "bf16",
+                       weights="fp32" if model.dtype == "fp32" else "bf16")  # fmt: skip
+    ridge, compute_s = float(config.ridge_tokens or 0), formula.compute_s_per_token
+    if config.ridge_tokens is None:
+        measured = measure_ridge(run, RIDGE_SIZES, fallback=formula.ridge_tokens)
+        log.info("deferred commit: %s", measured)
+        ridge = measured.ridge_tokens
+        most = max(measured.seconds, default=1)
+        if most > ridge:  # what a row costs where rows are no longer free
+            compute_s = (measured.seconds[most] - measured.seconds[1]) / (most - 1)
+    return CommitRule(
+        ridge,
+        formula.read_s_per_token,
+        max(compute_s, 1e-12),
+        max_per_sequence=config.kv_defer_max_tokens,
+    )
 
 
 def scratch_blocks(

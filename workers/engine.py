@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import time
 
 import torch
 
 from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.deferral import CommitRule, RidgeRule, deferral_of, scratch_blocks
+from penstock.workers.deferral import Rule, deferral_of, rule_of, scratch_blocks
 from penstock.workers.executor import Executor, StepResult
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.histogram import Histogram
@@ -21,12 +22,16 @@ from penstock.workers.kv_cache import BlockPool, KVCache
 from penstock.workers.memory import Arena, BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import Context, ContextSettings, obstacle_of
+from penstock.workers.rates import Rates
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
+from penstock.workers.swap import host_swap
 
 log = logging.getLogger("penstock.engine")
+
+LOAD_WAIT_S = 0.01  # with nothing else to do; then the inbox is looked at again
 
 GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
 CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
@@ -35,8 +40,8 @@ CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there to
 class Engine:
     """Continuous batching of one model on one device."""
 
-    def __init__(self, config: EngineConfig, model: Decoder, rule: CommitRule | None = None):
-        """`rule` decides on deferred commit; None: by the measured ridge."""
+    def __init__(self, config: EngineConfig, model: Decoder, commit_rule: Rule | None = None):
+        """`commit_rule` decides on deferred commit; None: by the ridge, which is measured."""
         self.config = config
         self.model = model
         facts = model.config
@@ -59,14 +64,17 @@ class Engine:
             self.cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            deferral=deferral_of(config, rule or RidgeRule(config.ridge_tokens or 1)),
         )
-        self.executor = Executor(
-            model,
-            self.arena.kv_layers(),
-            config.block_size,
-            scratch_blocks(layout, self.scheduler.deferral, model.device),
-        )
+        self.executor = Executor(model, self.arena.kv_layers(), config.block_size)
+        if config.kv_commit == "deferred":
+            is_cuda = model.device.type == "cuda"
+            rule = commit_rule or rule_of(config, facts, self.executor.run_rows, is_cuda=is_cuda)
+            self.scheduler.deferral = deferral_of(config, rule)
+            self.executor.scratch = scratch_blocks(layout, self.scheduler.deferral, model.device)
+        self._rates: Rates | None = None
+        if config.host_kv_gb is not None:
+            self.cache.swap, self._rates = host_swap(config, self.arena, self.executor.run_rows)
+            self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
         self.max_model_len = min(
             config.max_model_len or facts.max_position_embeddings,
@@ -125,17 +133,27 @@ class Engine:
         plan = self.scheduler.schedule()
         self.times.lap("schedule")
         if not plan.chunks:
+            if self.cache.swap is not None:
+                self.cache.swap.wait(LOAD_WAIT_S)
             return []
         self._num_steps += 1
         self._step_tokens.observe(plan.num_tokens)
+        began_s = time.perf_counter()
         try:
             result = self.executor.run(plan)
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
             return self._run_each_alone(plan)
+        if self._rates is not None:
+            self._rates.observe_step(plan.num_tokens, time.perf_counter() - began_s)
         deltas = self._commit(plan, result)
         self.times.lap("deliver")
         return deltas
+
+    def close(self) -> None:
+        """End what runs beside the engine."""
+        if self.cache.swap is not None:
+            self.cache.swap.close()
 
     def stats(self) -> EngineStats:
         pool, cache = self.pool, self.cache

@@ -89,6 +89,7 @@ class EngineThread:
         self._inbox.put(_Stop())
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        self._engine.close()
 
     def stats(self) -> EngineStats:
         """As of the last step."""

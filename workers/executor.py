@@ -45,12 +45,11 @@ class Executor:
         model: Decoder,
         kv_layers: Seq[tuple[torch.Tensor, torch.Tensor]],
         block_size: int,
-        scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
     ):
-        """`scratch`: K and V of the blocks whose ids follow the pool's, one pair for all layers."""
         self.model = model
         self.kv_layers = kv_layers
-        self.scratch = scratch
+        # K and V of the blocks whose ids follow the pool's, one pair for all layers.
+        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self.block_size = block_size
         self.times = StepTimes()
 
@@ -60,9 +59,7 @@ class Executor:
         chunks = plan.chunks
         token_ids, positions, inputs = self._inputs(plan)
         self.times.lap("copy")
-        hidden = self.model.forward(
-            token_ids, positions, inputs, self.kv_layers, self.scratch
-        )
+        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, self.scratch)
         self.times.lap("model")
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {
@@ -82,6 +79,29 @@ class Executor:
         sampled = sample(logits, rows)
         self.times.lap("sample")
         return StepResult(sampled, prompt_logprobs)
+
+    @torch.inference_mode()
+    def run_rows(self, num_rows: int) -> None:
+        """Compute so many decode rows over block 0, and wait for them: only the time is of use.
+
+        Leaves garbage in block 0. Before any sequence is there.
+        """
+        nothing = torch.zeros(num_rows, dtype=torch.int64, device=self.model.device)
+        one = torch.ones(num_rows, dtype=torch.int32, device=self.model.device)
+        inputs = AttentionInputs(
+            slots=nothing,
+            num_decode=num_rows,
+            decode_tables=torch.zeros_like(one)[:, None],
+            decode_lens=one,
+            max_decode_len=1,
+            prefill_tables=one[:0, None],
+            prefill_starts=one[:1] - 1,
+            prefill_lens=one[:0],
+            max_prefill_chunk=0,
+            max_prefill_len=0,
+        )
+        hidden = self.model.forward(nothing, nothing, inputs, self.kv_layers, self.scratch)
+        self.model.logits(hidden).sum().item()
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the prompt tokens that follow the tokens of `chunk`, `hidden` [chunk, hidden]."""

@@ -9,10 +9,13 @@ import hashlib
 import heapq
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from penstock.workers.host_tier import ContentKey
 from penstock.workers.sequence import Sequence
+from penstock.workers.swap import HostSwap, Swapped
 
 
 class BlockPool:
@@ -29,6 +32,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
         self.index = PrefixIndex()
+        self.on_evict: Callable[[int, bytes, bytes, bytes], None] | None = None
 
     @property
     def num_available(self) -> int:
@@ -49,9 +53,15 @@ class BlockPool:
             block_id = heapq.heappop(self._free)
         else:
             block_id, _ = self._cached.popitem(last=False)
-            self.index.forget(block_id)
+            self._evict(block_id)
         self._references[block_id] = 1
         return block_id
+
+    def _evict(self, block_id: int) -> None:
+        """The content of a cached block is about to be overwritten."""
+        if self.on_evict is not None:
+            self.on_evict(block_id, *self.index.content_of(block_id))
+        self.index.forget(block_id)
 
     def retain(self, block_id: int) -> None:
         """One more user of a live or cached block."""
@@ -124,10 +134,24 @@ class PrefixIndex:
             self._block_of[key] = block_id
             self._entry_of[block_id] = _Entry(key, parent, token_ids)
 
+    def content_of(self, block_id: int) -> ContentKey:
+        """Key, parent and token bytes of an indexed block."""
+        entry = self._entry_of[block_id]
+        return entry.key, entry.parent, entry.token_ids
+
     def forget(self, block_id: int) -> None:
         entry = self._entry_of.pop(block_id, None)
         if entry is not None:
             del self._block_of[entry.key]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Leading blocks of a sequence that the pool still has, and the chain of those behind them."""
+
+    blocks: list[int]
+    keys: list[bytes]
+    rest: list[ContentKey]  # of host memory, where there is any
 
 
 class KVCache:
@@ -141,6 +165,7 @@ class KVCache:
         self.pool = pool
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.swap: HostSwap | None = None  # host memory for what leaves the pool
         self._root = hashlib.blake2b(salt, digest_size=16).digest()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -155,24 +180,54 @@ class KVCache:
         return seq.num_tokens if most is None else min(seq.num_tokens, most + self.block_size)
 
     def admit(self, seq: Sequence) -> bool:
-        """Take the prefix hits if the rest of the known tokens fits too; else change nothing."""
+        """Give `seq` what it needs to begin, prefix hits included, or change nothing."""
         assert not seq.block_table and not seq.num_rolled_blocks, "admitted with blocks"
+        swapped = None if self.swap is None else self.swap.swapped(seq)
+        if self.swap is not None and swapped is not None:
+            return self._admit_swapped(self.swap, seq, swapped)
         reusable = self.prefix_cache and seq.request.params.prompt_logprobs is None
-        blocks, keys = self._find_prefix(seq) if reusable else ([], [])
-        num_new = self.blocks_for(self.tokens_to_begin(seq)) - len(blocks)
-        num_revived = sum(self.pool.is_cached(b) for b in blocks)
+        hit = self._find_prefix(seq) if reusable else Hit([], [], [])
+        num_new = self.blocks_for(self.tokens_to_begin(seq)) - len(hit.blocks)
+        num_revived = sum(self.pool.is_cached(b) for b in hit.blocks)
         if num_new > self.pool.num_available - num_revived:
             return False
-        for block_id in blocks:
+        for block_id in hit.blocks:
             self.pool.retain(block_id)
-        seq.block_table.extend(blocks)
-        seq.block_keys = keys
-        seq.num_computed_tokens = len(blocks) * self.block_size
+        seq.block_table.extend(hit.blocks)
+        seq.block_keys = hit.keys
+        seq.num_computed_tokens = len(hit.blocks) * self.block_size
+        grown = self.grow(seq, self.tokens_to_begin(seq))
+        assert grown, "there were enough blocks a moment ago"
+        num_cached = seq.num_computed_tokens
         self.num_queried_tokens += seq.num_tokens
-        self.num_hit_tokens += seq.num_computed_tokens
+        self.num_hit_tokens += num_cached
+        plan = self.swap.plan(hit.rest) if self.swap is not None else None
+        if self.swap is not None and plan is not None:
+            self.swap.load(seq, hit.rest, plan, seq.num_computed_tokens)
+            num_cached += plan.num_loaded
         if seq.num_generated_tokens == len(seq.request.emitted_ids):
-            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)
         return True
+
+    def _admit_swapped(self, swap: HostSwap, seq: Sequence, swapped: Swapped) -> bool:
+        """Blocks for what `seq` had, and for the tokens that it computes next."""
+        computed = swapped.num_computed_tokens
+        most = min(seq.num_tokens, computed + self.block_size)
+        if self.blocks_for(most) - swapped.num_rolled_blocks > self.pool.num_available:
+            return False
+        seq.num_rolled_blocks = swapped.num_rolled_blocks
+        grown = self.grow(seq, most)
+        assert grown, "there were enough blocks a moment ago"
+        swap.swap_in(seq, swapped)
+        return True
+
+    def advance(self, seq: Sequence) -> int:
+        """Take in what has been loaded for `seq`; how many tokens it may compute now."""
+        if self.swap is None:
+            return seq.num_pending_tokens
+        self.swap.advance(seq)
+        limit = self.swap.limit(seq)
+        return seq.num_pending_tokens if limit is None else limit - seq.num_computed_tokens
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give `seq` blocks for its first `num_tokens` tokens, all or nothing."""
@@ -221,7 +276,23 @@ class KVCache:
             seq.block_keys.append(key)
 
     def free(self, seq: Sequence) -> None:
-        """Give all blocks back, last one first, so that a chain is evicted from its end."""
+        """`seq` has ended: give all blocks back."""
+        if self.swap is not None:
+            self.swap.forget(seq)
+        self._release(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Give all blocks back for now. What no other sequence could make use of is swapped out:
+        behind evicted tokens, K and V could only be had by computing all of them again."""
+        is_addressable = self.prefix_cache and not seq.num_rolled_blocks
+        if self.swap is not None and not is_addressable:
+            self.swap.swap_out(seq)
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """The last block first, so that a chain is evicted from its end."""
+        if self.swap is not None:
+            self.swap.stop(seq)
         for block_id in reversed(seq.block_table):
             self.pool.release(block_id)
         seq.block_table = array("i")
@@ -234,9 +305,8 @@ class KVCache:
             self.pool.index.forget(block_id)
         self.free(seq)
 
-    def _find_prefix(self, seq: Sequence) -> tuple[list[int], list[bytes]]:
-        blocks: list[int] = []
-        keys: list[bytes] = []
+    def _find_prefix(self, seq: Sequence) -> Hit:
+        hit = Hit([], [], [])
         parent = self._root
         num_tokens, most = seq.num_tokens - 1, seq.context.full_tokens
         if most is not None:
@@ -244,13 +314,16 @@ class KVCache:
         for i in range(num_tokens // self.block_size):
             token_ids = self._tokens_of_block(seq.token_ids, i)
             key = self._key(parent, token_ids)
-            block_id = self.pool.index.find(key, parent, token_ids)
-            if block_id is None:
+            block_id = None if hit.rest else self.pool.index.find(key, parent, token_ids)
+            if block_id is not None:
+                hit.blocks.append(block_id)
+                hit.keys.append(key)
+            elif self.swap is None:
                 break
-            blocks.append(block_id)
-            keys.append(key)
+            else:
+                hit.rest.append((key, parent, token_ids))
             parent = key
-        return blocks, keys
+        return hit
 
     def _tokens_of_block(self, token_ids: array[int], i: int) -> bytes:
         return token_ids[i * self.block_size : (i + 1) * self.block_size].tobytes()

@@ -73,16 +73,9 @@ class Scheduler:
     With a `deferral`, a decoding sequence that finds no block may first go on without one.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        deferral: Deferral | None = None,
-    ):
+    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int):
         self.cache = cache
-        self.deferral = deferral
+        self.deferral: Deferral | None = None
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
@@ -113,30 +106,29 @@ class Scheduler:
             self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
         decoding = [seq for seq in self.running if seq.is_decoding]
         prefilling = [seq for seq in self.running if not seq.is_decoding]
-        for i, seq in enumerate(decoding):
-            if budget >= seq.num_pending_tokens:
-                budget -= self._schedule_running(
-                    seq, seq.num_pending_tokens, plan, num_others=plan.num_tokens + len(decoding) - i
-                )
+        for i, seq in enumerate(decoding, 1):
+            length = seq.num_pending_tokens
+            if budget >= length:
+                num_others = plan.num_tokens + len(decoding) - i
+                budget -= self._schedule_running(seq, length, plan, num_others)
         for seq in prefilling:
-            if budget > 0:
-                budget -= self._schedule_running(seq, min(seq.num_pending_tokens, budget), plan)
+            length = min(self.cache.advance(seq), budget)
+            if length > 0:  # else it waits for blocks that are being loaded
+                budget -= self._schedule_running(seq, length, plan)
         if self.num_preemptions == before:
             self._admit(budget, plan)
         return plan
 
-    def _schedule_running(
-        self, seq: Sequence, length: int, plan: Plan, num_others: int = 0
-    ) -> int:
+    def _schedule_running(self, seq: Sequence, length: int, plan: Plan, num_others: int = 0) -> int:
         """Plan up to `length` tokens of `seq`; returns the tokens by which the budget shrinks."""
         if seq.state is not SequenceState.RUNNING:  # preempted earlier in this very step
             return 0
         refund = 0
         while True:
             fits = self.cache.room_for(seq) - seq.num_computed_tokens
-            if self.deferral is not None and seq.is_decoding:
-                if self._plan_deferred(seq, length, fits, plan, num_others):
-                    return length - refund
+            may_wait = self.deferral is not None and seq.is_decoding
+            if may_wait and self._plan_deferred(seq, length, fits, plan, num_others):
+                return length - refund
             if fits > 0:
                 length = min(length, fits)
                 break
@@ -158,7 +150,10 @@ class Scheduler:
         fits = max(0, min(fits, length))
         start = seq.num_computed_tokens
         stored = self.deferral.stored(
-            length=length, fits=fits, num_scheduled=num_others, num_stored=start
+            length=length,
+            fits=fits,
+            num_scheduled=num_others,
+            num_at_stake=self.running[-1].num_computed_tokens,
         )
         if stored is None:
             return False
@@ -187,19 +182,17 @@ class Scheduler:
             if seq.started_s is None:
                 seq.started_s = time.monotonic()
             self._insert_by_age(seq)
-            # All blocks at once: what came in is not starved by the next one that comes in.
-            grown = self.cache.grow(seq, self.cache.tokens_to_begin(seq))
-            assert grown, "admit promised blocks that grow did not find"
-            length = min(seq.num_pending_tokens, budget)
+            length = min(self.cache.advance(seq), budget)
             length = min(length, self.cache.room_for(seq) - seq.num_computed_tokens)
-            self.cache.grow(seq, seq.num_computed_tokens + length)
-            plan.add(Chunk(seq, seq.num_computed_tokens, length))
-            budget -= length
+            if length > 0:
+                self.cache.grow(seq, seq.num_computed_tokens + length)
+                plan.add(Chunk(seq, seq.num_computed_tokens, length))
+                budget -= length
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
         self.running.remove(seq)
-        self.cache.free(seq)
+        self.cache.preempt(seq)
         seq.state = SequenceState.WAITING
         older = sum(1 for other in self.waiting if other.order < seq.order)
         self.waiting.insert(older, seq)

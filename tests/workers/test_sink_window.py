@@ -15,6 +15,7 @@ from penstock.workers.models import layers
 from penstock.workers.models.loader import load_model
 from penstock.workers.policies import FULL, ContextSettings, SinkWindow
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
+from penstock.workers.ridge import Decision
 
 NUM_ROLLS = 20
 BLOCK_SIZE = 8
@@ -177,8 +178,9 @@ class RandomRule:
     def __init__(self, seed):
         self.random = random.Random(seed)
 
-    def may_wait(self, num_pending, num_scheduled, num_stored):
-        return self.random.random() < 0.8
+    def decide(self, num_pending, *, num_scheduled):
+        stays = num_pending <= 64 and self.random.random() < 0.8
+        return Decision(stays, "free", num_pending, 64, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -320,9 +322,7 @@ def test_stored_values_are_what_is_read(models, monkeypatch):
     monkeypatch.setattr(layers, "write_kv", write_rounded)
     prompt = random_prompt(70, seed=31)
     shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
-    want = slow.greedy(
-        reference, prompt, 40, shape, round_kv=lambda k, v: (rounded(k), rounded(v))
-    )
+    want = slow.greedy(reference, prompt, 40, shape, round_kv=lambda k, v: (rounded(k), rounded(v)))
     for settings in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 2},
                      SCHEDULES["always deferred"]):  # fmt: skip
         engine = make_engine(model, **settings)
