@@ -70,14 +70,16 @@ class Deferral:
     def _may_wait(self, num_pending: int, num_scheduled: int) -> bool:
         decision = self.rule.decide(num_pending, num_scheduled=num_scheduled)
         log.debug("%s", decision)
-        return decision.stays
+        return decision.stays and num_pending <= self.max_tokens
 
 
 def deferral_of(config: EngineConfig, rule: Rule) -> Deferral:
     """As configured, where kv_commit is deferred."""
+    # All pending tokens and the new one must fit in one step.
+    most = min(config.kv_defer_max_tokens, config.max_num_batched_tokens - 1)
     # Room for a few sequences at their limit: more at once would cost more than a preemption.
-    num_scratch = DEFERRING * -(-config.kv_defer_max_tokens // config.block_size)
-    return Deferral(rule, config.kv_defer_mode, config.kv_defer_max_tokens, num_scratch)
+    num_scratch = DEFERRING * -(-most // config.block_size)
+    return Deferral(rule, config.kv_defer_mode, most, num_scratch)
 
 
 def rule_of(

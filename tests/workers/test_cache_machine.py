@@ -1,0 +1,221 @@
+"""Scheduler, block pool, prefix cache, rolls, deferrals and swaps together, against a simple model.
+
+Instead of K and V, a slot holds a digest of all tokens up to its own. So in each step it can be
+seen of every row whether the block table leads to just the keys that its policy lets it see,
+whatever has been shared, rolled, deferred, evicted, swapped or loaded before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.workers.deferral import Deferral
+from penstock.workers.host_tier import HostTier
+from penstock.workers.kv_cache import BlockPool, KVCache
+from penstock.workers.link_thread import LinkThread
+from penstock.workers.policies import FULL, SinkWindow
+from penstock.workers.request import Request, SamplingParams
+from penstock.workers.restore import RestoreRule
+from penstock.workers.ridge import Decision
+from penstock.workers.scheduler import Scheduler
+from penstock.workers.sequence import Sequence
+from penstock.workers.swap import HostSwap
+
+ALPHABET = 2  # few tokens, so that prompts begin alike
+POISON = -1
+
+
+class CoinRule:
+    """Tokens may wait as long as the coins say."""
+
+    def __init__(self):
+        self.coins = [True]
+
+    def decide(self, num_pending, *, num_scheduled):
+        stays = num_pending <= 9 and self.coins[(num_pending + num_scheduled) % len(self.coins)]
+        return Decision(stays, "free", num_pending, 9, 0.0, 0.0)
+
+
+def digest(token_ids):
+    raw = hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=7).digest()
+    return int.from_bytes(raw, "big")
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.sampled_from((1, 2, 4)),
+        num_blocks=st.integers(12, 30),
+        num_slots=st.integers(0, 40),
+        prefix_cache=st.booleans(),
+        deferral=st.sampled_from((None, "pressure", "always")),
+        restore=st.sampled_from(("auto", "load", "recompute", "split")),
+        max_tokens=st.integers(4, 24),
+    )
+    def begin(
+        self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens
+    ):
+        self.size = block_size
+        num_scratch = 6 if deferral else 0
+        # The last blocks are scratch: their ids follow those of the pool.
+        self.memory = torch.full((num_blocks + num_scratch, block_size), POISON)
+        self.pool = BlockPool(num_blocks)
+        self.cache = KVCache(self.pool, block_size, prefix_cache=prefix_cache, salt=b"salt")
+        self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=max_tokens)
+        self.coins = CoinRule()
+        if deferral:
+            self.scheduler.deferral = Deferral(
+                self.coins, deferral, min(9, max_tokens - 1), num_scratch
+            )
+        self.link = None
+        if num_slots:
+            self.add_host_memory(num_slots, restore)
+        self.live: list[Sequence] = []
+        self.num_added = 0
+
+    def add_host_memory(self, num_slots, restore):
+        block_bytes = 8 * self.size
+        tier = HostTier(num_slots * block_bytes, block_bytes)
+        self.link = LinkThread()
+        rule = RestoreRule(1e9, 1e6, block_bytes, self.size, mode=restore)
+        bytes_of = self.memory.view(torch.uint8).view(self.memory.shape[0], -1)
+        self.cache.swap = HostSwap(tier, self.link, lambda: rule, lambda i: bytes_of[i])
+        self.pool.on_evict = self.cache.swap.keep
+
+    def teardown(self):
+        if getattr(self, "link", None) is not None:
+            for seq in list(self.live):
+                self.scheduler.remove(seq)
+            self.link.close()
+
+    @precondition(lambda self: len(self.live) < 8)
+    @rule(
+        prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=30),
+        num_new=st.integers(1, 40),
+        shape=st.none() | st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8)),
+    )
+    def add(self, prompt, num_new, shape):
+        context = FULL
+        if shape is not None:
+            sinks, window, roll = shape
+            context = SinkWindow(sinks, window, min(roll, window), self.size)
+        most = len(prompt) + num_new if context is FULL else context.full_tokens + self.size
+        if self.cache.blocks_for(most) + 1 > self.pool.num_blocks:
+            return
+        seq = Sequence(
+            Request(f"r{self.num_added}", tuple(prompt), SamplingParams()),
+            order=self.num_added,
+            seed=self.num_added,
+            stop_ids=frozenset(),
+            max_total_tokens=len(prompt) + num_new,
+            context=context,
+        )
+        self.num_added += 1
+        self.live.append(seq)
+        self.scheduler.add(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        seq = data.draw(st.sampled_from(self.live))
+        self.live.remove(seq)
+        self.scheduler.remove(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(
+        coins=st.lists(st.booleans(), min_size=1, max_size=4),
+        times=st.integers(1, 6),
+        waits=st.booleans(),
+    )
+    def step(self, coins, times, waits):
+        self.coins.coins = coins
+        for _ in range(times):
+            plan = self.scheduler.schedule()
+            if not plan.chunks:
+                if self.live:
+                    assert self.cache.swap is not None, "there is work, and nothing is done"
+                    assert self.cache.swap.wait(5), "nobody waits for a load"
+                continue
+            self.run(plan)
+            self.commit(plan)
+            if waits and self.cache.swap is not None:
+                self.cache.swap.wait(5)
+
+    def run(self, plan):
+        """All K and V are written, then all rows look at what they see."""
+        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        self.memory[self.pool.num_blocks :] = POISON  # scratch lasts for one step
+        tables = {id(chunk): [*chunk.seq.block_table, *chunk.scratch] for chunk in plan.chunks}
+        written = set()
+        for chunk in plan.chunks:
+            for p in range(chunk.start, chunk.start + chunk.length):
+                block, offset = self.place(chunk, tables[id(chunk)], p)
+                assert (block, offset) not in written, "two rows write to one slot"
+                written.add((block, offset))
+                self.memory[block, offset] = digest(chunk.seq.token_ids[: p + 1])
+        for chunk in plan.chunks:
+            tokens, context = chunk.seq.token_ids, chunk.seq.context
+            for t in range(chunk.start, chunk.start + chunk.length):
+                ends, starts, _ = context.rows(torch.tensor([t]).numpy())
+                for p in range(t + 1):
+                    if p < ends[0] or p >= starts[0]:
+                        block, offset = self.place(chunk, tables[id(chunk)], p)
+                        seen = int(self.memory[block, offset])
+                        assert seen == digest(tokens[: p + 1]), f"row {t} misses key {p}"
+
+    def place(self, chunk, table, position):
+        page = position // self.size
+        if page >= chunk.seq.context.num_sink_blocks:
+            page -= chunk.seq.num_rolled_blocks
+        assert 0 <= page < len(table), f"position {position} is in no block"
+        return table[page], position % self.size
+
+    def commit(self, plan):
+        """As the engine does."""
+        for chunk in plan.chunks:
+            seq, samples = chunk.seq, chunk.samples
+            num_stored = chunk.length - chunk.num_deferred
+            seq.num_computed_tokens += num_stored
+            deferred = max(chunk.length, seq.num_deferred_tokens) - num_stored
+            seq.num_deferred_tokens = max(0, deferred)
+            self.cache.commit(seq)
+            if samples:
+                seq.append((sum(seq.token_ids) + seq.order) % ALPHABET)
+                if seq.num_tokens >= seq.max_total_tokens:
+                    self.live.remove(seq)
+                    self.scheduler.remove(seq)
+        free = set(self.pool._free)
+        for block_id in free:
+            self.memory[block_id] = POISON
+
+    @invariant()
+    def ledger(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check([seq.block_table for seq in self.live])
+        for seq in self.live:
+            held = len(seq.block_table) + seq.num_rolled_blocks
+            assert held * self.size >= seq.num_computed_tokens
+            if seq.context.full_tokens is not None and seq in self.scheduler.running:
+                most = seq.context.full_tokens + self.scheduler.max_num_batched_tokens
+                assert len(seq.block_table) <= self.cache.blocks_for(most) + 2
+        if self.cache.swap is not None:
+            self.cache.swap.tier.check()
+
+
+# 150 runs of up to 120 rules, most of which are several steps: over 30,000 steps of the scheduler.
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=120,
+    deadline=None,
+    derandomize=True,
+    report_multiple_bugs=False,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
