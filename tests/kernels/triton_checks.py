@@ -161,6 +161,18 @@ def test_rope(dtype, head_dim, rot):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rot"), [(64, 64), (80, 32), (20, 10)])
+def test_rope_to(dtype, head_dim, rot):
+    qkv, angle = torch.randn(5, 9, head_dim).to(DEVICE, dtype), torch.randn(5, rot // 2).to(DEVICE)
+    before = qkv.clone()
+    wide = torch.full((5, 8, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    rowwise_triton.rope_to(qkv[:, 1:7], angle.cos(), angle.sin(), wide[:, 1:7])
+    assert_close(wide[:, 1:7], rowwise.rope_reference(before[:, 1:7], angle.cos(), angle.sin()))
+    assert torch.equal(qkv, before)
+    assert wide[:, [0, 7]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 1500)])
 def test_silu_mul(dtype, shape):
     gate_up = torch.randn(shape[0], 2 * shape[1]).to(DEVICE, dtype)
