@@ -27,7 +27,7 @@ if not CUDA:
 
 import triton  # noqa: E402
 
-from penstock.kernels import attention, attention_triton, rowwise, rowwise_triton  # noqa: E402
+from penstock.kernels import attention_torch, attention_triton, rowwise, rowwise_triton  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # The interpreter multiplies the raw bits of bf16 matrices, so there fp16 stands for both.
@@ -143,7 +143,7 @@ def check_decode(dtype: torch.dtype) -> Triples:
     for group, num_kv_heads, dim, block_size, window in ATTENTION_SHAPES:
         cache = make_cache(lens, num_kv_heads, dim, block_size, dtype)
         q = torch.randn(len(lens), group * num_kv_heads, dim, device=DEVICE).to(dtype)
-        expected = attention.attention_reference(
+        expected = attention_torch.attention_reference(
             q, cache.k, cache.v, cache.tables, starts_of([1] * len(lens)), cache.lens,
             scale=SCALE, window=window,
         )  # fmt: skip
@@ -156,7 +156,7 @@ def check_prefill(dtype: torch.dtype) -> Triples:
     for group, num_kv_heads, dim, block_size, window in ATTENTION_SHAPES:
         cache = make_cache(lens, num_kv_heads, dim, block_size, dtype)
         q = torch.randn(sum(chunks), group * num_kv_heads, dim, device=DEVICE).to(dtype)
-        expected = attention.attention_reference(
+        expected = attention_torch.attention_reference(
             q, cache.k, cache.v, cache.tables, starts_of(chunks), cache.lens,
             scale=SCALE, window=window,
         )  # fmt: skip
@@ -172,7 +172,7 @@ def check_far_blocks(dtype: torch.dtype) -> Triples:
     blocks = (2**31 + 2**28) // (num_layers * 2 * block_size * dim)
     cache = make_cache([33, 20], 1, dim, block_size, dtype, num_layers, blocks)
     q = torch.randn(2, 4, dim, device=DEVICE).to(dtype)
-    expected = attention.attention_reference(
+    expected = attention_torch.attention_reference(
         q, cache.k, cache.v, cache.tables, starts_of([1, 1]), cache.lens, scale=SCALE
     )
     yield "decode", run_decode(q, cache, None, 33), expected

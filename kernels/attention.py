@@ -6,39 +6,78 @@ On a GPU Triton runs, on a CPU the native library, else plain PyTorch.
 k_cache, v_cache are [num_blocks, num_kv_heads, block_size, head_dim] views with any stride over the
 blocks and dense blocks. A token's slot is block_id * block_size + offset. A table entry past the
 context, and a slot that nobody has written, may hold anything: neither is ever read.
+
+`scratch`, where given, is a K and a V view of further blocks in the same layout. Block id
+num_blocks + i is scratch block i, in slots and in tables.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.kernels import native
 
-_ATTENTION = struct.Struct("17qd2q")
-_WRITE = struct.Struct("15q")
+_ATTENTION = struct.Struct("17qd13q")
+_WRITE = struct.Struct("20q")
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+@dataclass(frozen=True)
+class Rolling:
+    """Sequences that keep their first tokens (the sinks) and a window, and have dropped the pages
+    between: StreamingLLM (Xiao et al. 2023, section 3.2) without moving a key.
+
+    Rows (R) are those of q in this call, sequences (B) those of the block tables. Positions are
+    absolute. The query at position t sees key p <= t if p < sink_end or p >= window_start (the
+    layer's own window further limits the second). K is stored rotated at its absolute position, so
+    a key before sink_end, which stands closer in the rolled cache, is asked with `q_sink`: the
+    query rotated by as many positions less as were dropped.
+
+    A page is block_size positions. The first `sink_blocks` table entries hold the pages from 0 on;
+    a later page p lies in entry p - base. All four 0 mean full context: such a sequence may stand
+    in the same batch, and has the same bits as without `rolling`.
+    """
+
+    q_sink: Tensor  # [R, H, D], any stride over R
+    sink_ends: Tensor  # int32 [R], at most window_starts
+    window_starts: Tensor  # int32 [R]
+    sink_blocks: Tensor  # int32 [B]
+    bases: Tensor  # int32 [B], pages dropped between the sinks and the window
+    max_visible_len: int  # >= context_len - window_start of every row; sizes the launch on a GPU
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    scratch: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Store `k`, `v` [T, KV, D] at `slots` int64 [T]; a negative slot is skipped.
 
     k and v may be views of one fused projection (any stride over T), in the dtype of the cache.
     """
     assert native.rows_are_dense(k) and native.rows_are_dense(v)
     assert k.dtype == v.dtype == k_cache.dtype == v_cache.dtype and slots.dtype == torch.int64
+    _check_scratch(k_cache, v_cache, scratch)
     if k.is_cuda:
         from penstock.kernels import attention_triton
 
-        attention_triton.write_kv(k, v, k_cache, v_cache, slots)
+        attention_triton.write_kv(k, v, k_cache, v_cache, slots, scratch)
         return
     lib = native.usable(k)
     if lib is not None:
-        _native_write_kv(lib, k, v, k_cache, v_cache, slots)
+        _native_write_kv(lib, k, v, k_cache, v_cache, slots, scratch)
     else:
-        _torch_write_kv(k, v, k_cache, v_cache, slots)
+        from penstock.kernels import attention_torch
+
+        attention_torch.write_kv(k, v, k_cache, v_cache, slots, scratch)
 
 
 def decode_attention(
@@ -51,25 +90,39 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     max_context_len: int,
+    rolling: Rolling | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over its blocks: `q` [B, H, D] -> [B, H, D], written to `out` if given.
 
-    `block_tables` int32 [B, max_blocks]; `context_lens` int32 [B], the current token included;
-    `window`: only the last so many tokens are seen. `max_context_len` >= every length (it sizes the
-    launch on a GPU). Long contexts are split over programs or threads and merged, as FlashDecoding
-    does. The splits stand at fixed positions of the context, so that on the CPU a row has the same
-    bits whatever the batch and the number of threads.
+    `block_tables` int32 [B, max_blocks]; `context_lens` int32 [B], the current token included (and
+    what a rolled sequence dropped); `window`: only the last so many tokens are seen.
+    `max_context_len` >= every length (it sizes the launch on a GPU). Long contexts are split over
+    programs or threads and merged, as FlashDecoding does. The splits stand at fixed positions of
+    the context, the sinks of a rolled one before them, so that on the CPU a row has the same bits
+    whatever the batch and the number of threads. The work is that of the visible keys.
     """
-    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, out)
+    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, out)
     if q.is_cuda:
         from penstock.kernels import attention_triton
 
         return attention_triton.decode_attention(
-            q, k_cache, v_cache, block_tables, context_lens, scale, window, max_context_len, out
+            q, k_cache, v_cache, block_tables, context_lens, scale, window, max_context_len, out,
+            rolling, scratch,
+        )  # fmt: skip
+    lib = native.usable(q)
+    if lib is not None:
+        arguments = _native_arguments(
+            q, k_cache, v_cache, block_tables, 0, context_lens, scale, window, rolling, scratch, out
         )
-    run = _torch_decode if native.usable(q) is None else _native_decode
-    return run(q, k_cache, v_cache, block_tables, context_lens, scale, window, out)
+        lib.ps_decode(arguments)
+        return out
+    from penstock.kernels import attention_torch
+
+    return attention_torch.decode_attention(
+        q, k_cache, v_cache, block_tables, context_lens, scale, window, rolling, scratch, out
+    )
 
 
 def prefill_attention(
@@ -84,168 +137,108 @@ def prefill_attention(
     window: int | None = None,
     max_query_len: int,
     max_context_len: int,
+    rolling: Rolling | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
 
     Chunk b is rows [query_starts[b], query_starts[b+1]) of q (int32 [B+1]) and ends at position
-    context_lens[b] (int32 [B]); its own K and V are in the cache already. A query at position t
-    sees keys in (t - window, t]. `max_query_len` and `max_context_len` bound the lengths. Online
-    softmax over key tiles, as in FlashAttention-2. On the CPU the tiles stand at fixed positions of
-    the context, so that a row has the same bits however its prompt is cut into chunks.
+    context_lens[b] (int32 [B]); its own K and V are in the cache (or in scratch) already. A query
+    at position t sees keys in (t - window, t]. `max_query_len` and `max_context_len` bound the
+    lengths. Online softmax over key tiles, as in FlashAttention-2. On the CPU the tiles stand at
+    fixed positions of the context, those of the sinks first, so that a row has the same bits
+    however its prompt is cut into chunks. The work is that of the visible keys.
     """
-    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, out)
+    assert query_starts.dtype == torch.int32
+    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, out)
     if q.is_cuda:
         from penstock.kernels import attention_triton
 
         return attention_triton.prefill_attention(
             q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window,
-            max_query_len, out,
+            max_query_len, out, rolling, scratch,
         )  # fmt: skip
-    run = _torch_prefill if native.usable(q) is None else _native_prefill
-    return run(q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, out)
+    lib = native.usable(q)
+    if lib is not None:
+        arguments = _native_arguments(
+            q, k_cache, v_cache, block_tables, query_starts.data_ptr(), context_lens, scale, window,
+            rolling, scratch, out,
+        )  # fmt: skip
+        lib.ps_prefill(arguments)
+        return out
+    from penstock.kernels import attention_torch
+
+    return attention_torch.prefill_attention(
+        q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rolling,
+        scratch, out,
+    )  # fmt: skip
 
 
 def _prepare(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, out: Tensor | None
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor,
+    rolling: Rolling | None, scratch: tuple[Tensor, Tensor] | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Check what the kernels rely on, and give the tensor to write."""
     assert native.rows_are_dense(q) and q.dtype == k_cache.dtype == v_cache.dtype
     assert tables.dtype == lens.dtype == torch.int32 and tables.stride(1) == 1
+    _check_scratch(k_cache, v_cache, scratch)
+    if rolling is not None:
+        q_sink = rolling.q_sink
+        assert native.rows_are_dense(q_sink) and q_sink.shape == q.shape and q_sink.dtype == q.dtype
+        for ints, like in (
+            (rolling.sink_ends, q), (rolling.window_starts, q),
+            (rolling.sink_blocks, lens), (rolling.bases, lens),
+        ):  # fmt: skip
+            assert ints.shape == like.shape[:1] and ints.dtype == torch.int32
+            assert ints.is_contiguous()
     if out is None:
         return q.new_empty(q.shape)
     assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype
     return out
 
 
+def _check_scratch(k_cache: Tensor, v_cache: Tensor, scratch: tuple[Tensor, Tensor] | None) -> None:
+    if scratch is not None:
+        for cache, more in zip((k_cache, v_cache), scratch, strict=True):
+            assert more.shape[1:] == cache.shape[1:] and more.stride()[1:] == cache.stride()[1:]
+            assert more.dtype == cache.dtype
+
+
 def _native_write_kv(
-    lib: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> None:
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    lib: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    scratch: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     lib.ps_write_kv(_WRITE.pack(
         native.DTYPES[k.dtype], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
         k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0), block_size,
         head_dim, slots.data_ptr(), slots.shape[0], num_kv_heads, torch.get_num_threads(),
+        num_blocks, *_addresses(scratch),
     ))  # fmt: skip
 
 
-def _native_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float,
-    window: int | None, out: Tensor,
-) -> Tensor:  # fmt: skip
-    lib = native.library()
-    assert lib is not None
-    lib.ps_decode(_attention_arguments(q, k_cache, v_cache, tables, 0, lens, scale, window, out))
-    return out
-
-
-def _native_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Tensor, lens: Tensor,
-    scale: float, window: int | None, out: Tensor,
-) -> Tensor:  # fmt: skip
-    lib = native.library()
-    assert lib is not None and starts.dtype == torch.int32
-    lib.ps_prefill(
-        _attention_arguments(
-            q, k_cache, v_cache, tables, starts.data_ptr(), lens, scale, window, out
-        )
-    )
-    return out
-
-
-def _attention_arguments(
+def _native_arguments(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: int, lens: Tensor,
-    scale: float, window: int | None, out: Tensor,
+    scale: float, window: int | None, rolling: Rolling | None,
+    scratch: tuple[Tensor, Tensor] | None, out: Tensor,
 ) -> bytes:  # fmt: skip
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    rolled = (0, 0, 0, 0, 0, 0) if rolling is None else (
+        rolling.q_sink.data_ptr(), rolling.q_sink.stride(0), rolling.sink_ends.data_ptr(),
+        rolling.window_starts.data_ptr(), rolling.sink_blocks.data_ptr(), rolling.bases.data_ptr(),
+    )  # fmt: skip
     return _ATTENTION.pack(
         native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(),
         k_cache.stride(0), v_cache.stride(0), block_size, head_dim, tables.data_ptr(),
         tables.stride(0), starts, lens.data_ptr(), out.data_ptr(), lens.shape[0], q.shape[1],
-        num_kv_heads, scale, window or 0, torch.get_num_threads(),
+        num_kv_heads, scale, window or 0, torch.get_num_threads(), *rolled, num_blocks,
+        *_addresses(scratch),
     )  # fmt: skip
 
 
-def _torch_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    block_size, kept = k_cache.shape[2], slots >= 0
-    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
-    k_cache[blocks, :, offsets] = k[kept]
-    v_cache[blocks, :, offsets] = v[kept]
-
-
-def _torch_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float,
-    window: int | None, out: Tensor,
-) -> Tensor:  # fmt: skip
-    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    return _torch_prefill(q, k_cache, v_cache, tables, starts, lens, scale, window, out)
-
-
-def _torch_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Tensor, lens: Tensor,
-    scale: float, window: int | None, out: Tensor,
-) -> Tensor:  # fmt: skip
-    """A sequence at a time: gather the visible blocks, then two products per group of heads."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = k_cache.shape[1:3]
-    bounds = starts.tolist()
-    for b, context in enumerate(lens.tolist()):
-        num_queries = bounds[b + 1] - bounds[b]
-        rows = slice(bounds[b], bounds[b + 1])
-        oldest = 0 if window is None else max(0, context - num_queries - window + 1)
-        first = oldest // block_size
-        blocks = tables[b, first : -(-context // block_size)].long()
-        seen = slice(oldest - first * block_size, context - first * block_size)
-        k = k_cache[blocks].transpose(0, 1).flatten(1, 2)[:, seen].float()  # [KV, S, D]
-        v = v_cache[blocks].transpose(0, 1).flatten(1, 2)[:, seen].float()
-        grouped = q[rows].float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-        scores = grouped.flatten(1, 2) @ k.transpose(1, 2) * scale  # [KV, G * Q, S]
-        scores = scores.unflatten(1, (-1, num_queries))
-        scores.masked_fill_(~_visible(num_queries, context, oldest, window, q), float("-inf"))
-        y = (scores.softmax(-1).flatten(1, 2) @ v).unflatten(1, (-1, num_queries))
-        out[rows] = y.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim).to(out.dtype)
-    return out
-
-
-def _visible(
-    num_queries: int, context: int, oldest: int, window: int | None, like: Tensor
-) -> Tensor:
-    """bool [num_queries, context - oldest]: which keys from position `oldest` on a query sees."""
-    query_at = torch.arange(context - num_queries, context, device=like.device)[:, None]
-    key_at = torch.arange(oldest, context, device=like.device)[None, :]
-    visible = key_at <= query_at
-    return visible if window is None else visible & (key_at > query_at - window)
-
-
-def attention_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """The truth for decode (query_starts = 0, 1, 2, ...) and prefill, in fp32.
-
-    Slow on purpose, a token and a head at a time: it finds each key by its slot and shares no step
-    with the paths above.
-    """
-    block_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    starts = query_starts.tolist()
-    for b, context in enumerate(context_lens.tolist()):
-        num_queries = starts[b + 1] - starts[b]
-        for i in range(num_queries):
-            position = context - num_queries + i
-            oldest = 0 if window is None else max(0, position - window + 1)
-            at = torch.arange(oldest, position + 1, device=q.device)
-            blocks, offsets = block_tables[b, at // block_size].long(), at % block_size
-            k = k_cache[blocks, :, offsets].float()  # [S, KV, D]
-            v = v_cache[blocks, :, offsets].float()
-            for head in range(q.shape[1]):
-                scores = k[:, head // group] @ q[starts[b] + i, head].float() * scale
-                out[starts[b] + i, head] = scores.softmax(0) @ v[:, head // group]
-    return out.to(q.dtype)
+def _addresses(scratch: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int]:
+    if scratch is None:
+        return 0, 0, 0, 0
+    k, v = scratch
+    return k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)

@@ -8,8 +8,9 @@
 //   positions, never by batch size or thread count.
 // - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements.
 
-#include "cpu_attention.h"
+#include "cpu_decode.h"
 #include "cpu_linear.h"
+#include "cpu_prefill.h"
 #include "cpu_rowwise.h"
 #include "cpu_sampling.h"
 
@@ -29,6 +30,7 @@ OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
 OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
+OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
 OPERATOR(combine, CombineArgs)
 

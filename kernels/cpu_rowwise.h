@@ -30,6 +30,16 @@ struct RopeArgs {
     int64_t tokens, heads, kv_heads, dim, half, threads;
 };
 
+struct RopeToArgs {
+    int64_t dtype;
+    const void* q;
+    int64_t q_stride;
+    void* out;
+    int64_t out_stride;
+    const float *cos, *sin;  // [tokens, half]
+    int64_t tokens, heads, dim, half, threads;
+};
+
 struct SiluMulArgs {
     int64_t dtype;
     const void* gate_up;
@@ -83,17 +93,19 @@ void rms_norm(const RmsNormArgs& a) {
 }
 
 template <class T>
-INLINE void rotate_heads(T* x, int64_t heads, int64_t dim, const float* cos, const float* sin,
-                         int64_t half) {
-    for (int64_t h = 0; h < heads; ++h)
+INLINE void rotate_heads(const T* x, T* out, int64_t heads, int64_t dim, const float* cos,
+                         const float* sin, int64_t half) {
+    for (int64_t at = 0; at < heads * dim; at += dim) {
         for (int64_t d = 0; d < half; d += W) {
-            const int64_t left = half - d;
-            T *first = x + h * dim + d, *second = first + half;
+            const int64_t left = half - d, one = at + d, two = one + half;
             const vf c = load_up_to(cos + d, left), s = load_up_to(sin + d, left);
-            const vf a = load_up_to(first, left), b = load_up_to(second, left);
-            store_up_to(first, a * c - b * s, left);
-            store_up_to(second, b * c + a * s, left);
+            const vf a = load_up_to(x + one, left), b = load_up_to(x + two, left);
+            store_up_to(out + one, a * c - b * s, left);
+            store_up_to(out + two, b * c + a * s, left);
         }
+        if (out != x)
+            std::memcpy(out + at + 2 * half, x + at + 2 * half, (dim - 2 * half) * sizeof(T));
+    }
 }
 
 template <class T>
@@ -101,9 +113,18 @@ void rope(const RopeArgs& a) {
 #pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * a.dim > GRAIN)
     for (int64_t t = 0; t < a.tokens; ++t) {
         const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
-        rotate_heads((T*)a.q + t * a.q_stride, a.heads, a.dim, cos, sin, a.half);
-        rotate_heads((T*)a.k + t * a.k_stride, a.kv_heads, a.dim, cos, sin, a.half);
+        T *q = (T*)a.q + t * a.q_stride, *k = (T*)a.k + t * a.k_stride;
+        rotate_heads(q, q, a.heads, a.dim, cos, sin, a.half);
+        rotate_heads(k, k, a.kv_heads, a.dim, cos, sin, a.half);
     }
+}
+
+template <class T>
+void rope_to(const RopeToArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.tokens; ++t)
+        rotate_heads((const T*)a.q + t * a.q_stride, (T*)a.out + t * a.out_stride, a.heads, a.dim,
+                     a.cos + t * a.half, a.sin + t * a.half, a.half);
 }
 
 template <class T>

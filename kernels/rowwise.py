@@ -17,6 +17,7 @@ from penstock.kernels import native
 
 _RMS_NORM = struct.Struct("14qdq")
 _ROPE = struct.Struct("13q")
+_ROPE_TO = struct.Struct("12q")
 _SILU_MUL = struct.Struct("8q")
 
 
@@ -76,6 +77,24 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         k.copy_(rope_reference(k, cos, sin))
 
 
+def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """`q` [T, H, D] rotated as `rope_` does, written to `out` [T, H, D]; `q` stays as it is.
+
+    The second query of a rolled context (`attention.Rolling`): the same q at another position. Any
+    stride over T in both. Returns `out`, which has the bits that `rope_` would leave in q.
+    """
+    assert native.rows_are_dense(q) and native.rows_are_dense(out)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    if q.is_cuda:
+        from penstock.kernels import rowwise_triton
+
+        return rowwise_triton.rope_to(q, cos, sin, out)
+    lib = native.usable(q)
+    if lib is not None:
+        return _native_rope_to(lib, q, cos, sin, out)
+    return out.copy_(rope_reference(q, cos, sin))
+
+
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up of `gate_up` [T, 2I], gate first, into [T, I]; math in fp32."""
     assert gate_up.stride(-1) == 1
@@ -116,6 +135,16 @@ def _native_rope(lib: ctypes.CDLL, q: Tensor, k: Tensor, cos: Tensor, sin: Tenso
         cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], q.shape[2],
         cos.shape[1], torch.get_num_threads(),
     ))  # fmt: skip
+
+
+def _native_rope_to(lib: ctypes.CDLL, q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    assert cos.dtype == sin.dtype == torch.float32
+    cos, sin = cos.contiguous(), sin.contiguous()
+    lib.ps_rope_to(_ROPE_TO.pack(
+        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
+        cos.data_ptr(), sin.data_ptr(), *q.shape, cos.shape[1], torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
 
 
 def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor) -> Tensor:

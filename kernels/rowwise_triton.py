@@ -33,16 +33,23 @@ def rms_norm(
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    cos, sin = cos.contiguous(), sin.contiguous()
-    half = cos.shape[1]
     for x in (q, k):
-        if x.shape[0]:
-            _rope_kernel[(x.shape[0],)](
-                x, cos, sin, x.stride(0),
-                HEADS=x.shape[1], HEAD_DIM=x.shape[2], HALF=half,
-                HEAD_TILE=triton.next_power_of_2(x.shape[1]),
-                HALF_TILE=triton.next_power_of_2(half),
-            )  # fmt: skip
+        rope_to(x, cos, sin, x)
+
+
+def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """`out` may be `q`."""
+    num_tokens, num_heads, head_dim = q.shape
+    cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[1]
+    rest = 0 if out is q else head_dim - 2 * half  # what does not turn lies there already
+    if num_tokens:
+        _rope_kernel[(num_tokens,)](
+            q, cos, sin, out, q.stride(0), out.stride(0),
+            HEADS=num_heads, HEAD_DIM=head_dim, HALF=half,
+            HEAD_TILE=triton.next_power_of_2(num_heads), HALF_TILE=triton.next_power_of_2(half),
+            REST_TILE=triton.next_power_of_2(rest) if rest else 0,
+        )  # fmt: skip
+    return out
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
@@ -82,22 +89,31 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _rope_kernel(
-    x_ptr, cos_ptr, sin_ptr, x_stride,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, x_stride, out_stride,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    HEAD_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a token, all its heads. Not yet run on a GPU."""
+    """One program a token, all its heads; REST_TILE 0 leaves what does not turn.
+
+    Not yet run on a GPU.
+    """
     token = tl.program_id(0).to(tl.int64)
     head, i = tl.arange(0, HEAD_TILE), tl.arange(0, HALF_TILE)
     cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
     mask = (head < HEADS)[:, None] & (i < HALF)[None, :]
-    at = x_ptr + token * x_stride + head[:, None] * HEAD_DIM + i[None, :]
-    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    dtype = x_ptr.dtype.element_ty
-    tl.store(at, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(at + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+    at = head[:, None] * HEAD_DIM + i[None, :]
+    x_row, out_row = x_ptr + token * x_stride, out_ptr + token * out_stride
+    first = tl.load(x_row + at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_row + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_row + at, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(out_row + at + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+    if REST_TILE > 0:
+        d = 2 * HALF + tl.arange(0, REST_TILE)
+        mask = (head < HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+        at = head[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out_row + at, tl.load(x_row + at, mask=mask), mask=mask)
 
 
 @triton.jit

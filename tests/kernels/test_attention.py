@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import assert_close, dense_attention, paged, starts_of
 
-from penstock.kernels import attention, native
+from penstock.kernels import attention, attention_torch, native
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CONTEXTS = [1, 15, 16, 17, 63, 500]
@@ -66,7 +66,7 @@ def test_the_reference_is_right(window):
     query_lens = [1, 15, 1, 17, 40, 3]
     case = paged(CONTEXTS, head_dim=16)
     q = torch.randn(sum(query_lens), 6, 16)
-    y = attention.attention_reference(
+    y = attention_torch.attention_reference(
         q,
         case.k_cache,
         case.v_cache,

@@ -76,6 +76,21 @@ def test_rope(cpu_path, dtype, head_dim, rot):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rot"), [(64, 64), (80, 32), (20, 10)])
+def test_rope_to_leaves_q_and_has_the_bits_of_rope(cpu_path, dtype, head_dim, rot):
+    qkv, angle = torch.randn(5, 9, head_dim).to(dtype), 10 * torch.randn(5, rot // 2)
+    before, turned = qkv.clone(), qkv.clone()
+    rowwise.rope_(turned[:, 1:7], turned[:, 7:8], angle.cos(), angle.sin())
+    wide = torch.full((5, 8, head_dim), float("nan"), dtype=dtype)
+    out = wide[:, 1:7]
+    assert rowwise.rope_to(qkv[:, 1:7], angle.cos(), angle.sin(), out) is out
+    assert torch.equal(out, turned[:, 1:7])
+    assert torch.equal(qkv, before)
+    assert wide[:, [0, 7]].isnan().all()
+    assert rowwise.rope_to(qkv[:0, :6], angle[:0].cos(), angle[:0].sin(), out[:0]).shape[0] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (33, 500)])
 def test_silu_mul(cpu_path, dtype, shape):
     gate_up = 3 * torch.randn(shape[0], 2 * shape[1]).to(dtype)
@@ -103,7 +118,8 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtype):
         q, k = heads[0, rows].clone(), heads[1, rows].clone()
         rowwise.rope_(q, k, angle[rows].cos(), angle[rows].sin())
         normed = rowwise.rms_norm(x[rows], weight, 1e-5, residual=residual[rows])
-        return [q, k, *normed, rowwise.silu_mul(x[rows, :900])]
+        other = rowwise.rope_to(q, angle[rows].cos(), angle[rows].sin(), torch.empty_like(q))
+        return [q, k, other, *normed, rowwise.silu_mul(x[rows, :900])]
 
     together = run(slice(None))
     torch.set_num_threads(2)

@@ -11,7 +11,12 @@ import pytest
 import torch
 from kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
 
-from penstock.kernels import attention_triton, rowwise, rowwise_triton
+from penstock.kernels import (
+    attention_triton,
+    attention_triton_kernels,
+    rowwise,
+    rowwise_triton,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16 = torch.float32, torch.float16
@@ -31,7 +36,7 @@ SHAPES = [
 
 
 def test_it_runs_interpreted_or_compiled():
-    interpreted = type(attention_triton._decode_kernel).__name__ == "InterpretedFunction"
+    interpreted = type(attention_triton_kernels._decode_kernel).__name__ == "InterpretedFunction"
     assert interpreted == (DEVICE == "cpu")
 
 
@@ -153,6 +158,18 @@ def test_rope(dtype, head_dim, rot):
     rowwise_triton.rope_(qkv[:, :6], qkv[:, 6:8], angle.cos(), angle.sin())
     assert_close(qkv[:, :8], rowwise.rope_reference(before[:, :8], angle.cos(), angle.sin()))
     assert torch.equal(qkv[:, 8], before[:, 8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rot"), [(64, 64), (80, 32), (20, 10)])
+def test_rope_to(dtype, head_dim, rot):
+    qkv, angle = torch.randn(5, 9, head_dim).to(DEVICE, dtype), torch.randn(5, rot // 2).to(DEVICE)
+    before = qkv.clone()
+    wide = torch.full((5, 8, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    rowwise_triton.rope_to(qkv[:, 1:7], angle.cos(), angle.sin(), wide[:, 1:7])
+    assert_close(wide[:, 1:7], rowwise.rope_reference(before[:, 1:7], angle.cos(), angle.sin()))
+    assert torch.equal(qkv, before)
+    assert wide[:, [0, 7]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,44 +11,41 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from penstock.kernels import attention_triton, rowwise_triton
+from penstock.kernels import attention_triton_kernels as programs
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program at most, by compute capability
-STRIDES_64 = {"k_block_stride", "v_block_stride"}
+STRIDES_64 = {"k_block_stride", "v_block_stride", "k_scratch_stride", "v_scratch_stride"}
 HEADS = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "DIM_TILE": 128}
 CACHE = {"q_ptr": "bf16", "k_ptr": "bf16", "v_ptr": "bf16", "tables_ptr": "i32", "lens_ptr": "i32"}
+SCRATCH = {"k_scratch_at": "i64", "v_scratch_at": "i64"}
+EDGES = {"sink_ends_ptr": "i32", "window_starts_ptr": "i32"}
+ROLLED = EDGES | {"q_sink_ptr": "bf16", "sink_blocks_ptr": "i32", "bases_ptr": "i32"}
 PARTIAL = {"partial_ptr": "fp32", "top_ptr": "fp32", "total_ptr": "fp32"}
 
-# kernel, what its pointers point to, its constants, warps, stages: as launched for Llama-3-8B
+WRITE = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "bf16")
+WRITE["slots_ptr"] = "i64"
+WRITE_SIZES = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "WIDTH": 1024, "TILE": 1024}
+SPLIT_SIZES = {"SPLIT_KEYS": attention_triton.SPLIT}
+DECODE_SIZES = HEADS | SPLIT_SIZES | {"ROWS": 16, "KEY_TILE": 64}
+MERGE = PARTIAL | {"lens_ptr": "i32", "out_ptr": "bf16"}
+MERGE_SIZES = {"NUM_HEADS": 32, "HEAD_DIM": 128, "DIM_TILE": 128} | SPLIT_SIZES
+PREFILL = CACHE | {"starts_ptr": "i32", "out_ptr": "bf16"}
+PREFILL_SIZES = HEADS | {"QUERY_TILE": 128, "KEY_TILE": 64}
+ROPE = {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32", "out_ptr": "bf16"}
+ROPE_SIZES = {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEAD_TILE": 32, "HALF_TILE": 64}
+
+# kernel, what its pointers point to (others are None), its constants, warps, stages: as launched
+# for Llama-3-8B, with and without rolled sequences and scratch blocks
 KERNELS = [
-    (
-        attention_triton._write_kv_kernel,
-        dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "bf16")
-        | {"slots_ptr": "i64"},
-        {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "WIDTH": 1024, "TILE": 1024},
-        4,
-        3,
-    ),
-    (
-        attention_triton._decode_kernel,
-        CACHE | PARTIAL,
-        HEADS | {"ROWS": 16, "KEY_TILE": 64, "SPLIT_KEYS": attention_triton.SPLIT},
-        4,
-        3,
-    ),
-    (
-        attention_triton._merge_kernel,
-        PARTIAL | {"lens_ptr": "i32", "out_ptr": "bf16"},
-        {"NUM_HEADS": 32, "HEAD_DIM": 128, "DIM_TILE": 128, "SPLIT_KEYS": attention_triton.SPLIT},
-        1,
-        3,
-    ),
-    (
-        attention_triton._prefill_kernel,
-        CACHE | {"starts_ptr": "i32", "out_ptr": "bf16"},
-        HEADS | {"QUERY_TILE": 128, "KEY_TILE": 64},
-        8,
-        2,
-    ),
+    (programs._write_kv_kernel, WRITE, WRITE_SIZES, 4, 3),
+    (programs._write_kv_kernel, WRITE | SCRATCH, WRITE_SIZES, 4, 3),
+    (programs._decode_kernel, CACHE | PARTIAL, DECODE_SIZES, 4, 3),
+    (programs._decode_kernel, CACHE | PARTIAL | ROLLED | SCRATCH, DECODE_SIZES, 4, 3),
+    (programs._merge_kernel, MERGE, MERGE_SIZES, 1, 3),
+    (programs._merge_kernel, MERGE | EDGES, MERGE_SIZES, 1, 3),
+    (programs._prefill_kernel, PREFILL, PREFILL_SIZES, 8, 2),
+    (programs._prefill_kernel, PREFILL | SCRATCH, PREFILL_SIZES, 8, 2),
+    (programs._prefill_kernel, PREFILL | ROLLED | SCRATCH, PREFILL_SIZES, 8, 2),
     (
         rowwise_triton._rms_norm_kernel,
         dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr", "total_ptr"), "bf16"),
@@ -56,13 +53,8 @@ KERNELS = [
         8,
         3,
     ),
-    (
-        rowwise_triton._rope_kernel,
-        {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"},
-        {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEAD_TILE": 32, "HALF_TILE": 64},
-        4,
-        3,
-    ),
+    (rowwise_triton._rope_kernel, ROPE, ROPE_SIZES | {"REST_TILE": 0}, 4, 3),
+    (rowwise_triton._rope_kernel, ROPE, ROPE_SIZES | {"HALF": 32, "REST_TILE": 64}, 4, 3),
     (
         rowwise_triton._silu_mul_kernel,
         {"gate_up_ptr": "bf16", "out_ptr": "bf16"},
@@ -74,9 +66,13 @@ KERNELS = [
 
 
 def compile_for(capability: int, kernel, pointers, constants, num_warps: int, num_stages: int):
+    optional = {name for name in kernel.arg_names if name.endswith(("_ptr", "_at"))}
+    absent = optional - set(pointers)
+    constants = constants | dict.fromkeys(absent)
+
     def type_of(name: str) -> str:
         if name in pointers:
-            return f"*{pointers[name]}"
+            return pointers[name] if name in SCRATCH else f"*{pointers[name]}"
         if name in constants:
             return "constexpr"
         if name in ("scale", "eps"):
