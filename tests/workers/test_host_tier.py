@@ -387,6 +387,28 @@ def test_closing_ends_what_is_under_way():
     assert not any(t.name == "penstock-link" and t.is_alive() for t in threading.enumerate())
 
 
+def test_whatever_was_accepted_ends_though_others_close():
+    for _ in range(50):
+        link, accepted = LinkThread(), []
+
+        def submit_until_closed(link=link, accepted=accepted):
+            while True:
+                try:
+                    accepted.append(link.submit([(block_of(1), block_of(0))]))
+                except RuntimeError:
+                    return
+
+        submitters = [threading.Thread(target=submit_until_closed) for _ in range(2)]
+        for submitter in submitters:
+            submitter.start()
+        while len(accepted) < 3:
+            pass
+        link.close()
+        for submitter in submitters:
+            submitter.join(60)
+        assert all(transfer.is_done for transfer in accepted)
+
+
 def test_an_error_is_its_transfers_alone():
     good = [(block_of(1), block_of(0))]
     with LinkThread() as link:
