@@ -22,6 +22,7 @@ from penstock.deployments.config import (
     read_config,
     settings,
 )
+from penstock.deployments.plan_command import add_plan, run_plan
 from penstock.workers.config import ConfigError
 
 SERVE_EXAMPLES = """\
@@ -80,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_complete(commands)
     add_bench(commands, _add_server_flags, run_serve=_bench_serve, run_offline=_bench_offline)
+    add_plan(commands, run_plan)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)

@@ -109,7 +109,7 @@ class LinkThread:
             if self._is_closed:
                 raise RuntimeError("the link thread is closed")
             self._open.add(transfer)
-        self._queue.put(transfer)
+            self._queue.put(transfer)  # under the lock: never behind the None that ends the thread
         return transfer
 
     @property
@@ -130,7 +130,7 @@ class LinkThread:
             self._is_closed = True
             for transfer in self._open:
                 transfer.cancel()
-        self._queue.put(None)
+            self._queue.put(None)
         self._thread.join()
 
     def __enter__(self) -> LinkThread:

@@ -169,7 +169,8 @@ class Roofline:
         )
 
     def largest_batch(self, context: int) -> int:
-        """Sequences of `context` tokens each that fit."""
+        """Sequences of `context` tokens each that fit; one token at least."""
+        assert context > 0
         return self.num_blocks // -(-context // self.block_size)
 
     # -- FLOPs
@@ -263,7 +264,7 @@ class Roofline:
         """`read`: cached tokens read, over all layers; `looked_at`: pairs of a query and a key."""
         n, m = count_parameters(self.model), self.model
         fmt = WEIGHT_FORMATS[self.weights]
-        routed = n.routed
+        routed = float(n.routed)
         if routed:  # those experts that any row goes to, if each is as likely as another
             routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows
         head = n.head or n.embedding

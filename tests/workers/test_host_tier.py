@@ -115,6 +115,22 @@ def test_a_sequence_goes_as_a_whole_and_all_or_nothing():
     tier.check()
 
 
+def test_the_oldest_that_nobody_holds_is_evicted():
+    tier = tier_of(3)
+    oldest, middle, newest = (chain_of(i)[0] for i in (1, 2, 3))
+    for each in (oldest, middle, newest):
+        assert tier.put(*each, block_of(1))
+    held = tier.hold([oldest])
+    assert (
+        tier.match([middle]) and tier.put(*middle, block_of(1)) and tier.put(*newest, block_of(1))
+    )
+    assert next(iter(tier._entries)) == oldest[0]  # oldest, but held
+    assert tier.put(*chain_of(4)[0], block_of(4))
+    assert tier.match([oldest]) and not tier.match([middle])
+    assert held_bytes(tier, held) == [block_of(1).tolist()]
+    tier.check()
+
+
 def test_discarded_while_held():
     tier = tier_of(2)
     assert tier.put_private("a", [block_of(1), block_of(2)])
@@ -215,7 +231,10 @@ class TierMachine(RuleBasedStateMachine):
         self.payload += count
         return list(range(self.payload - count, self.payload))
 
-    @rule(numbers=st.lists(st.integers(0, 2), min_size=1, max_size=3), forged=st.booleans())
+    @rule(
+        numbers=st.lists(st.integers(0, 2), min_size=1, max_size=2),
+        forged=st.sampled_from([False, False, False, True]),
+    )
     def put(self, numbers, forged):
         key, parent, token_ids = chain_of(*numbers)[-1]
         if forged:
@@ -366,6 +385,28 @@ def test_closing_ends_what_is_under_way():
         link.submit([])
     link.close()  # again does no harm
     assert not any(t.name == "penstock-link" and t.is_alive() for t in threading.enumerate())
+
+
+def test_whatever_was_accepted_ends_though_others_close():
+    for _ in range(50):
+        link, accepted = LinkThread(), []
+
+        def submit_until_closed(link=link, accepted=accepted):
+            while True:
+                try:
+                    accepted.append(link.submit([(block_of(1), block_of(0))]))
+                except RuntimeError:
+                    return
+
+        submitters = [threading.Thread(target=submit_until_closed) for _ in range(2)]
+        for submitter in submitters:
+            submitter.start()
+        while len(accepted) < 3:
+            pass
+        link.close()
+        for submitter in submitters:
+            submitter.join(60)
+        assert all(transfer.is_done for transfer in accepted)
 
 
 def test_an_error_is_its_transfers_alone():

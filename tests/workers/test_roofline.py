@@ -268,6 +268,15 @@ def test_prefill_against_a_naive_sum():
         total_s += max(held * 2 / 300e9, flops / 121e12)
         total_s += max(read / 300e9, 4 * 32 * 128 * pairs / 121e12)
     assert bound.prefill_s(num_tokens, chunk) == pytest.approx(total_s)
+    # With little to multiply but much to attend to: 2 windows, where pairs of rows count.
+    thin = replace(model, intermediate_size=1, moe_intermediate_size=1, hidden_size=8)
+    fast = replace(DEVICES["L4"], bandwidth=1e30)
+    pairs = sum(min(t + 1, w or 10**9) for t in range(700) for w in model.sliding_window)
+    products_s = 700 * Roofline(thin, fast).flops_per_token / 121e12 + 2 * 32000 * 8 / 121e12
+    attention_s = 4 * 32 * 128 * pairs / 121e12
+    for size in (None, 16, 700):
+        found_s = Roofline(thin, fast).prefill_s(700, size)
+        assert found_s == pytest.approx(products_s + attention_s)
     assert bound.prefill_s(num_tokens) <= bound.prefill_s(num_tokens, chunk)
 
 
