@@ -67,7 +67,7 @@ class _Layer:
 
 
 class TorchScorer:
-    """`model` is a transformers model of the Llama family or near it, without windows of its own."""
+    """`model`: a transformers model of the Llama family or near it, without windows of its own."""
 
     def __init__(self, model: Any, chunk: int = 256, on_attention: OnAttention | None = None):
         self.model, self.chunk, self.on_attention = model, chunk, on_attention
@@ -86,9 +86,7 @@ class TorchScorer:
     ) -> Tensor:
         ids = torch.tensor(token_ids)
         nothing = torch.zeros(self.num_kv_heads, 0, self.head_dim, dtype=self.model.dtype)
-        layers = [
-            _Layer((nothing, nothing), (nothing, nothing)) for _ in self.model.model.layers
-        ]
+        layers = [_Layer((nothing, nothing), (nothing, nothing)) for _ in self.model.model.layers]
         parts, start = [], policy.first  # start: first position in `recent`
         for begin in range(0, len(ids) - 1, self.chunk):
             end = min(begin + self.chunk, len(ids) - 1)
@@ -199,5 +197,5 @@ def recompute(
         logprobs = model.lm_head(hidden).float().log_softmax(dim=-1)
         found.append(logprobs.gather(1, ids[[p + 1 for p in some]][:, None])[:, 0])
         if on_tokens:
-            on_tokens(len(some))
+            on_tokens(len(some) * context)
     return torch.cat(found)

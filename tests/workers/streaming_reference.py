@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class StreamingReference:
         )
 
     def _project(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Before RoPE. QK-norm over each head (Qwen3) or over all of them (OLMoE), then the clip."""
+        """Before RoPE. QK-norm over each head (Qwen3) or all of them (OLMoE), then the clip."""
         parts = []
         for name in ("q", "k", "v"):
             part = getattr(attention, f"{name}_proj")(x)[0, 0]
@@ -189,7 +190,7 @@ def logprobs(
     return torch.stack(
         [
             reference.step(now).float().log_softmax(dim=-1)[after]
-            for now, after in zip(token_ids[:-1], token_ids[1:])
+            for now, after in pairwise(token_ids)
         ]
     )
 

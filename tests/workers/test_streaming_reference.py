@@ -42,7 +42,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from streaming_score import Policy, TorchScorer  # noqa: E402
+from streaming_score import Policy, TorchScorer
 
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
 
@@ -73,9 +73,7 @@ def test_without_eviction_it_is_transformers(name: str):
     folder = make_checkpoint(name)
     ids = random_prompt(41)
     expected = reference_logits(folder, ids)
-    torch.testing.assert_close(
-        logits_of(reference_model(folder), ids, None), expected, **TOLERANCE
-    )
+    torch.testing.assert_close(logits_of(reference_model(folder), ids, None), expected, **TOLERANCE)
     if name in FAMILIES:
         wide = SinkWindow(sinks=5, window=33, roll=8, block_size=4)
         found = logits_of(reference_model(folder), ids, wide)
@@ -159,7 +157,9 @@ def test_roll_of_one_is_the_authors_cache_slicing(authors_model: Any, sinks: int
         assert (other - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("sinks, block_size, window, roll", [(4, 4, 12, 4), (5, 4, 12, 8), (0, 4, 8, 4)])
+@pytest.mark.parametrize(
+    ("sinks", "block_size", "window", "roll"), [(4, 4, 12, 4), (5, 4, 12, 8), (0, 4, 8, 4)]
+)
 def test_what_is_kept_is_what_the_formulas_say(sinks: int, block_size: int, window: int, roll: int):
     reference = StreamingReference(
         reference_model(make_checkpoint("llama")), SinkWindow(sinks, window, roll, block_size)
@@ -196,8 +196,8 @@ def test_a_window_of_the_model_is_recomputed_differently(name: str):
 @torch.inference_mode()
 def test_teacher_forced_logprobs_are_those_of_transformers():
     folder, ids = make_checkpoint("llama"), random_prompt(30)
-    expected = reference_logits(folder, ids).log_softmax(-1)[:-1].gather(
-        1, torch.tensor(ids[1:])[:, None]
+    expected = (
+        reference_logits(folder, ids).log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
     )
     model = reference_model(folder)
     torch.testing.assert_close(logprobs(model, ids), expected[:, 0], **TOLERANCE)
