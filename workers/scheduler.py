@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.workers.kv_cache import KVCache
@@ -62,15 +62,27 @@ class Scheduler:
     When blocks run out the youngest running sequence is preempted: it gives its blocks back and is
     recomputed later, so the oldest always progresses. A sequence comes in only when all its known
     tokens fit, and never in a step that preempted.
+
+    `tokens_that_fit(n)`: how many of n tokens the activations of a step have room for, once the
+    step's blocks are taken; at least `max_num_seqs` of them. None: all.
     """
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tokens_that_fit: Callable[[int], int] | None = None,
+    ):
         self.cache = cache
+        self.tokens_that_fit = tokens_that_fit
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_shortened_steps = 0
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -99,7 +111,25 @@ class Scheduler:
                 budget -= self._schedule_running(seq, min(seq.num_pending_tokens, budget), plan)
         if self.num_preemptions == before:
             self._admit(budget, plan)
+        self._shorten(plan)
         return plan
+
+    def _shorten(self, plan: Plan) -> None:
+        """Cut the youngest prefill chunks until the step's activations fit.
+
+        Blocks that were taken for what is cut stay in the tables, and serve in the next steps. Each
+        running sequence may have a token, so that the oldest is never cut to nothing.
+        """
+        if self.tokens_that_fit is None or not plan.prefill:
+            return
+        excess = plan.num_tokens - self.tokens_that_fit(plan.num_tokens)
+        self.num_shortened_steps += excess > 0
+        while excess > 0:
+            chunk = plan.prefill.pop()
+            kept = max(0, chunk.length - excess)
+            excess -= chunk.length - kept
+            if kept:
+                plan.add(Chunk(chunk.seq, chunk.start, kept))
 
     def _schedule_running(self, seq: Sequence, length: int, plan: Plan) -> int:
         """Plan up to `length` tokens of `seq`; returns the tokens by which the budget shrinks."""

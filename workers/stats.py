@@ -37,10 +37,13 @@ class EngineStats:
     num_blocks: int = 0
     num_live_blocks: int = 0
     num_cached_blocks: int = 0
+    num_saved_bytes: int = 0  # by lending the tail of the pool to the activations of a step
+    num_saved_blocks: int = 0  # the same in blocks
     num_steps: int = 0
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_shortened_steps: int = 0  # whose prompt chunks were cut because the free tail was short
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_outstanding_tokens: int = 0  # prompt tokens to compute + answer tokens still allowed

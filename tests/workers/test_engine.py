@@ -281,10 +281,10 @@ def test_a_request_that_breaks_the_step_fails_alone(models, monkeypatch):
     engine = make_engine(model)
     forward = model.forward
 
-    def breaks(token_ids, positions, inputs, kv_layers):
+    def breaks(token_ids, positions, inputs, kv_layers, workspace):
         if inputs.num_decode and (inputs.decode_lens == len(PROMPTS[6]) + 3).any():
             raise RuntimeError("a kernel failed")
-        return forward(token_ids, positions, inputs, kv_layers)
+        return forward(token_ids, positions, inputs, kv_layers, workspace)
 
     monkeypatch.setattr(model, "forward", breaks)
     ids, last = run(engine, requests_for(PROMPTS[5:8]))

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from penstock.kernels.attention import decode_attention, prefill_attention, write_kv
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.rowwise import rms_norm, rope_, silu_mul
+from penstock.kernels.moe import gated_mlp
+from penstock.kernels.rowwise import rms_norm, rope_
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +62,28 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        workspace: Workspace,
         inputs: AttentionInputs,
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden]; K and V of all rows are in the cache afterwards."""
+        """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
+
+        `x` may lie in R2, which is overwritten.
+        """
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv).view(num_tokens, -1, self.head_dim)
+        qkv = linear(x, self.qkv, out=workspace.qkv).view(num_tokens, -1, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
         if self.qk_norms is not None:
             self._norm_(q, self.qk_norms[0])
             self._norm_(k, self.qk_norms[1])
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
-        rope_(q, k, cos, sin)
+        rope_(q, k, workspace.cos, workspace.sin)
         write_kv(k, v, k_cache, v_cache, inputs.slots)
-        return linear(self._attend(q, inputs, k_cache, v_cache).view(num_tokens, -1), self.o)
+        attended = workspace.attended
+        self._attend(q, inputs, k_cache, v_cache, attended.view(num_tokens, -1, self.head_dim))
+        return linear(attended, self.o, out=workspace.projected)
 
     def _norm_(self, x: Tensor, weight: Tensor) -> None:
         """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads."""
@@ -85,11 +91,10 @@ class Attention:
         rms_norm(rows, weight, self.eps, out=rows)
 
     def _attend(
-        self, q: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
-        """Decode rows through one kernel, the others through the other -> [T, heads, head_dim]."""
+        self, q: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor, out: Tensor
+    ) -> None:
+        """Decode rows through one kernel, the others through the other: [T, heads, head_dim]."""
         num_decode = inputs.num_decode
-        out = q.new_empty(q.shape)
         if num_decode:
             decode_attention(
                 q[:num_decode],
@@ -116,7 +121,6 @@ class Attention:
                 max_context_len=inputs.max_prefill_len,
                 out=out[num_decode:],
             )
-        return out
 
 
 class Mlp:
@@ -126,6 +130,6 @@ class Mlp:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden]."""
-        return linear(silu_mul(linear(x, self.gate_up)), self.down)
+    def __call__(self, x: Tensor, workspace: Workspace) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden], written over `x`."""
+        return gated_mlp(x, self.gate_up, self.down, workspace.gate_up, out=x)
