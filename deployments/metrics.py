@@ -71,6 +71,16 @@ _WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_live_blocks / max(1, s.num_blocks),
     ),
     (
+        "penstock_tail_saved_bytes",
+        "Memory saved by lending the free tail of the KV pool to activations.",
+        lambda s: s.num_saved_bytes,
+    ),
+    (
+        "penstock_tail_saved_blocks",
+        "The same in KV blocks.",
+        lambda s: s.num_saved_blocks,
+    ),
+    (
         "penstock_outstanding_tokens",
         "Prompt tokens to compute and answer tokens still allowed.",
         lambda s: s.num_outstanding_tokens,
@@ -117,6 +127,11 @@ _WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
         "penstock_rolled_blocks",
         "KV blocks given back by sink windows that moved on.",
         lambda s: s.num_rolled_blocks,
+    ),
+    (
+        "penstock_shortened_steps",
+        "Steps whose prompt chunks were cut because the free tail of the pool was short.",
+        lambda s: s.num_shortened_steps,
     ),
 )
 

@@ -75,8 +75,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
 def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
     """`x` [M, K] times the packed weight, plus the bias -> [M, N]; sums in fp32.
 
-    `out` [M, N], if given, is written and returned. On the native path a row's result has the same
-    bits whatever M is.
+    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU
+    and on the native path nothing else is allocated then. On the native path a row's result has the
+    same bits whatever M is.
     """
     if packed.layout == "native":
         return _native_linear(x, packed, out)
@@ -84,8 +85,12 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor
         y = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
     elif packed.layout == "onednn":
         y = x.new_empty(0, packed.out_features)
-    else:
+    elif out is None:
         y = F.linear(x, packed.weight, packed.bias)
+    elif packed.bias is None:
+        return torch.mm(x, packed.weight.T, out=out)
+    else:
+        return torch.addmm(packed.bias, x, packed.weight.T, out=out)
     return y if out is None else out.copy_(y)
 
 

@@ -23,6 +23,10 @@ def moe_mlp(
     topk_ids: Tensor,
     topk_weights: Tensor,
     experts: Sequence[tuple[PackedLinear, PackedLinear]],
+    *,
+    grouped: Tensor | None = None,
+    inner: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The weighted sum of each row of `x` [T, d] through its k experts -> [T, d].
 
@@ -30,21 +34,42 @@ def moe_mlp(
     down [d, I]). One sort groups the routes by expert, and an expert without tokens costs nothing.
     The sum runs in fp32 over a token's routes in their given order, so that with native linears its
     result does not depend on its batch-mates.
+
+    `grouped` [T * k, d], `inner` [R, 2I] and `out` [T, d], dense, hold the parts of the work; an
+    expert takes at most R rows at once, and `out` may be `x` itself. With them, nothing whose size
+    grows with d or I is allocated.
     """
-    num_routes = topk_ids.numel()
+    num_tokens, top_k = topk_ids.shape
     order = topk_ids.reshape(-1).argsort(stable=True)
     counts = torch.bincount(topk_ids.reshape(-1), minlength=len(experts)).tolist()
     places = torch.empty_like(order)
-    places[order] = torch.arange(num_routes, device=x.device)
-    grouped = x[order // topk_ids.shape[1]]
-    routed = torch.empty_like(grouped)
-    start = 0
+    places[order] = torch.arange(order.numel(), device=x.device)
+    if grouped is None:
+        grouped = x.new_empty(num_tokens * top_k, x.shape[1])
+    if inner is None:
+        inner = x.new_empty(num_tokens, experts[0][0].out_features)
+    if out is None:
+        out = torch.empty_like(x)
+    torch.index_select(x, 0, order // top_k, out=grouped)
+    end = 0
     for (gate_up, down), count in zip(experts, counts, strict=True):
-        if count:
-            rows = slice(start, start + count)
-            linear(silu_mul(linear(grouped[rows], gate_up)), down, out=routed[rows])
-            start += count
-    return _combine(routed, places.view_as(topk_ids), topk_weights)
+        start, end = end, end + count
+        for first in range(start, end, max(1, inner.shape[0])):
+            rows = grouped[first : min(end, first + inner.shape[0])]
+            gated_mlp(rows, gate_up, down, inner, out=rows)
+    return _combine(grouped, places.view_as(topk_ids), topk_weights, out)
+
+
+def gated_mlp(
+    x: Tensor, gate_up: PackedLinear, down: PackedLinear, inner: Tensor, out: Tensor
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
+
+    `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
+    """
+    both = linear(x, gate_up, out=inner[: x.shape[0]])
+    gate, _ = both.chunk(2, dim=1)
+    return linear(silu_mul(both, out=gate), down, out=out)
 
 
 def moe_reference(
@@ -63,13 +88,17 @@ def moe_reference(
     return out.to(x.dtype)
 
 
-def _combine(routed: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """sum_k weights[t, k] * routed[places[t, k]], k ascending: [T, k] -> [T, d]."""
-    lib = native.usable(routed)
+def _combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """sum_k weights[t, k] * routed[places[t, k]], k ascending: [T, k] -> `out` [T, d]."""
     num_tokens, num_ranks = places.shape
+    weights = weights.float().contiguous()
+    assert out.is_contiguous() and routed.is_contiguous()
+    if routed.is_cuda:
+        from penstock.kernels import rowwise_triton
+
+        return rowwise_triton.combine(routed, places, weights, out)
+    lib = native.usable(routed)
     if lib is not None:
-        out = routed.new_empty(num_tokens, routed.shape[1])
-        weights = weights.float().contiguous()
         lib.ps_combine(_COMBINE.pack(
             native.DTYPES[routed.dtype], routed.data_ptr(), places.data_ptr(), weights.data_ptr(),
             out.data_ptr(), num_tokens, num_ranks, routed.shape[1], torch.get_num_threads(),
@@ -77,5 +106,5 @@ def _combine(routed: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         return out
     total = torch.zeros(num_tokens, routed.shape[1], device=routed.device)
     for rank in range(num_ranks):
-        total += weights[:, rank, None].float() * routed[places[:, rank]].float()
-    return total.to(routed.dtype)
+        total += weights[:, rank, None] * routed[places[:, rank]].float()
+    return out.copy_(total)

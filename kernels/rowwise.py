@@ -27,7 +27,13 @@ def rms_norm(
 ) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
@@ -36,25 +42,30 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Root-mean-square norm over the last dimension of `x`, times `weight` [D], in `x.dtype`.
 
     `x` is [T, D], or [T, H, D] for a norm per head; it may be a view with any stride over T and H,
     and `out` may be `x` itself. Without `residual` the result is y. With `residual` [T, D] it is
-    (y, h): h = x + residual rounded to `x.dtype`, y the norm of h. fp32 inside; the normed value is
-    rounded before the weight multiplies it, as in transformers' LlamaRMSNorm.
+    (y, h): h = x + residual rounded to `x.dtype`, y the norm of h; h is written to `total` [T, D],
+    dense, which may be `residual` itself. fp32 inside; the normed value is rounded before the
+    weight multiplies it, as in transformers' LlamaRMSNorm.
     """
     assert x.stride(-1) == 1 and weight.dtype == x.dtype
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if residual is not None and total is None:
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if x.is_cuda:
         from penstock.kernels import rowwise_triton
 
-        return rowwise_triton.rms_norm(x, weight, eps, residual, out)
+        return rowwise_triton.rms_norm(x, weight, eps, residual, out, total)
     lib = native.usable(x)
     if lib is not None:
-        return _native_rms_norm(lib, x, weight, eps, residual, out)
-    return _torch_rms_norm(x, weight, eps, residual, out)
+        return _native_rms_norm(lib, x, weight, eps, residual, out, total)
+    return _torch_rms_norm(x, weight, eps, residual, out, total)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -96,7 +107,10 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of `gate_up` [T, 2I], gate first, into [T, I]; math in fp32."""
+    """silu(gate) * up of `gate_up` [T, 2I], gate first, into [T, I]; math in fp32.
+
+    `out` may have any stride over T, and may be the gate half itself.
+    """
     assert gate_up.stride(-1) == 1
     if out is None:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -111,10 +125,10 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _native_rms_norm(
-    lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
-) -> Tensor | tuple[Tensor, Tensor]:
+    lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
+    total: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     heads = x.shape[1] if x.dim() == 3 else 1
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
     assert residual is None or (heads == 1 and residual.dtype == x.dtype)
     lib.ps_rms_norm(_RMS_NORM.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
@@ -156,11 +170,13 @@ def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor) -> Tensor:
 
 
 def _torch_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
-) -> Tensor | tuple[Tensor, Tensor]:
-    total = x if residual is None else x + residual
-    out.copy_(rms_norm_reference(total, weight, eps))
-    return out if residual is None else (out, total)
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
+    total: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    if residual is None or total is None:
+        return out.copy_(rms_norm_reference(x, weight, eps))
+    torch.add(x, residual, out=total)
+    return out.copy_(rms_norm_reference(total, weight, eps)), total
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""The Triton kernels of `rowwise.py`: RMSNorm (with residual add), rotary embedding, SiLU * mul.
+"""The Triton kernels of `rowwise.py`: RMSNorm (with residual add), rotary embedding, SiLU * mul;
+and the weighted sum of routed rows of `moe.py`.
 
 Knows pointers, strides and tiles. Imported only where it runs: on a GPU, or in Triton's interpreter
 on CPU tensors. Shapes and meaning of the arguments are those of `rowwise.py`.
@@ -15,11 +16,19 @@ from torch import Tensor
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     heads = x.shape[1] if x.dim() == 3 else 1
     num_rows, dim = x.shape[0] * heads, x.shape[-1]
-    total = out if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if residual is None:
+        total = out  # not written
+    elif total is None:
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
     tile = triton.next_power_of_2(dim)
     if num_rows:
@@ -29,7 +38,7 @@ def rms_norm(
             HEADS=heads, DIM=dim, TILE=tile, ADD=residual is not None,
             num_warps=min(16, max(1, tile // 512)),
         )  # fmt: skip
-    return out if residual is None else (out, total)
+    return out if residual is None or total is None else (out, total)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -59,6 +68,18 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
         _silu_mul_kernel[(num_rows, triton.cdiv(dim, tile))](
             gate_up, out, gate_up.stride(0), out.stride(0), dim, TILE=tile
         )
+    return out
+
+
+def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """sum_k weights[t, k] * routed[places[t, k]] into `out` [T, d], k ascending, in fp32."""
+    num_rows, dim = out.shape
+    tile = min(1024, triton.next_power_of_2(dim))
+    if num_rows:
+        _combine_kernel[(num_rows, triton.cdiv(dim, tile))](
+            routed, places, weights, out, routed.stride(0), out.stride(0), dim,
+            RANKS=places.shape[1], TILE=tile,
+        )  # fmt: skip
     return out
 
 
@@ -126,3 +147,21 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, out_stride, dim, TILE: tl.con
     up = tl.load(gate_up_ptr + row * stride + dim + i, mask=keep, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _combine_kernel(
+    routed_ptr, places_ptr, weights_ptr, out_ptr, stride, out_stride, dim,
+    RANKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of one token. Not yet run on a GPU."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    keep = i < dim
+    total = tl.zeros([TILE], tl.float32)
+    for rank in tl.static_range(RANKS):
+        place = tl.load(places_ptr + token * RANKS + rank)
+        weight = tl.load(weights_ptr + token * RANKS + rank)
+        row = tl.load(routed_ptr + place * stride + i, mask=keep, other=0.0)
+        total += weight * row.to(tl.float32)
+    tl.store(out_ptr + token * out_stride + i, total.to(out_ptr.dtype.element_ty), mask=keep)

@@ -69,9 +69,16 @@ class EngineConfig:
     )
     block_size: int = option(16, "tokens in one KV block")
     kv_cache_gb: float | None = option(
-        None, "KV pool in GiB; none: 85 % of free GPU memory, or an eighth of a CPU machine's"
+        None,
+        "KV pool with the activations of a step in GiB; none: 85 % of free GPU memory, or an eighth"
+        " of a CPU machine's",
     )
     num_blocks: int | None = option(None, "KV pool in blocks; overrides kv_cache_gb")
+    activation_memory: str = option(
+        "tail",
+        "where the activations of a prefill lie: in the free tail of the KV pool, or set apart",
+        ("tail", "separate"),
+    )
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
     context_policy: str = option(
         "full",

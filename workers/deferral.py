@@ -73,26 +73,40 @@ class Deferral:
         return decision.stays and num_pending <= self.max_tokens
 
 
+def most_pending(config: EngineConfig) -> int:
+    """Tokens of one sequence that may wait: they and the new one must fit in one step."""
+    return min(config.kv_defer_max_tokens, config.max_num_batched_tokens - 1)
+
+
+def num_scratch_blocks(config: EngineConfig) -> int:
+    """Room for a few sequences at their limit: more at once would cost more than a preemption."""
+    if config.kv_commit == "eager":
+        return 0
+    return DEFERRING * -(-most_pending(config) // config.block_size)
+
+
 def deferral_of(config: EngineConfig, rule: Rule) -> Deferral:
     """As configured, where kv_commit is deferred."""
-    # All pending tokens and the new one must fit in one step.
-    most = min(config.kv_defer_max_tokens, config.max_num_batched_tokens - 1)
-    # Room for a few sequences at their limit: more at once would cost more than a preemption.
-    num_scratch = DEFERRING * -(-most // config.block_size)
-    return Deferral(rule, config.kv_defer_mode, most, num_scratch)
+    return Deferral(rule, config.kv_defer_mode, most_pending(config), num_scratch_blocks(config))
 
 
 def rule_of(
-    config: EngineConfig, model: ModelConfig, run: Callable[[int], None], *, is_cuda: bool
+    config: EngineConfig,
+    model: ModelConfig,
+    run: Callable[[int], None],
+    *,
+    most_rows: int,
+    is_cuda: bool,
 ) -> CommitRule:
-    """The ridge as configured, or measured by `run`, which computes so many rows; else by the
-    formula, with the figures of a device that we only assume."""
+    """The ridge as configured, or measured by `run`, which computes up to `most_rows` rows; else by
+    the formula, with the figures of a device that we only assume."""
     device = device_named("H200" if is_cuda else "cpu")
     formula = Roofline(model, device, kv="fp32" if model.dtype == "fp32" else "bf16",
                        weights="fp32" if model.dtype == "fp32" else "bf16")  # fmt: skip
     ridge, compute_s = float(config.ridge_tokens or 0), formula.compute_s_per_token
     if config.ridge_tokens is None:
-        measured = measure_ridge(run, RIDGE_SIZES, fallback=formula.ridge_tokens)
+        sizes = [size for size in RIDGE_SIZES if size <= most_rows]
+        measured = measure_ridge(run, sizes, fallback=formula.ridge_tokens)
         log.info("deferred commit: %s", measured)
         ridge = measured.ridge_tokens
         most = max(measured.seconds, default=1)
@@ -106,13 +120,11 @@ def rule_of(
     )
 
 
-def scratch_blocks(
-    layout: BlockLayout, deferral: Deferral | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """K and V of the scratch blocks, [blocks, kv heads, block_size, head_dim]: one layer's worth,
-    since the next layer overwrites what the one before it left."""
-    if deferral is None:
-        return None
-    shape = (deferral.num_scratch_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    k, v = (torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2))
-    return k, v
+def scratch_views(layout: BlockLayout, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of scratch blocks in `memory`, uint8: [blocks, kv heads, block_size, head_dim].
+
+    One layer's worth, since the next layer overwrites what the one before it left.
+    """
+    shape = (-1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    both = memory.view(layout.dtype).view(shape)
+    return both[:, 0], both[:, 1]

@@ -14,7 +14,14 @@ import time
 import torch
 
 from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.deferral import Rule, deferral_of, rule_of, scratch_blocks
+from penstock.workers.deferral import (
+    Rule,
+    deferral_of,
+    most_pending,
+    num_scratch_blocks,
+    rule_of,
+    scratch_views,
+)
 from penstock.workers.executor import Executor, StepResult
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.histogram import Histogram
@@ -22,12 +29,13 @@ from penstock.workers.kv_cache import BlockPool, KVCache
 from penstock.workers.memory import Arena, BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import Context, ContextSettings, obstacle_of
-from penstock.workers.rates import Rates
+from penstock.workers.rates import PROBE_ROWS, Rates
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
 from penstock.workers.swap import host_swap
+from penstock.workers.workspace import StepMemory, blocks_to_borrow, logits_plan
 
 log = logging.getLogger("penstock.engine")
 
@@ -52,8 +60,9 @@ class Engine:
             head_dim=facts.head_dim,
             dtype=model.dtype,
         )
-        self.arena = Arena(layout, _num_blocks(config, layout, model), model.device)
-        self.pool = BlockPool(self.arena.num_blocks)
+        self.memory = _step_memory(config, layout, model)
+        self.arena, self.pool = self.memory.arena, self.memory.pool
+        _log_memory(config, self.memory)
         self.cache = KVCache(
             self.pool,
             config.block_size,
@@ -64,16 +73,21 @@ class Engine:
             self.cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            tokens_that_fit=self.memory.tokens_that_fit,
         )
-        self.executor = Executor(model, self.arena.kv_layers(), config.block_size)
+        self.executor = Executor(model, self.arena.kv_layers(), config.block_size, self.memory)
+        run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
-            rule = commit_rule or rule_of(config, facts, self.executor.run_rows, is_cuda=is_cuda)
+            rule = commit_rule or rule_of(
+                config, facts, run_rows, most_rows=most_rows, is_cuda=is_cuda
+            )
             self.scheduler.deferral = deferral_of(config, rule)
-            self.executor.scratch = scratch_blocks(layout, self.scheduler.deferral, model.device)
+            scratch = num_scratch_blocks(config) * 2 * layout.half_bytes
+            self.executor.scratch = scratch_views(layout, self.memory.rest[:scratch])
         self._rates: Rates | None = None
         if config.host_kv_gb is not None:
-            self.cache.swap, self._rates = host_swap(config, self.arena, self.executor.run_rows)
+            self.cache.swap, self._rates = host_swap(config, self.arena, run_rows, most_rows)
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
         self.max_model_len = min(
@@ -163,6 +177,9 @@ class Engine:
             num_blocks=pool.num_blocks,
             num_live_blocks=pool.num_live,
             num_cached_blocks=pool.num_cached,
+            num_saved_bytes=_saved_bytes(self.config, self.memory),
+            num_saved_blocks=_saved_bytes(self.config, self.memory)
+            // self.arena.layout.block_bytes,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -171,6 +188,7 @@ class Engine:
             num_deferred_tokens=self._num_deferred_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens,
             num_rolled_blocks=cache.num_rolled_blocks,
+            num_shortened_steps=self.scheduler.num_shortened_steps,
             num_prefix_queried_tokens=cache.num_queried_tokens,
             num_prefix_hit_tokens=cache.num_hit_tokens,
             num_outstanding_tokens=sum(map(_outstanding, self._sequences.values())),
@@ -327,10 +345,61 @@ def _check_matcher(request: Request, matcher: GrammarMatcher | None) -> None:
         raise RequestError("nothing is left to generate", param="emitted_ids")
 
 
-def _num_blocks(config: EngineConfig, layout: BlockLayout, model: Decoder) -> int:
+def _step_memory(config: EngineConfig, layout: BlockLayout, model: Decoder) -> StepMemory:
+    """The arena with its pool, and the activations and logits of a step in it.
+
+    The reserve serves a row of each sequence, so that a step is possible however full the pool is;
+    with separate activations, it serves the largest step. Raises ConfigError if there is no room.
+    """
+    plan, logits = model.plan, logits_plan(model.config, model.dtype)
+    is_separate = config.activation_memory == "separate"
+    reserve_tokens = config.max_num_batched_tokens if is_separate else config.max_num_seqs
+    num_scratch = num_scratch_blocks(config)
+    if num_scratch and not is_separate:  # one sequence at its limit always fits
+        reserve_tokens += most_pending(config)
+    reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(config.max_num_seqs)
+    reserve_bytes += num_scratch * 2 * layout.half_bytes
+    num_blocks = _num_blocks(config, layout, model, reserve_bytes)
+    num_borrowed = blocks_to_borrow(
+        plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
+    )
+    return StepMemory(
+        Arena(layout, num_blocks, model.device, reserve_bytes),
+        BlockPool(num_blocks, num_tail=min(num_borrowed, num_blocks // 2)),
+        plan,
+        logits,
+        reserve_tokens=reserve_tokens,
+        num_logits=config.max_num_seqs,
+    )
+
+
+def _saved_bytes(config: EngineConfig, memory: StepMemory) -> int:
+    """What the reserve would take more if the largest step had its activations there."""
+    return memory.plan.bytes_for(config.max_num_batched_tokens) - memory.reserve_bytes
+
+
+def _log_memory(config: EngineConfig, memory: StepMemory) -> None:
+    arena, saved = memory.arena, _saved_bytes(config, memory)
+    log.info(
+        "arena of %.1f MiB: %d KV blocks of %.1f KiB, and a reserve of %.1f MiB for steps of up to "
+        "%d tokens; larger ones, up to %d, borrow the free tail: %.1f MiB or %d blocks saved",
+        arena.num_bytes / 2**20,
+        arena.num_blocks,
+        arena.layout.block_bytes / 2**10,
+        arena.reserve_bytes / 2**20,
+        memory.reserve_tokens,
+        config.max_num_batched_tokens,
+        saved / 2**20,
+        saved // arena.layout.block_bytes,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig, layout: BlockLayout, model: Decoder, reserve_bytes: int
+) -> int:
     """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
 
-    Raises ConfigError if not even one block fits.
+    Raises ConfigError if not even one block fits beside a reserve of `reserve_bytes`.
     """
     device = model.device
     max_len = config.max_model_len or model.config.max_position_embeddings
@@ -343,11 +412,13 @@ def _num_blocks(config: EngineConfig, layout: BlockLayout, model: Decoder) -> in
         budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_FRACTION
     else:
         budget = total_memory_bytes() * CPU_KV_FRACTION
-    num_blocks = min(int(budget // layout.block_bytes), useful)
+    num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)
     if num_blocks < 1:
         raise ConfigError(
-            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes;"
-            " raise kv_cache_gb, or choose a smaller model or block_size"
+            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes"
+            f" beside {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
+            " raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose a smaller"
+            " model or block_size"
         )
     return num_blocks
 

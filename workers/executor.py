@@ -21,9 +21,9 @@ from penstock.workers.sampler import RowSampling, Sampled, sample, uniform_at
 from penstock.workers.scheduler import Chunk, Plan
 from penstock.workers.sequence import Sequence
 from penstock.workers.step_times import StepTimes
+from penstock.workers.workspace import StepMemory, Workspace
 
 GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and mean greedy anyway
-PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt tokens are held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,10 @@ class Executor:
         model: Decoder,
         kv_layers: Seq[tuple[torch.Tensor, torch.Tensor]],
         block_size: int,
+        memory: StepMemory,
     ):
         self.model = model
+        self.memory = memory
         self.kv_layers = kv_layers
         # K and V of the blocks whose ids follow the pool's, one pair for all layers.
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -56,10 +58,16 @@ class Executor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """Compute K and V of all tokens of the plan, and sample where a chunk reaches the end."""
+        with self.memory.lease(plan.num_tokens) as workspace:
+            return self._run(plan, workspace)
+
+    def _run(self, plan: Plan, workspace: Workspace) -> StepResult:
         chunks = plan.chunks
         token_ids, positions, inputs = self._inputs(plan)
         self.times.lap("copy")
-        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, self.scratch)
+        hidden = self.model.forward(
+            token_ids, positions, inputs, self.kv_layers, workspace, self.scratch
+        )
         self.times.lap("model")
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {
@@ -72,9 +80,13 @@ class Executor:
         if not last_rows:
             return StepResult([], prompt_logprobs)
         if len(last_rows) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
+            indices = torch.tensor(last_rows, device=hidden.device)
+            # The residual stream has had its day.
+            hidden = torch.index_select(
+                hidden, 0, indices, out=workspace.residual[: len(last_rows)]
+            )
         rows = [row_sampling(chunk.seq) for chunk in chunks if chunk.samples]
-        logits = self.model.logits(hidden)
+        logits = self._logits(hidden)
         self.times.lap("model")
         sampled = sample(logits, rows)
         self.times.lap("sample")
@@ -100,8 +112,9 @@ class Executor:
             max_prefill_chunk=0,
             max_prefill_len=0,
         )
-        hidden = self.model.forward(nothing, nothing, inputs, self.kv_layers, self.scratch)
-        self.model.logits(hidden).sum().item()
+        with self.memory.lease(num_rows) as workspace:
+            hidden = self.model.forward(nothing, nothing, inputs, self.kv_layers, workspace)
+            self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the prompt tokens that follow the tokens of `chunk`, `hidden` [chunk, hidden]."""
@@ -109,10 +122,18 @@ class Executor:
         num_top = seq.request.params.prompt_logprobs or 0
         following = seq.request.prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
         found: list[TokenLogprob] = []
-        for i in range(0, len(following), PROMPT_LOGPROB_ROWS):
-            ids = following[i : i + PROMPT_LOGPROB_ROWS]
-            found += logprobs_of(self.model.logits(hidden[i : i + len(ids)]), ids, num_top)
+        most = self.memory.logits.shape[0]
+        for i in range(0, len(following), most):
+            ids = following[i : i + most]
+            found += logprobs_of(self._logits(hidden[i : i + len(ids)]), ids, num_top)
         return found
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, vocab], in the reserve: good until the next call."""
+        num_rows = hidden.shape[0]
+        return self.model.logits(
+            hidden, self.memory.logits[:num_rows], self.memory.narrow[:num_rows]
+        )
 
     def _inputs(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
         decode, prefill = plan.decode, plan.prefill

@@ -22,14 +22,21 @@ class BlockPool:
     """Reference-counted block ids, handed out lowest id first.
 
     Every block is in exactly one of: free (in the heap), cached (no user, but its content is still
-    addressable in the prefix cache; evicted least recently used first when free ones run out), or
-    live (reference count above zero).
+    addressable in the prefix cache; evicted least recently used first when free ones run out),
+    live (reference count above zero), or lent (the last blocks, for one step).
+
+    The last `num_tail` blocks are kept for lending as long as there are others: a cached block
+    elsewhere is evicted before a free one of the tail is taken, or else one long answer there would
+    make every later loan short.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, num_tail: int = 0):
         self.num_blocks = num_blocks
+        self.tail_start = num_blocks - num_tail
+        self._first_lent = num_blocks  # lent blocks stay in the heap: no id below them is larger
         self._free = list(range(num_blocks))  # a sorted list is a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # below the tail
+        self._cached_tail: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
         self.index = PrefixIndex()
         self.on_evict: Callable[[int, bytes, bytes, bytes], None] | None = None
@@ -37,36 +44,38 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached - self.num_lent
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._cached_tail)
+
+    @property
+    def num_lent(self) -> int:
+        return self.num_blocks - self._first_lent
 
     @property
     def num_live(self) -> int:
-        return self.num_blocks - self.num_available
+        return self.num_blocks - self.num_available - self.num_lent
 
     def allocate(self) -> int:
         """A block with garbage in it, reference count 1. Call only while `num_available` > 0."""
-        if self._free:
-            block_id = heapq.heappop(self._free)
+        lowest = self._free[0] if self._free else self.num_blocks
+        if lowest < min(self.tail_start, self._first_lent):
+            heapq.heappop(self._free)
+        elif self._cached:
+            lowest = self._evict(self._cached)
+        elif lowest < self._first_lent:
+            heapq.heappop(self._free)
         else:
-            block_id, _ = self._cached.popitem(last=False)
-            self._evict(block_id)
-        self._references[block_id] = 1
-        return block_id
-
-    def _evict(self, block_id: int) -> None:
-        """The content of a cached block is about to be overwritten."""
-        if self.on_evict is not None:
-            self.on_evict(block_id, *self.index.content_of(block_id))
-        self.index.forget(block_id)
+            lowest = self._evict(self._cached_tail)
+        self._references[lowest] = 1
+        return lowest
 
     def retain(self, block_id: int) -> None:
         """One more user of a live or cached block."""
         if self._references[block_id] == 0:
-            del self._cached[block_id]
+            del self._cached_beside(block_id)[block_id]
         self._references[block_id] += 1
 
     def release(self, block_id: int) -> None:
@@ -76,17 +85,61 @@ class BlockPool:
         if self._references[block_id]:
             return
         if block_id in self.index:
-            self._cached[block_id] = None
+            self._cached_beside(block_id)[block_id] = None
         else:
             heapq.heappush(self._free, block_id)
 
     def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
+        return block_id in self._cached_beside(block_id)
+
+    def num_lendable(self, limit: int) -> int:
+        """How many of the last `limit` blocks have no live one behind them."""
+        for num in range(min(limit, self.num_blocks)):
+            if self._references[self.num_blocks - 1 - num]:
+                return num
+        return min(limit, self.num_blocks)
+
+    def lend(self, num: int) -> int:
+        """Take the last `num` blocks out of use until `give_back`; returns the first one's id.
+
+        None of them may be live, and what was cached in them is no longer addressable.
+        """
+        assert not self.num_lent, "lent twice"
+        first = self.num_blocks - num
+        assert not any(self._references[first:]), "a live block would be lent"
+        for block_id in range(first, self.num_blocks):
+            if self.is_cached(block_id):
+                del self._cached_beside(block_id)[block_id]
+                self._forget(block_id)
+                heapq.heappush(self._free, block_id)
+        self._first_lent = first
+        return first
+
+    def give_back(self) -> None:
+        """The lent blocks are free again, with garbage in them."""
+        self._first_lent = self.num_blocks
+
+    def _cached_beside(self, block_id: int) -> OrderedDict[int, None]:
+        return self._cached if block_id < self.tail_start else self._cached_tail
+
+    def _evict(self, cached: OrderedDict[int, None]) -> int:
+        block_id, _ = cached.popitem(last=False)
+        self._forget(block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        """The content of a cached block is about to be overwritten."""
+        if self.on_evict is not None:
+            self.on_evict(block_id, *self.index.content_of(block_id))
+        self.index.forget(block_id)
 
     def check(self, tables: Seq[Seq[int]] | None = None) -> None:
         """Assert the ledger; with the block tables of all sequences, the reference counts too."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._cached, *self._cached_tail}
         assert len(free) == len(self._free), "a block is free twice"
+        assert free.issuperset(range(self._first_lent, self.num_blocks)), "a lent block is in use"
+        assert all(block_id < self.tail_start for block_id in self._cached)
+        assert all(block_id >= self.tail_start for block_id in self._cached_tail)
         assert not free & cached, "a block is free and cached"
         for block_id, references in enumerate(self._references):
             idle = block_id in free or block_id in cached

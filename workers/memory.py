@@ -1,7 +1,8 @@
-"""The arena: one allocation that holds every KV block of a worker, block-major.
+"""The arena: one allocation that holds every KV block of a worker, block-major, and a reserve.
 
 A block holds K and V of all layers for `block_size` tokens, so that it moves, swaps and is lent as
-one contiguous range. Knows nothing of sequences, reference counts or who uses which block.
+one contiguous range. The reserve lies right behind the last block, so that the last blocks and the
+reserve are one range, too. Knows nothing of sequences, reference counts or who uses which block.
 """
 
 from __future__ import annotations
@@ -40,14 +41,20 @@ class BlockLayout:
 
 
 class Arena:
-    """`num_blocks` blocks in one uint8 tensor. Fresh and returned blocks hold garbage."""
+    """`num_blocks` blocks and then `reserve_bytes`, rounded up to 512, in one uint8 tensor.
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device):
+    Fresh and returned blocks hold garbage.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, num_blocks: int, device: torch.device, reserve_bytes: int = 0
+    ):
         assert num_blocks > 0
         self.layout = layout
         self.num_blocks = num_blocks
+        self.reserve_bytes = -(-reserve_bytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
         self.storage = torch.empty(
-            num_blocks * layout.block_bytes, dtype=torch.uint8, device=device
+            num_blocks * layout.block_bytes + self.reserve_bytes, dtype=torch.uint8, device=device
         )
 
     @property
@@ -66,6 +73,10 @@ class Arena:
         """The bytes of one block, uint8 [block_bytes]."""
         size = self.layout.block_bytes
         return self.storage[block_id * size : (block_id + 1) * size]
+
+    def tail(self, num_blocks: int) -> torch.Tensor:
+        """The bytes of the last `num_blocks` blocks and of the reserve behind them, uint8."""
+        return self.storage[(self.num_blocks - num_blocks) * self.layout.block_bytes :]
 
     def _view(self, offset_bytes: int) -> torch.Tensor:
         lay, size = self.layout, self.layout.dtype.itemsize

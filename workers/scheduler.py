@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.workers.deferral import Deferral
@@ -71,11 +71,22 @@ class Scheduler:
     tokens that it sees at once fit, and never in a step that preempted.
 
     With a `deferral`, a decoding sequence that finds no block may first go on without one.
+
+    `tokens_that_fit(n)`: how many of n tokens the activations of a step have room for, once the
+    step's blocks are taken; at least `max_num_seqs` of them. None: all.
     """
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tokens_that_fit: Callable[[int], int] | None = None,
+    ):
         self.cache = cache
         self.deferral: Deferral | None = None
+        self.tokens_that_fit = tokens_that_fit
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
@@ -83,6 +94,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_preemptions_avoided = 0  # sequences that went on without a block, times they did
         self._scratch: list[int] = []  # blocks that this step has not used yet
+        self.num_shortened_steps = 0
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -117,7 +129,26 @@ class Scheduler:
                 budget -= self._schedule_running(seq, length, plan)
         if self.num_preemptions == before:
             self._admit(budget, plan)
+        self._shorten(plan)
         return plan
+
+    def _shorten(self, plan: Plan) -> None:
+        """Cut the youngest prefill chunks until the step's activations fit.
+
+        Blocks that were taken for what is cut stay in the tables, and serve in the next steps. Each
+        running sequence may have a token, so that the oldest is never cut to nothing.
+        """
+        if self.tokens_that_fit is None or not plan.prefill:
+            return
+        excess = plan.num_tokens - self.tokens_that_fit(plan.num_tokens)
+        self.num_shortened_steps += excess > 0
+        while excess > 0:
+            chunk = plan.prefill.pop()
+            # What is computed anew each time is of use only as a whole.
+            kept = max(0, chunk.length - excess) if not chunk.num_deferred else 0
+            excess -= chunk.length - kept
+            if kept:
+                plan.add(Chunk(chunk.seq, chunk.start, kept))
 
     def _schedule_running(self, seq: Sequence, length: int, plan: Plan, num_others: int = 0) -> int:
         """Plan up to `length` tokens of `seq`; returns the tokens by which the budget shrinks."""

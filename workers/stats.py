@@ -37,6 +37,8 @@ class EngineStats:
     num_blocks: int = 0
     num_live_blocks: int = 0
     num_cached_blocks: int = 0
+    num_saved_bytes: int = 0  # by lending the tail of the pool to the activations of a step
+    num_saved_blocks: int = 0  # the same in blocks
     num_steps: int = 0
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0
@@ -45,6 +47,7 @@ class EngineStats:
     num_deferred_tokens: int = 0  # computed in a step, and not stored
     num_recomputed_tokens: int = 0  # token-passes which that cost in later steps
     num_rolled_blocks: int = 0  # given back by sink windows that moved on
+    num_shortened_steps: int = 0  # whose prompt chunks were cut because the free tail was short
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_outstanding_tokens: int = 0  # prompt tokens to compute + answer tokens still allowed

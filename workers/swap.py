@@ -196,16 +196,17 @@ class HostSwap:
 
 
 def host_swap(
-    config: EngineConfig, arena: Arena, run_rows: Callable[[int], None]
+    config: EngineConfig, arena: Arena, run_rows: Callable[[int], None], most_rows: int
 ) -> tuple[HostSwap, Rates]:
-    """As configured, with rates that are measured now: `run_rows` computes so many tokens."""
+    """As configured, with rates that are measured now: `run_rows` computes up to `most_rows`."""
     assert config.host_kv_gb
     block_bytes, device = arena.layout.block_bytes, arena.storage.device
     is_cuda = device.type == "cuda"
     tier = HostTier(int(config.host_kv_gb * 2**30), block_bytes, pin=is_cuda)
     sample = torch.zeros_like(arena.block(0), device="cpu")
+    num_rows = min(PROBE_ROWS, most_rows)
     rates = Rates(
-        PROBE_ROWS / seconds_of(lambda: run_rows(PROBE_ROWS)),
+        num_rows / seconds_of(lambda: run_rows(num_rows)),
         block_bytes / seconds_of(lambda: arena.block(0).copy_(sample), PROBE_COPIES),
     )
     link = LinkThread(device=device)

@@ -57,9 +57,7 @@ class Machine(RuleBasedStateMachine):
         restore=st.sampled_from(("auto", "load", "recompute", "split")),
         max_tokens=st.integers(4, 24),
     )
-    def begin(
-        self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens
-    ):
+    def begin(self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens):
         self.size = block_size
         num_scratch = 6 if deferral else 0
         # The last blocks are scratch: their ids follow those of the pool.

@@ -39,9 +39,10 @@ def test_prefix_hit_compares_tokens_and_leaves_one_to_compute():
     for seq in (again, longer, other):
         assert cache.admit(seq)
     assert again.num_computed_tokens == 8
-    assert list(again.block_table)[:2] == blocks[:2]  # the last token must be computed: 2 blocks of 3
-    assert list(longer.block_table) == blocks
-    assert list(other.block_table) == blocks[:1]
+    assert list(again.block_table)[:2] == blocks[:2]  # the last token must be computed
+    assert list(longer.block_table)[:3] == blocks
+    assert list(other.block_table)[:1] == blocks[:1]
+    assert (longer.num_computed_tokens, other.num_computed_tokens) == (12, 4)
     cache.pool.check([s.block_table for s in (first, again, longer, other)])
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.rowwise import rms_norm
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import Angles, Attention, AttentionInputs, KvLayer, Mlp
+from penstock.workers.models.layers import Attention, AttentionInputs, KvLayer, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
+from penstock.workers.workspace import Workspace, activation_plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,7 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
+        self.plan = activation_plan(config, self.dtype)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normed by whoever comes next.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
@@ -58,32 +60,46 @@ class Decoder:
         positions: Tensor,
         inputs: AttentionInputs,
         kv_layers: Sequence[tuple[Tensor, Tensor]],
+        workspace: Workspace | None = None,
         scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
         Writes K and V of all rows into `kv_layers` (one (K, V) pair of views a layer, of this
-        decoder's dtype) and reads the rest of each context from there. `scratch`: K and V of the
-        blocks whose ids come after those; every layer overwrites what the one before it left.
+        decoder's dtype) and reads the rest of each context from there. All that is as large as the
+        result, and the result itself, lies in `workspace` of T rows (by default in a fresh one).
+        `scratch`: K and V of the blocks whose ids come after those of `kv_layers`; every layer
+        overwrites what the one before it left.
         """
-        eps = self.config.rms_norm_eps
-        rolling = inputs.rolling
-        angles = Angles(
-            self.rope.tables(positions),
-            None if rolling is None else self.rope.tables(rolling.sink_positions),
-        )
-        hidden = self.embedding.index_select(0, token_ids)
-        x = rms_norm(hidden, self.layers[0].input_norm, eps)
+        eps, ws, rolling = self.config.rms_norm_eps, workspace, inputs.rolling
+        if ws is None:
+            ws = Workspace.allocate(self.plan, len(token_ids), self.device)
+        self.rope.write_tables(positions, ws.cos, ws.sin, ws.angles, ws.turned)
+        if rolling is not None:
+            self.rope.write_tables(
+                rolling.sink_positions, ws.sink_cos, ws.sink_sin, ws.angles, ws.turned
+            )
+        hidden = torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
+        x = rms_norm(hidden, self.layers[0].input_norm, eps, out=ws.normed)
         for layer, next_norm, (k_cache, v_cache) in zip(
             self.layers, self._next_norms, kv_layers, strict=True
         ):
-            x = layer.attention(x, angles, inputs, KvLayer(k_cache, v_cache, scratch))
-            x, hidden = rms_norm(x, layer.post_attention_norm, eps, residual=hidden)
-            x = layer.mlp(x)
-            x, hidden = rms_norm(x, next_norm, eps, residual=hidden)
+            y = layer.attention(x, ws, inputs, KvLayer(k_cache, v_cache, scratch))
+            rms_norm(y, layer.post_attention_norm, eps, residual=hidden, out=x, total=hidden)
+            y = layer.mlp(x, ws)
+            rms_norm(y, next_norm, eps, residual=hidden, out=x, total=hidden)
         return x
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` [R, hidden] as `forward` returns it -> fp32 [R, vocab]."""
-        return linear(hidden, self.lm_head).float()
+    def logits(
+        self, hidden: Tensor, out: Tensor | None = None, narrow: Tensor | None = None
+    ) -> Tensor:
+        """`hidden` [R, hidden] as `forward` returns it -> fp32 [R, vocab], in `out` if given.
+
+        `narrow` [R, vocab] of the model's dtype holds them before, where that is not fp32.
+        """
+        if out is None:
+            return linear(hidden, self.lm_head).float()
+        if self.dtype == torch.float32:
+            return linear(hidden, self.lm_head, out=out)
+        return out.copy_(linear(hidden, self.lm_head, out=narrow))

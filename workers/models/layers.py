@@ -11,8 +11,10 @@ from torch import Tensor
 
 from penstock.kernels.attention import Rolling, decode_attention, prefill_attention, write_kv
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.rowwise import rms_norm, rope_, rope_to, silu_mul
+from penstock.kernels.moe import gated_mlp
+from penstock.kernels.rowwise import rms_norm, rope_, rope_to
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,6 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Angles:
-    """cos and sin, fp32 [T, rotary_dim/2]: at each row's own position, and, where there is a sink
-    window, at the position from which its query meets the sinks."""
-
-    own: tuple[Tensor, Tensor]
-    sink: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class KvLayer:
     """K and V of one layer, views [blocks, kv heads, block_size, head_dim], and those of the
     scratch blocks, which all layers share and whose ids come after."""
@@ -108,13 +101,16 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        angles: Angles,
+        workspace: Workspace,
         inputs: AttentionInputs,
         cache: KvLayer,
     ) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden]; K and V of all rows are in the cache afterwards."""
+        """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
+
+        `x` may lie in R2, which is overwritten.
+        """
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv).view(num_tokens, -1, self.head_dim)
+        qkv = linear(x, self.qkv, out=workspace.qkv).view(num_tokens, -1, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
         if self.qk_norms is not None:
             self._norm_(q, self.qk_norms[0])
@@ -122,11 +118,14 @@ class Attention:
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         q_sink = None
-        if angles.sink is not None:  # what is evicted shortens the way to the sinks
-            q_sink = rope_to(q, *angles.sink, out=q.new_empty(q.shape))
-        rope_(q, k, *angles.own)
+        if inputs.rolling is not None:  # what is evicted shortens the way to the sinks
+            q_sink = workspace.q_sink.view(q.shape)
+            rope_to(q, workspace.sink_cos, workspace.sink_sin, out=q_sink)
+        rope_(q, k, workspace.cos, workspace.sin)
         write_kv(k, v, cache.k, cache.v, inputs.slots, scratch=cache.scratch)
-        return linear(self._attend(q, q_sink, inputs, cache).view(num_tokens, -1), self.o)
+        attended = workspace.attended
+        self._attend(q, q_sink, inputs, cache, attended.view(num_tokens, -1, self.head_dim))
+        return linear(attended, self.o, out=workspace.projected)
 
     def _norm_(self, x: Tensor, weight: Tensor) -> None:
         """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads."""
@@ -134,11 +133,15 @@ class Attention:
         rms_norm(rows, weight, self.eps, out=rows)
 
     def _attend(
-        self, q: Tensor, q_sink: Tensor | None, inputs: AttentionInputs, cache: KvLayer
-    ) -> Tensor:
-        """Decode rows through one kernel, the others through the other -> [T, heads, head_dim]."""
+        self,
+        q: Tensor,
+        q_sink: Tensor | None,
+        inputs: AttentionInputs,
+        cache: KvLayer,
+        out: Tensor,
+    ) -> None:
+        """Decode rows through one kernel, the others through the other: [T, heads, head_dim]."""
         num_decode = inputs.num_decode
-        out = q.new_empty(q.shape)
         parts: list[Rolling | None] = [None, None]
         if q_sink is not None and inputs.rolling is not None:
             parts = [
@@ -175,7 +178,6 @@ class Attention:
                 rolling=parts[1],
                 scratch=cache.scratch,
             )
-        return out
 
 
 class Mlp:
@@ -185,6 +187,6 @@ class Mlp:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden]."""
-        return linear(silu_mul(linear(x, self.gate_up)), self.down)
+    def __call__(self, x: Tensor, workspace: Workspace) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden], written over `x`."""
+        return gated_mlp(x, self.gate_up, self.down, workspace.gate_up, out=x)

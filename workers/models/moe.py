@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.moe import moe_mlp
+from penstock.kernels.moe import gated_mlp, moe_mlp
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Mlp
+from penstock.workers.workspace import Workspace
 
 
 class MoeMlp:
@@ -37,18 +38,35 @@ class MoeMlp:
         self.top_k = config.num_experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden]."""
-        scores = linear(x, self.router)  # [T, experts (+ 1)]
-        weights, ids = self.route(scores[:, : self.num_experts])
-        y = moe_mlp(x, ids, weights, self.experts)
+    def __call__(self, x: Tensor, workspace: Workspace) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden], written over `x`."""
+        ws, num_tokens = workspace, x.shape[0]
+        scores = linear(x, self.router, out=ws.scores)  # [T, experts (+ 1)]
+        logits = ws.router_logits.copy_(scores[:, : self.num_experts])
+        weights, ids = self.route(logits, ws.probabilities)
         if self.shared is not None:
-            y = torch.addcmul(y, scores[:, self.num_experts :].sigmoid(), self.shared(x))
-        return y
+            inner = _narrowed(ws.inner, self.shared.gate_up.out_features)
+            gated_mlp(x, self.shared.gate_up, self.shared.down, inner, out=ws.shared)
+        grouped = ws.grouped.view(num_tokens * self.top_k, -1)
+        inner = _narrowed(ws.inner, self.experts[0][0].out_features)
+        moe_mlp(x, ids, weights, self.experts, grouped=grouped, inner=inner, out=x)
+        if self.shared is not None:
+            x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
+        return x
 
-    def route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Router scores [T, experts] -> weights fp32 [T, top_k] and expert ids int64 [T, top_k]."""
-        weights, ids = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+    def route(self, scores: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Router scores [T, experts] -> weights fp32 [T, top_k] and expert ids int64 [T, top_k].
+
+        `out` fp32 [T, experts], if given, holds the probabilities on the way.
+        """
+        probabilities = torch.softmax(scores, -1, dtype=torch.float32, out=out)
+        weights, ids = probabilities.topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, ids
+
+
+def _narrowed(rows: Tensor, columns: int) -> Tensor:
+    """The memory of `rows` [T, at least columns] as dense [T, columns]."""
+    num_rows = rows.shape[0]
+    return rows.view(-1)[: num_rows * columns].view(num_rows, columns)

@@ -28,13 +28,24 @@ class Rope:
         that is the angle which transformers computes and the model was trained with: greedy ids
         stay equal. Beyond it they keep fp64: an fp32 angle is off by 0.03 rad at a million.
         """
-        angles = positions[:, None].double() * self._frequencies
-        is_trained = positions[:, None] < self.trained_context
-        angles = torch.where(is_trained, angles.float(), angles)
-        cos, sin = angles.cos().float(), angles.sin().float()
-        if self.attention_factor != 1.0:
-            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        half = self._frequencies.shape[0]
+        cos, sin = torch.empty(2, len(positions), half, device=positions.device)
+        angles, turned = torch.empty(2, *cos.shape, dtype=torch.float64, device=cos.device)
+        self.write_tables(positions, cos, sin, angles, turned)
         return cos, sin
+
+    def write_tables(
+        self, positions: Tensor, cos: Tensor, sin: Tensor, angles: Tensor, turned: Tensor
+    ) -> None:
+        """As `tables`, into `cos` and `sin`; `angles`, `turned` fp64 of that shape are overwritten."""
+        torch.mul(positions[:, None].double(), self._frequencies, out=angles)
+        turned.copy_(cos.copy_(angles))  # rounded to fp32
+        is_trained = positions[:, None] < self.trained_context
+        torch.where(is_trained, turned, angles, out=angles)
+        for table, function in ((cos, torch.cos), (sin, torch.sin)):
+            table.copy_(function(angles, out=turned))
+            if self.attention_factor != 1.0:
+                table.mul_(self.attention_factor)
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
