@@ -98,9 +98,11 @@ def prefill_attention(
 
 def _num_splits(max_context_len: int, window: int | None, rolling: Rolling | None) -> int:
     """Decode programs a row and head: those that the longest visible window can touch."""
-    visible = [n for n in (window, rolling and rolling.max_visible_len) if n is not None]
-    # What does not begin at 0 may straddle one split more than its length fills.
-    longest = min([max_context_len, *(n + SPLIT - 1 for n in visible)])
+    longest = max_context_len
+    for visible in (window, None if rolling is None else rolling.max_visible_len):
+        if visible is not None:
+            # What does not begin at 0 may straddle one split more than its length fills.
+            longest = min(longest, visible + SPLIT - 1)
     return triton.cdiv(longest, SPLIT) + (rolling is not None)  # and one for the sinks
 
 
