@@ -19,10 +19,12 @@ class BlockPool:
     """Reference-counted block ids, handed out lowest id first.
 
     Every block is in exactly one of: free (in the heap), cached (no user, but its content is still
-    addressable in the prefix cache; evicted least recently used first when free ones run out), live
-    (reference count above zero), or lent (the last blocks, for one step). The last `num_tail` blocks
-    are kept for lending as long as there are others: a cached block elsewhere is evicted before a
-    free one of the tail is taken, or one long answer there would make every later loan short.
+    addressable in the prefix cache; evicted least recently used first when free ones run out),
+    live (reference count above zero), or lent (the last blocks, for one step).
+
+    The last `num_tail` blocks are kept for lending as long as there are others: a cached block
+    elsewhere is evicted before a free one of the tail is taken, or else one long answer there would
+    make every later loan short.
     """
 
     def __init__(self, num_blocks: int, num_tail: int = 0):
