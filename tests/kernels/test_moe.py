@@ -39,6 +39,21 @@ def test_moe_mlp(cpu_path, dtype, num_tokens, top_k):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("num_inner", [1, 5, 33])
+def test_in_given_memory(cpu_path, dtype, num_inner):
+    """Over NaN, in place, and with an expert that must take its tokens in several parts."""
+    experts = make_experts(3, 40, 24, dtype)
+    x = torch.randn(33, 40).to(dtype)
+    weights, ids = torch.rand(33, 3).topk(2, dim=-1)
+    want = moe_reference(x, ids, weights, experts)
+    grouped = torch.full((66, 40), float("nan"), dtype=dtype)
+    inner = torch.full((num_inner, 48), float("nan"), dtype=dtype)
+    y = moe_mlp(x, ids, weights, pack(experts), grouped=grouped, inner=inner, out=x)
+    assert y is x
+    assert_close(y, want)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_tokens_do_not_depend_on_their_batch(native_path, dtype):
     experts = pack(make_experts(8, 64, 96, dtype))
     x = torch.randn(50, 64).to(dtype)

@@ -38,6 +38,19 @@ def test_rms_norm_with_residual(cpu_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_residual_in_place(cpu_path, dtype):
+    x, residual = torch.randn(2, 5, 100).to(dtype)
+    weight, out = torch.randn(100).to(dtype), torch.full((5, 100), float("nan"), dtype=dtype)
+    want, total = rowwise.rms_norm(x, weight, 1e-5, residual=residual)
+    for target in (out, x):
+        stream = residual.clone()
+        y, h = rowwise.rms_norm(x, weight, 1e-5, residual=stream, out=target, total=stream)
+        assert y is target and h is stream
+        assert torch.equal(y, want)
+        assert torch.equal(h, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_per_head_in_place_on_a_view(cpu_path, dtype):
     qkv = torch.randn(4, 7, 24).to(dtype)
     before, weight = qkv.clone(), torch.randn(24).to(dtype)
@@ -100,6 +113,16 @@ def test_silu_mul(cpu_path, dtype, shape):
     out = torch.empty(shape, dtype=dtype)
     assert rowwise.silu_mul(gate_up, out) is out
     assert_close(out, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_where_the_gate_was(cpu_path, dtype):
+    gate_up = torch.randn(7, 2 * 65).to(dtype)
+    up, want = gate_up[:, 65:].clone(), rowwise.silu_mul(gate_up)
+    gate = gate_up[:, :65]
+    assert rowwise.silu_mul(gate_up, gate) is gate
+    assert torch.equal(gate, want)
+    assert torch.equal(gate_up[:, 65:], up)
 
 
 def test_silu_mul_far_out(cpu_path):

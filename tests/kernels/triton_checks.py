@@ -178,3 +178,27 @@ def test_silu_mul(dtype, shape):
     gate_up = torch.randn(shape[0], 2 * shape[1]).to(DEVICE, dtype)
     y = rowwise_triton.silu_mul(gate_up, torch.empty(shape, dtype=dtype, device=DEVICE))
     assert_close(y, rowwise.silu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "ranks", "dim"), [(1, 1, 1), (5, 2, 63), (3, 8, 1500)])
+def test_combine(dtype, num_tokens, ranks, dim):
+    routed = torch.randn(num_tokens * ranks + 2, dim).to(DEVICE, dtype)
+    places = torch.randperm(num_tokens * ranks + 2)[: num_tokens * ranks].view(-1, ranks).to(DEVICE)
+    weights = torch.rand(num_tokens, ranks).to(DEVICE)
+    out = torch.full((num_tokens, dim), float("nan"), dtype=dtype, device=DEVICE)
+    assert rowwise_triton.combine(routed, places, weights, out) is out
+    assert_close(out, (weights[..., None] * routed[places].float()).sum(1).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_place(dtype):
+    """The norm writes over its input and the residual stream, SiLU * mul over the gate."""
+    x, residual = torch.randn(2, 6, 100).to(DEVICE, dtype)
+    weight = torch.randn(100).to(DEVICE, dtype)
+    want, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
+    rowwise_triton.rms_norm(x, weight, 1e-5, residual, x, residual)
+    assert torch.equal(x, want) and torch.equal(residual, total)
+    want = rowwise_triton.silu_mul(x, torch.empty_like(x[:, :50].contiguous()))
+    rowwise_triton.silu_mul(x, x[:, :50])
+    assert torch.equal(x[:, :50], want)

@@ -62,6 +62,13 @@ KERNELS = [
         4,
         3,
     ),
+    (
+        rowwise_triton._combine_kernel,
+        {"routed_ptr": "bf16", "places_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "bf16"},
+        {"RANKS": 8, "TILE": 1024},
+        4,
+        3,
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -23,6 +24,33 @@ def test_lowest_id_first():
         pool.release(block_id)
     assert [pool.allocate() for _ in range(4)] == [1, 3, 4, 5]
     pool.check()
+
+
+def test_the_tail_is_taken_last_and_lent_as_a_suffix():
+    pool = BlockPool(8, num_tail=3)
+    blocks = [pool.allocate() for _ in range(6)]
+    assert blocks == [0, 1, 2, 3, 4, 5]
+    for block_id in (0, 3, 5):
+        pool.index.insert(block_id, bytes([block_id]), b"", b"")
+    for block_id in (3, 0, 5, 4):
+        pool.release(block_id)
+    assert pool.num_lendable(8) == 5  # 1 and 2 are live
+    assert pool.num_lendable(2) == 2
+    # Free below the tail, cached below it (oldest first), free in the tail, cached in the tail.
+    assert [pool.allocate() for _ in range(6)] == [4, 3, 0, 6, 7, 5]
+    assert len(pool.index) == 0
+    for block_id in (6, 7):
+        pool.release(block_id)
+    assert pool.num_lendable(8) == 2
+    with pytest.raises(AssertionError, match="live"):
+        pool.lend(3)
+    assert pool.lend(2) == 6
+    assert (pool.num_lent, pool.num_available, pool.num_live) == (2, 0, 6)
+    pool.check()
+    with pytest.raises(AssertionError, match="lent twice"):
+        pool.lend(1)
+    pool.give_back()
+    assert [pool.allocate(), pool.allocate()] == [6, 7]
 
 
 def test_prefix_hit_compares_tokens_and_leaves_one_to_compute():
@@ -66,15 +94,19 @@ class CacheMachine(RuleBasedStateMachine):
     """Random admissions, growth, commits and frees against a dict that plays the KV memory.
 
     `content[block]` is what a real pool would hold: the exact token prefix whose K and V were last
-    written there. A prefix hit must find precisely the prefix that the sequence asks for.
+    written there. A prefix hit must find precisely the prefix that the sequence asks for. A loan of
+    the last blocks fills them with garbage, and may last while others come and go.
     """
 
-    num_blocks, block_size = 7, 4
+    num_blocks, block_size, num_tail = 7, 4, 3
 
     def __init__(self):
         super().__init__()
         self.cache = KVCache(
-            BlockPool(self.num_blocks), self.block_size, prefix_cache=True, salt=b""
+            BlockPool(self.num_blocks, self.num_tail),
+            self.block_size,
+            prefix_cache=True,
+            salt=b"",
         )
         self.seqs = []
         self.content = {}
@@ -124,8 +156,35 @@ class CacheMachine(RuleBasedStateMachine):
         if bad:
             assert not any(block_id in self.cache.pool.index for block_id in blocks)
 
+    @precondition(lambda self: not self.cache.pool.num_lent)
+    @rule(limit=st.integers(1, 7))
+    def lend(self, limit):
+        pool = self.cache.pool
+        live = {block_id for seq in self.seqs for block_id in seq.block_table}
+        highest = max(live, default=-1)
+        num = pool.num_lendable(limit)
+        assert num == min(limit, self.num_blocks - 1 - highest)
+        available = pool.num_available
+        first = pool.lend(num)
+        assert pool.num_available == available - num
+        for block_id in range(first, self.num_blocks):
+            self.content[block_id] = "garbage"
+            assert block_id not in pool.index
+
+    @precondition(lambda self: self.cache.pool.num_lent)
+    @rule()
+    def give_back(self):
+        pool = self.cache.pool
+        available, num_lent = pool.num_available, pool.num_lent
+        pool.give_back()
+        assert pool.num_available == available + num_lent
+
     @invariant()
     def ledger(self):
+        pool = self.cache.pool
+        lent = set(range(self.num_blocks - pool.num_lent, self.num_blocks))
+        assert not lent & {block_id for seq in self.seqs for block_id in seq.block_table}
+        assert pool.num_live == len({block for seq in self.seqs for block in seq.block_table})
         self.cache.pool.check([seq.block_table for seq in self.seqs])
         for seq in self.seqs:
             for i in range(seq.num_computed_tokens // self.block_size):

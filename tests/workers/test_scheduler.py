@@ -14,9 +14,16 @@ from penstock.workers.sequence import Sequence, SequenceState
 BLOCK = 4
 
 
-def make_scheduler(num_blocks, *, max_seqs=8, budget=16, prefix_cache=True):
-    cache = KVCache(BlockPool(num_blocks), BLOCK, prefix_cache=prefix_cache, salt=b"")
-    return Scheduler(cache, max_num_seqs=max_seqs, max_num_batched_tokens=budget)
+def make_scheduler(
+    num_blocks, *, max_seqs=8, budget=16, prefix_cache=True, num_tail=0, tokens_that_fit=None
+):
+    cache = KVCache(BlockPool(num_blocks, num_tail), BLOCK, prefix_cache=prefix_cache, salt=b"")
+    return Scheduler(
+        cache,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=budget,
+        tokens_that_fit=tokens_that_fit,
+    )
 
 
 def make_seq(order, num_prompt, max_tokens, first_token=0):
@@ -34,6 +41,8 @@ def make_seq(order, num_prompt, max_tokens, first_token=0):
 def run_step(scheduler):
     """One step as the engine does it, with a token that is a function of the position."""
     plan = scheduler.schedule()
+    if scheduler.tokens_that_fit is not None:
+        assert plan.num_tokens <= scheduler.tokens_that_fit(plan.num_tokens)
     finished = []
     for chunk in plan.chunks:
         seq = chunk.seq
@@ -55,6 +64,8 @@ def run_step(scheduler):
     max_seqs=st.integers(1, 8),
     budget=st.integers(1, 24),
     prefix_cache=st.booleans(),
+    num_tail=st.integers(0, 6),
+    tokens_a_block=st.sampled_from([None, 0, 1, 3]),
     arrivals=st.lists(
         st.tuples(st.integers(0, 5), st.integers(1, 16), st.integers(1, 8), st.integers(0, 1)),
         min_size=1,
@@ -62,9 +73,21 @@ def run_step(scheduler):
     ),
     aborts=st.sets(st.integers(0, 13)),
 )
-def test_everyone_finishes(num_blocks, max_seqs, budget, prefix_cache, arrivals, aborts):
+def test_everyone_finishes(
+    num_blocks, max_seqs, budget, prefix_cache, num_tail, tokens_a_block, arrivals, aborts
+):
+    """Also where a step's activations take tail blocks for all but the first `max_seqs` tokens."""
+
+    def tokens_that_fit(wanted):
+        return max_seqs + scheduler.cache.pool.num_lendable(num_blocks) * tokens_a_block
+
     scheduler = make_scheduler(
-        num_blocks, max_seqs=max_seqs, budget=budget, prefix_cache=prefix_cache
+        num_blocks,
+        max_seqs=max_seqs,
+        budget=budget,
+        prefix_cache=prefix_cache,
+        num_tail=num_tail,
+        tokens_that_fit=None if tokens_a_block is None else tokens_that_fit,
     )
     todo = [
         (gap, make_seq(order, num_prompt, max_tokens, first))
@@ -112,6 +135,24 @@ def test_long_prompt_is_chunked_beside_decodes():
         plan, _ = run_step(scheduler)
         shapes.append((len(plan.decode), [chunk.length for chunk in plan.prefill]))
     assert shapes[:5] == [(1, [7]), (1, [7]), (1, [7]), (1, [7]), (1, [2])]
+
+
+def test_a_short_tail_cuts_the_youngest_chunks_and_keeps_their_blocks():
+    scheduler = make_scheduler(64, max_seqs=4, budget=40, tokens_that_fit=lambda wanted: room)
+    seqs = [make_seq(i, 12, 4, first_token=15 * i) for i in range(3)]
+    for seq in seqs:
+        scheduler.add(seq)
+    room = 9
+    plan, _ = run_step(scheduler)
+    assert [(chunk.seq.order, chunk.length) for chunk in plan.chunks] == [(0, 9)]
+    assert [len(seq.block_table) for seq in seqs] == [3, 3, 3]  # admitted with all their blocks
+    room = 5
+    plan, _ = run_step(scheduler)
+    assert [(chunk.seq.order, chunk.length) for chunk in plan.chunks] == [(0, 3), (1, 2)]
+    room = 100
+    plan, _ = run_step(scheduler)
+    assert [(chunk.seq.order, chunk.length) for chunk in plan.chunks] == [(0, 1), (1, 10), (2, 12)]
+    assert scheduler.num_shortened_steps == 2
 
 
 def test_youngest_is_preempted_and_resumes():

@@ -37,7 +37,7 @@ class Rope:
     def write_tables(
         self, positions: Tensor, cos: Tensor, sin: Tensor, angles: Tensor, turned: Tensor
     ) -> None:
-        """As `tables`, into `cos` and `sin`; `angles`, `turned` fp64 of that shape are overwritten."""
+        """As `tables`, into `cos` and `sin`; `angles` and `turned`, fp64, are scratch."""
         torch.mul(positions[:, None].double(), self._frequencies, out=angles)
         turned.copy_(cos.copy_(angles))  # rounded to fp32
         is_trained = positions[:, None] < self.trained_context
