@@ -98,7 +98,7 @@ def _summary(logprobs: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "perplexity": perplexity(logprobs),
         "perplexity_trained": perplexity(logprobs[: data.CONTEXT - 1]),
-        "perplexity_beyond": perplexity(beyond) if len(beyond) else None,
+        "perplexity_beyond": perplexity(beyond) if len(beyond) >= args.stretch else None,
         "by_position": [perplexity(part) for part in logprobs.split(args.stretch)],
     }
 
