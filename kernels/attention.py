@@ -186,12 +186,13 @@ def _prepare(
     if rolling is not None:
         q_sink = rolling.q_sink
         assert native.rows_are_dense(q_sink) and q_sink.shape == q.shape and q_sink.dtype == q.dtype
-        for ints, like in (
-            (rolling.sink_ends, q), (rolling.window_starts, q),
-            (rolling.sink_blocks, lens), (rolling.bases, lens),
-        ):  # fmt: skip
-            assert ints.shape == like.shape[:1] and ints.dtype == torch.int32
-            assert ints.is_contiguous()
+        ends, starts = rolling.sink_ends, rolling.window_starts
+        sink_blocks, bases = rolling.sink_blocks, rolling.bases
+        assert ends.numel() == starts.numel() == q.shape[0]
+        assert sink_blocks.numel() == bases.numel() == lens.numel()
+        assert ends.dtype == starts.dtype == sink_blocks.dtype == bases.dtype == torch.int32
+        assert ends.is_contiguous() and starts.is_contiguous()
+        assert sink_blocks.is_contiguous() and bases.is_contiguous()
     if out is None:
         return q.new_empty(q.shape)
     assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype

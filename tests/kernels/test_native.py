@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from kernel_cases import assert_close, dense_attention, paged
+from rolled_cases import Roll, dense_rolled_attention, rolled_paged
 
 from penstock.kernels import attention, matmul, native, rowwise
 
@@ -82,6 +83,25 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
             max_context_len=300,
         )
         assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, 40))
+        rolled = rolled_paged(
+            [300, 20], [50, 3], [Roll(4, 100, 16), None],
+            num_heads=14, head_dim=20, dtype=dtype, num_scratch=1,
+        )  # fmt: skip
+        q = torch.randn(53, 14, 20).to(dtype)
+        y = attention.prefill_attention(
+            q,
+            rolled.k_cache,
+            rolled.v_cache,
+            rolled.tables,
+            torch.tensor([0, 50, 53], dtype=torch.int32),
+            rolled.lens,
+            scale=0.2,
+            max_query_len=50,
+            max_context_len=300,
+            rolling=rolled.rolling,
+            scratch=rolled.scratch,
+        )
+        assert_close(y, dense_rolled_attention(q, rolled, 0.2))
         assert_close(rowwise.silu_mul(x[:, :50]), rowwise.silu_mul_reference(x[:, :50]))
         ones = torch.ones(51, dtype=dtype)
         assert_close(rowwise.rms_norm(x, ones, 1e-5), rowwise.rms_norm_reference(x, ones, 1e-5))
