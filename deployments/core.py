@@ -20,6 +20,8 @@ from penstock.deployments.errors import ServiceError
 from penstock.deployments.generation import Generation
 from penstock.deployments.prompts import PromptReader
 from penstock.deployments.prompts import beside_the_loop as beside_the_loop
+from penstock.deployments.reasoned_answers import Reasoning
+from penstock.deployments.reasoning import Marks
 from penstock.deployments.request_log import log_request
 from penstock.deployments.request_metrics import DISCONNECT, RequestMetrics
 from penstock.deployments.side_by_side import side_by_side
@@ -52,14 +54,16 @@ class RequestCore:
         model_name: str,
         vocab_size: int,
         max_model_len: int,
+        marks: Marks | None = None,
     ):
-        """`vocab_size`: the model's; its tokenizer may know fewer tokens."""
+        """`vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning."""
         self.tokenizer = tokenizer
         self._backend = backend
         model = ServedModel(model_name, vocab_size, max_model_len, tokenizer.has_chat_template)
         self._models = {model_name: model}
         self._default_model = model_name
         self._prompts = PromptReader(tokenizer, max_model_len)
+        self._reasoning = Reasoning(marks, tokenizer)
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
 
@@ -97,6 +101,7 @@ class RequestCore:
             if call.truncate_prompt_tokens is not None:
                 prompt_ids = prompt_ids[-call.truncate_prompt_tokens :]
             check_length(len(prompt_ids), params, model.max_model_len)
+            params = self._reasoning.params(call, prompt_ids, params)
             if call.bad_words:
                 words = await self._prompts.bad_words_ids(call.bad_words)
                 params = replace(params, bad_words_ids=params.bad_words_ids + words)
@@ -266,10 +271,12 @@ class RequestCore:
             self.tokenizer.detokenizer(
                 skip_special_tokens=call.skip_special_tokens,
                 after=request.prompt_ids if continues else (),
+                shown=self._reasoning.shown(call),
             ),
             token_bytes=self.tokenizer.token_bytes,
             start_s=start_s,
             first=first,
+            reasoning=self._reasoning.reader(call, request.prompt_ids),
         )
 
 

@@ -35,11 +35,16 @@ class TimingsBody(_Answer):
     total_s: float | None
 
 
+class CompletionTokensDetails(_Answer):
+    reasoning_tokens: int
+
+
 class UsageBody(_Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
     timings: TimingsBody | None = None
 
 
@@ -61,8 +66,12 @@ class ToolCall(_Answer):
 
 
 class AssistantMessage(_Answer):
+    """`reasoning` is the newer name of `reasoning_content`: clients read the one or the other."""
+
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None
     tool_calls: list[ToolCall] | None = None
 
@@ -92,6 +101,8 @@ class ChatCompletion(_Answer):
 class ChatDelta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

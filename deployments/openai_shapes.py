@@ -28,6 +28,7 @@ def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
         "completion_tokens": total.completion_tokens,
         "total_tokens": total.prompt_tokens + total.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
     }
     if any(usage.timings is not None for usage in usages):
         body["timings"] = _timings_body([u.timings for u in usages if u.timings is not None])
@@ -47,6 +48,7 @@ class Collected:
     """One choice, put together from its pieces."""
 
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     scores: list[ScoredToken] = field(default_factory=list)
     prompt_scores: list[ScoredToken] | None = None
@@ -60,6 +62,7 @@ class Collected:
             else:
                 self.tool_calls[call.index]["function"]["arguments"] += call.arguments
         self.texts.append(piece.text)
+        self.thoughts.append(piece.reasoning)
         self.token_ids += piece.token_ids
         self.scores += piece.scores
         self.prompt_scores = self.prompt_scores or piece.prompt_scores
@@ -110,8 +113,10 @@ class AnswerShape:
             usages.append(choice.last.usage)
             text = "".join(choice.texts)
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            message |= _reasoning_body("".join(choice.thoughts))
+            if not text and (choice.tool_calls or "reasoning" in message):
+                message["content"] = None
             if choice.tool_calls:
-                message["content"] = text if text.strip() else None
                 message["tool_calls"] = list(choice.tool_calls.values())
             body = {
                 "index": index,
@@ -141,7 +146,9 @@ class AnswerShape:
         is_last = piece.finish_reason is not None
         about_tokens = self._about_tokens(piece)
         about_prompt = self._about_prompt(index, piece.prompt_scores, once=True)
-        says_something = bool(piece.text or piece.scores or about_tokens or about_prompt)
+        says_something = bool(
+            piece.text or piece.reasoning or piece.scores or about_tokens or about_prompt
+        )
         logprobs = self._logprobs(piece.scores) if piece.scores else None
         if not self.is_chat:
             ending = _ending(piece) if is_last else {"finish_reason": None}
@@ -150,7 +157,10 @@ class AnswerShape:
             return [self._chunk(choice)] if says_something or is_last else []
         chunks: list[dict[str, Any]] = []
         if says_something:
-            choice = {"index": index, "delta": {"content": piece.text}, "logprobs": logprobs}
+            delta = _reasoning_body(piece.reasoning)
+            if piece.text or not delta:
+                delta["content"] = piece.text
+            choice = {"index": index, "delta": delta, "logprobs": logprobs}
             choice |= {"finish_reason": None, **about_tokens}
             chunks.append({**self._chunk(choice), **about_prompt})
         if piece.tool_calls:
@@ -192,6 +202,11 @@ class AnswerShape:
         if self.shows_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _reasoning_body(text: str) -> dict[str, str]:
+    """Under both names that servers give it; nothing, where there is none."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _ending(piece: TextDelta) -> dict[str, Any]:

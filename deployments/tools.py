@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.workers.request import RequestError
-from penstock.workers.structured import StructuredKind, StructuredSpec, json_schema
+from penstock.workers.structured import (
+    StructuredKind,
+    StructuredSpec,
+    json_in_grammar,
+    json_schema,
+)
 
 MAX_TOOLS = 128
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -96,7 +101,7 @@ class Toolset:
             schema["x-guidance"] = {"lenient": not tool.is_strict, "whitespace_flexible": False}
             schema["x-guidance"] |= {"item_separator": ", ", "key_separator": ": "}
             lines += [f'call{i}: {head} arguments{i} "}}"']
-            lines += [f"arguments{i}: %json {json.dumps(schema)}"]
+            lines += [f"arguments{i}: %json {json_in_grammar(schema)}"]
         return StructuredSpec(StructuredKind.GRAMMAR, "\n".join(lines), param="tools")
 
     @property

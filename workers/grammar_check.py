@@ -6,7 +6,7 @@ grammar is compiled here first for trial, by the same code and under the same li
 worker, on a smaller stack, under a cap of memory, and with a parent that kills it after a second.
 What crashes, swells or hangs the compiler does it here.
 
-Knows nothing of models, tokenizers or requests; imports llguidance alone.
+Knows nothing of models, tokenizers or requests; imports little beside llguidance.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from penstock.workers.structured import WHITE_SPACE
+
 MAX_MEMORY_BYTES = 1 << 30
 STACK_BYTES = 1 << 20  # the worker's threads have 2 MiB or more
-# No more white space than this in one place: without a bound, a model may go on with it for ever.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 
 def limits() -> LLParserLimits:
