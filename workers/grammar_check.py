@@ -12,6 +12,7 @@ Knows nothing of models, tokenizers or requests; imports little beside llguidanc
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import threading
@@ -24,6 +25,9 @@ from penstock.workers.structured import WHITE_SPACE
 
 MAX_MEMORY_BYTES = 1 << 30
 STACK_BYTES = 1 << 20  # the worker's threads have 2 MiB or more
+# A token by its id in the model's vocabulary; here one of the few control tokens stands for it.
+_TOKEN = re.compile(r"<\[\d{1,9}\]>")
+_STAND_IN = "<[258]>"
 
 
 def limits() -> LLParserLimits:
@@ -69,7 +73,8 @@ def answer(message: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, str]:
         grammar = library_grammar(message["kind"], message["text"], message["lenient"])
     except Exception as error:  # also of the library's own Python code
         return {"error": " ".join(str(error).split())[:300] or "it cannot be read"}
-    found = problem(LLMatcher(tokenizer, grammar, log_level=0, limits=limits()))
+    trial = _TOKEN.sub(_STAND_IN, grammar)
+    found = problem(LLMatcher(tokenizer, trial, log_level=0, limits=limits()))
     return {"grammar": grammar} if found is None else {"error": found}
 
 
