@@ -1,54 +1,70 @@
-"""Anthropic's Messages API: its requests as Calls, its answers and its stream events.
+"""Anthropic's Messages API: its requests as Calls.
 
 Knows nothing of HTTP, and makes no decision that the request core makes for all front ends.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from penstock.deployments.bodies import Strict, json_object, known_only, validated
-from penstock.deployments.calls import ChatPrompt, TextDelta, Usage
-from penstock.deployments.dialects import server_sent
-from penstock.workers.request import FinishReason, RequestError, SamplingParams
+from penstock.deployments.anthropic_blocks import (
+    TextBlock,
+    Turn,
+    known_blocks,
+    known_turn,
+    messages_of,
+    text_of,
+)
+from penstock.deployments.bodies import Strict, json_object, known_only, validated, validated_at
+from penstock.deployments.calls import ChatPrompt
+from penstock.deployments.openai_tools import only_one
+from penstock.deployments.tools import Tool, Toolset, toolset_of
+from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.structured import StructuredSpec, json_schema
 
 IGNORED = frozenset(("metadata", "service_tier", "inference_geo", "cache_control"))
-_NO_THINKING = (None, {"type": "disabled"})
+_NO_THINKING = (None, {"type": "disabled"}, {"type": "adaptive"})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("tools", "mcp_servers"), (None, [])),
-    "tool_choice": (None, {"type": "none"}, {"type": "auto"}),
+    "mcp_servers": (None, []),
     "thinking": _NO_THINKING,
     **dict.fromkeys(("container", "context_management", "diagnostics"), (None,)),
-    **dict.fromkeys(("output_config", "output_format"), (None, {})),
     "speed": (None, "standard"),
 }
-IGNORED_IN_BLOCKS = frozenset(("cache_control", "citations"))
+_IGNORED_IN_TOOLS = frozenset(
+    ("cache_control", "eager_input_streaming", "defer_loading", "input_examples", "allowed_callers")
+)
 
 
-class TextBlock(Strict):
-    type: Literal["text"]
-    text: str
+class ToolBody(Strict):
+    """A function that the caller would run."""
 
-    @classmethod
-    def known(cls, block: Any, path: str) -> Any:
-        """`block` without what may be ignored. Raises RequestError for kinds but text."""
-        if not isinstance(block, dict):
-            return block
-        if isinstance(kind := block.get("type"), str) and kind != "text":
-            raise RequestError(
-                f"{path}: this server takes blocks of type 'text' only",
-                param=path,
-                code="unsupported_parameter",
-            )
-        return {name: value for name, value in block.items() if name not in IGNORED_IN_BLOCKS}
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="a JSON schema of the arguments")
+    strict: bool | None = Field(None, description="refuse keywords that cannot be enforced")
 
 
-class Turn(Strict):
-    role: Literal["user", "assistant"]
-    content: str | list[TextBlock]
+class ToolChoice(Strict):
+    """Whether tools are to be called: `any` of them, or the `tool` of that name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="one call at most")
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    body: dict[str, Any] = Field(alias="schema", description="a JSON schema of the answer")
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="ignored"
+    )
 
 
 class CountTokensRequest(Strict):
@@ -57,16 +73,39 @@ class CountTokensRequest(Strict):
     model: str
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
+    tools: list[ToolBody] | None = Field(None, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")
+    output_config: OutputConfig | None = Field(None, description="the answer's shape")
+    output_format: OutputFormat | None = Field(None, description="older name of the same")
+
+    def toolset(self) -> Toolset | None:
+        """Raises RequestError naming what is wrong with the tools."""
+        chosen = self.tool_choice or ToolChoice(type="auto", disable_parallel_tool_use=None)
+        if (chosen.name is not None) != (chosen.type == "tool"):
+            raise RequestError(
+                "tool_choice.name is for type 'tool', which needs it", param="tool_choice.name"
+            )
+        tools = tuple(
+            Tool(each.name, each.description, each.input_schema, is_strict=bool(each.strict))
+            for each in self.tools or ()
+        )
+        return toolset_of(
+            tools,
+            mode={"any": "required", "tool": None}.get(chosen.type, chosen.type),
+            only=chosen.name,
+            is_parallel=not chosen.disable_parallel_tool_use,
+            within="",
+            schema="input_schema",
+        )
 
     def prompt(self) -> ChatPrompt:
-        turns: list[dict[str, str]] = []
-        for role, run in itertools.groupby(self.messages, key=lambda turn: turn.role):
-            # Their API takes several turns of one role for one; many templates refuse them.
-            turns.append({"role": role, "content": "\n\n".join(_text(t.content) for t in run)})
-        ends_with_answer = bool(turns) and turns[-1]["role"] == "assistant"
+        messages = messages_of(self.messages)
+        ends_with_answer = bool(messages) and messages[-1]["role"] == "assistant"
         if self.system:
-            turns.insert(0, {"role": "system", "content": _text(self.system)})
-        return ChatPrompt(tuple(turns), add_generation_prompt=not ends_with_answer)
+            messages.insert(0, {"role": "system", "content": text_of(self.system)})
+        return ChatPrompt(
+            tuple(messages), add_generation_prompt=not ends_with_answer, tools=self.toolset()
+        )
 
 
 class MessagesRequest(CountTokensRequest):
@@ -101,8 +140,21 @@ class MessagesRequest(CountTokensRequest):
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
+            structured=self._shape(),
             **given,
         )
+
+    def _shape(self) -> StructuredSpec | None:
+        newer = self.output_config.format if self.output_config else None
+        formats = (("output_config.format", newer), ("output_format", self.output_format))
+        specs = [
+            json_schema(each.body, param=f"{where}.schema", lenient=True)
+            for where, each in formats
+            if each is not None
+        ]
+        calls = self.toolset()
+        forced = calls.spec() if calls else None
+        return only_one([*specs, *([forced] if forced else [])], "tool_choice")
 
 
 RequestT = TypeVar("RequestT", bound=CountTokensRequest)
@@ -112,134 +164,22 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
     values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
     if isinstance(system := values.get("system"), list):
-        values["system"] = _known_blocks(system, "system")
+        values["system"] = known_blocks(system, "system", "system")
     if isinstance(messages := values.get("messages"), list):
-        values["messages"] = [_known_turn(i, turn) for i, turn in enumerate(messages)]
+        values["messages"] = [known_turn(i, turn) for i, turn in enumerate(messages)]
+    if isinstance(tools := values.get("tools"), list):
+        values["tools"] = [_known_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     return validated(kind, values)
 
 
-def _known_turn(index: int, turn: Any) -> Any:
-    if isinstance(turn, dict) and isinstance(content := turn.get("content"), list):
-        return {**turn, "content": _known_blocks(content, f"messages[{index}].content")}
-    return turn
-
-
-def _known_blocks(blocks: list[Any], path: str) -> list[Any]:
-    return [TextBlock.known(block, f"{path}[{i}]") for i, block in enumerate(blocks)]
-
-
-def _text(content: str | list[TextBlock]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(block.text for block in content)
-
-
-# Answers
-
-
-class _Answer(BaseModel):
-    pass
-
-
-class MessageUsage(_Answer):
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class MessageBody(_Answer):
-    """An answer to a conversation."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[TextBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class TokensCount(_Answer):
-    input_tokens: int
-
-
-class AnthropicErrorDetail(_Answer):
-    type: str
-    message: str
-
-
-class AnthropicError(_Answer):
-    """What every failure under /v1/messages looks like."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-    request_id: str
-
-
-class MessageShape:
-    """Builds one answer, whole or as the events of a stream."""
-
-    def __init__(self, request_id: str, model: str):
-        self._head: dict[str, Any] = {
-            "id": f"msg_{request_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-        }
-
-    def whole(self, text: str, last: TextDelta) -> dict[str, Any]:
-        assert last.usage is not None, "the last piece has the usage"
-        content = [{"type": "text", "text": text}] if text else []
-        return {**self._head, "content": content, **_ending(last), "usage": _usage(last.usage)}
-
-    def opening(self, usage: Usage) -> str:
-        """The events before the first text. `usage`: what is known then."""
-        started = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(usage),
-        }
-        block = {"type": "text", "text": ""}
-        return (
-            _event("message_start", message=started)
-            + _event("content_block_start", index=0, content_block=block)
-            + _event("ping")
+def _known_tool(path: str, tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(kind := tool.get("type"), str) and kind != "custom":
+        raise RequestError(
+            f"{path}: this server takes tools of type 'custom' only",
+            param=path,
+            code="unsupported_parameter",
         )
-
-    def text(self, text: str) -> str:
-        delta = {"type": "text_delta", "text": text}
-        return _event("content_block_delta", index=0, delta=delta)
-
-    def closing(self, last: TextDelta) -> str:
-        assert last.usage is not None, "the last piece has the usage"
-        return (
-            _event("content_block_stop", index=0)
-            + _event("message_delta", delta=_ending(last), usage=_usage(last.usage))
-            + _event("message_stop")
-        )
-
-
-def _event(kind: str, **body: Any) -> str:
-    return server_sent({"type": kind, **body}, kind)
-
-
-def _ending(last: TextDelta) -> dict[str, Any]:
-    if last.finish_reason is FinishReason.LENGTH:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(last.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def _usage(usage: Usage) -> dict[str, int]:
-    """Their input_tokens leaves out what came from the cache."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
+    kept = {name: value for name, value in tool.items() if name not in _IGNORED_IN_TOOLS}
+    return validated_at(path, ToolBody, kept)

@@ -27,6 +27,7 @@ from penstock.deployments.channel import WorkerPool
 from penstock.deployments.config import ServeConfig, config_from, read_api_keys
 from penstock.deployments.core import RequestCore
 from penstock.deployments.metrics import MetricsServer, PenstockCollector
+from penstock.deployments.reasoned_answers import find_marks
 from penstock.deployments.registry import ClusterView, IngressInfo, RegistryClient
 from penstock.workers.actor import Worker
 from penstock.workers.model_config import read_limits
@@ -107,12 +108,14 @@ class IngressReplica:
         config = self._config
         folder = await asyncio.to_thread(resolve_model, config.engine.model)
         vocab_size, max_model_len = read_limits(folder)
+        tokenizer = Tokenizer.load(folder)
         core = RequestCore(
-            Tokenizer.load(folder),
+            tokenizer,
             self._pool,
             model_name=config.model_name,
             vocab_size=vocab_size,
             max_model_len=min(max_model_len, config.engine.max_model_len or max_model_len),
+            marks=find_marks(config.reasoning_marks, tokenizer),
         )
         api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
         self._asgi_app = http_ingress.build_app(

@@ -83,6 +83,16 @@ def validated(kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
         raise _as_request_error(error) from None
 
 
+def validated_at(path: str, kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
+    """The same for a part of a body, which is at `path` in it."""
+    try:
+        return validated(kind, values)
+    except RequestError as error:
+        where = f"{path}.{error.param}" if error.param else path
+        message = f"{path}.{error.message}" if error.param else f"{path}: {error.message}"
+        raise RequestError(message, param=where, code=error.code) from None
+
+
 def _as_request_error(error: ValidationError) -> RequestError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # Of a union, one problem per alternative: that of an object inside, if one was meant, and else

@@ -50,7 +50,8 @@ class Call:
     and then `params.max_tokens` may be 0: the prompt is scored, and not answered. `bad_words` join
     `params.bad_words_ids`.
     `principal` tells callers apart for Cancel. `front` and `client_id` are for the log only.
-    With `wants_timings` the usage says where the time went.
+    With `wants_timings` the usage says where the time went. With `splits_reasoning` the reasoning
+    of a model that has marks for it is kept apart from its answer to a conversation.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -68,6 +69,7 @@ class Call:
     principal: str = ""
     front: str = ""
     wants_timings: bool = False
+    splits_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,15 @@ class Timings:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache."""
+    """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache.
+
+    `reasoning_tokens` of the answer came up to the end of the reasoning, its marks included.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     timings: Timings | None = None  # with the last piece, where wanted
     shares_prompt: bool = False  # with another answer of the same call, which counts it
 
@@ -101,6 +107,7 @@ class Usage:
         sums = cls(0)
         for usage in usages:
             sums.completion_tokens += usage.completion_tokens
+            sums.reasoning_tokens += usage.reasoning_tokens
             if not usage.shares_prompt:
                 sums.prompt_tokens += usage.prompt_tokens
                 sums.cached_tokens += usage.cached_tokens
@@ -125,6 +132,7 @@ class TextDelta:
     """A piece of an answer. The last one has `finish_reason` (never ERROR) and `usage`.
 
     `text` may be empty while a character, or what may become a stop string, is incomplete.
+    `reasoning` comes before all text of the answer.
     `stop_reason` is the stop string or the stop token that ended the answer, if one did.
     `scores`, where asked for, are of the tokens whose text is out with this piece; in the end there
     is one for every token that is counted, and with echo for the prompt's before. `prompt_scores`,
@@ -138,5 +146,6 @@ class TextDelta:
     usage: Usage | None = None
     scores: list[ScoredToken] = field(default_factory=list)
     prompt_scores: list[ScoredToken] | None = None
+    reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
     ends_in_tool_calls: bool = False  # the last piece, where the answer stopped and made some

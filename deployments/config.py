@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from penstock.deployments.reasoning import marks_in
 from penstock.workers.config import (
     ConfigError,
     EngineConfig,
@@ -42,6 +43,11 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     served_model_name: str | None = option(
         None, "name that clients use for the model; none: the last part of its path or id"
+    )
+    reasoning_marks: str | None = option(
+        "auto",
+        "marks around a model's reasoning, which answers to chats keep apart; auto: published ones "
+        "that its chat template or tokenizer knows; none; or two, as '<think> </think>'",
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     http_port: int = option(8000, "port of the OpenAI-compatible HTTP interface")
@@ -83,6 +89,8 @@ class ServeConfig:
         return dataclasses.replace(self, **changes)
 
     def __post_init__(self) -> None:
+        if self.reasoning_marks not in (None, "auto"):
+            marks_in(self.reasoning_marks)
         for name in ("num_workers", "num_ingress"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")

@@ -7,40 +7,30 @@ HTTP, gRPC or workers: front ends hand in `Call`s, and a `TokenBackend` makes to
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from penstock.deployments.calls import Call, ChatPrompt, ServedModel, TextDelta
-from penstock.deployments.checks import check_ids, check_length, check_messages, check_text
-from penstock.deployments.choices import (
-    bad_words_ids,
-    check_choices,
-    check_extras,
-    engine_params,
-    nth_choice,
-)
+from penstock.deployments.checks import check_ids, check_length, check_text
+from penstock.deployments.choices import check_choices, check_extras, engine_params, nth_choice
 from penstock.deployments.errors import ServiceError
 from penstock.deployments.generation import Generation
+from penstock.deployments.prompts import PromptReader
+from penstock.deployments.prompts import beside_the_loop as beside_the_loop
+from penstock.deployments.reasoned_answers import Reasoning
+from penstock.deployments.reasoning import Marks
+from penstock.deployments.request_log import log_request
 from penstock.deployments.request_metrics import DISCONNECT, RequestMetrics
-from penstock.deployments.tools import as_plain_messages
+from penstock.deployments.side_by_side import side_by_side
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.tokenizer import Tokenizer
-
-log = logging.getLogger("penstock.requests")
-
-T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PROMPTS = 64  # prompts of one call
 MAX_MODEL_NAME_CHARS = 200
-MAX_INLINE_SIZE = 4096  # characters or tokens; more are converted beside the event loop, not on it
-TEXT_SLACK = 4  # normalising may shrink a text by so much before it becomes tokens
 
 
 class TokenBackend(Protocol):
@@ -64,14 +54,16 @@ class RequestCore:
         model_name: str,
         vocab_size: int,
         max_model_len: int,
+        marks: Marks | None = None,
     ):
-        """`vocab_size`: the model's; its tokenizer may know fewer tokens."""
+        """`vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning."""
         self.tokenizer = tokenizer
         self._backend = backend
         model = ServedModel(model_name, vocab_size, max_model_len, tokenizer.has_chat_template)
         self._models = {model_name: model}
         self._default_model = model_name
-        self._max_prompt_chars = max_model_len * tokenizer.max_token_bytes * TEXT_SLACK
+        self._prompts = PromptReader(tokenizer, max_model_len)
+        self._reasoning = Reasoning(marks, tokenizer)
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
 
@@ -105,18 +97,19 @@ class RequestCore:
             check_extras(call)
             for stop in call.params.stop:
                 check_text(stop, "stop")
-            prompt_ids = await self._prompt_ids(call, model)
+            prompt_ids = await self._prompts.ids(call, model)
             if call.truncate_prompt_tokens is not None:
                 prompt_ids = prompt_ids[-call.truncate_prompt_tokens :]
             check_length(len(prompt_ids), params, model.max_model_len)
+            params = self._reasoning.params(call, prompt_ids, params)
             if call.bad_words:
-                words = await self._bad_words_ids(call.bad_words)
+                words = await self._prompts.bad_words_ids(call.bad_words)
                 params = replace(params, bad_words_ids=params.bad_words_ids + words)
                 params.check(model.vocab_size)
             if call.deadline_s is not None and time.monotonic() >= call.deadline_s:
                 raise ServiceError("deadline_exceeded")
         except (RequestError, ServiceError) as refusal:
-            self._log(call, finish=refusal.code)
+            log_request(call, finish=refusal.code)
             raise
         return self._generation(Request(call.request_id, prompt_ids, params), call, start_s)
 
@@ -128,7 +121,7 @@ class RequestCore:
         try:
             check_choices(num_choices)
         except RequestError as refusal:
-            self._log(call, finish=refusal.code)
+            log_request(call, finish=refusal.code)
             raise
         first = await self.prepare(call)
         ids, params, start_s = first.request.prompt_ids, first.request.params, first.times.start_s
@@ -178,7 +171,7 @@ class RequestCore:
             if not answers:
                 self._running.pop(generation.call.request_id, None)
             self.metrics.count_end(times, finish, usage)
-            self._log(generation.call, finish=finish, generation=generation)
+            log_request(generation.call, finish=finish, generation=generation)
 
     async def generate(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """`prepare` and `run` in one."""
@@ -194,34 +187,10 @@ class RequestCore:
 
         The first failure ends them all; so does closing this generator.
         """
-        if len(generations) == 1:
-            async with aclosing(self.run(generations[0])) as pieces:
-                async for piece in pieces:
-                    yield 0, piece
-            return
-        ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue(maxsize=256)
-
-        async def pump(index: int, generation: Generation) -> None:
-            try:
-                async with aclosing(self.run(generation)) as pieces:
-                    async for piece in pieces:
-                        await ready.put((index, piece))
-            except Exception as error:
-                await ready.put((index, error))
-
-        pumps = [asyncio.create_task(pump(i, each)) for i, each in enumerate(generations)]
-        try:
-            num_unfinished = len(generations)
-            while num_unfinished:
-                index, item = await ready.get()
-                if isinstance(item, Exception):
-                    raise item
-                num_unfinished -= item.finish_reason is not None
-                yield index, item
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        streams = [self.run(generation) for generation in generations]
+        async with aclosing(side_by_side(streams)) as pieces:
+            async for index_and_piece in pieces:
+                yield index_and_piece
 
     def cancel(self, request_id: str, principal: str = "") -> bool:
         """End a call of this principal; its answers end with ABORT. False: there is none."""
@@ -244,7 +213,7 @@ class RequestCore:
 
     async def prompt_ids(self, call: Call) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it, however long. Raises RequestError."""
-        return await self._prompt_ids(call, self.model(call.model))
+        return await self._prompts.ids(call, self.model(call.model))
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool
@@ -302,94 +271,14 @@ class RequestCore:
             self.tokenizer.detokenizer(
                 skip_special_tokens=call.skip_special_tokens,
                 after=request.prompt_ids if continues else (),
+                shown=self._reasoning.shown(call),
             ),
             token_bytes=self.tokenizer.token_bytes,
             start_s=start_s,
             first=first,
+            reasoning=self._reasoning.reader(call, request.prompt_ids),
         )
-
-    async def _bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        for word in words:
-            check_text(word, "bad_words")
-        encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        return await beside_the_loop(sum(map(len, words)), bad_words_ids, words, encode)
-
-    async def _prompt_ids(self, call: Call, model: ServedModel) -> tuple[int, ...]:
-        prompt = call.prompt
-        if isinstance(prompt, tuple):
-            check_ids(prompt, model.vocab_size, "prompt")
-            return prompt
-        if isinstance(prompt, str):
-            check_text(prompt, "prompt")
-            num_chars = len(prompt)
-        else:
-            check_messages(prompt.messages)
-            num_chars = sum(len(message["content"]) for message in prompt.messages)
-            num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
-        if num_chars > self._max_prompt_chars:
-            raise RequestError(
-                f"a prompt of {num_chars} characters cannot fit the {model.max_model_len} tokens "
-                "that this model takes",
-                param="prompt" if isinstance(prompt, str) else "messages",
-                code="context_length_exceeded",
-            )
-        return await beside_the_loop(num_chars, self._encode, call)
-
-    def _encode(self, call: Call) -> tuple[int, ...]:
-        if isinstance(call.prompt, ChatPrompt):
-            messages = [_for_template(message) for message in call.prompt.messages]
-            toolset, tools = call.prompt.tools, None
-            if not self.tokenizer.renders_tools:
-                messages = as_plain_messages(messages, toolset)
-            elif toolset is not None:
-                tools = [tool.as_json() for tool in toolset.tools]
-            text = self.tokenizer.render_chat(
-                messages,
-                add_generation_prompt=call.prompt.add_generation_prompt,
-                tools=tools,
-            )
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        assert isinstance(call.prompt, str)
-        return tuple(self.tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens))
-
-    def _log(self, call: Call, *, finish: str, generation: Generation | None = None) -> None:
-        """One line of JSON, in which every control character is escaped; never the prompt."""
-        if not log.isEnabledFor(logging.INFO):
-            return
-        request_id = call.request_id if generation is None else generation.request.request_id
-        line: dict[str, Any] = {"id": request_id, "front": call.front, "finish": finish}
-        if call.client_id is not None:
-            line["client_id"] = call.client_id
-        if generation is not None:
-            timings = generation.times.timings(time.monotonic())
-            line |= {
-                "prompt_tokens": generation.usage.prompt_tokens,
-                "cached_tokens": generation.usage.cached_tokens,
-                "completion_tokens": generation.usage.completion_tokens,
-                "ttft_s": _rounded(timings.first_token_s),
-                "queue_s": _rounded(timings.queue_s),
-                "prefill_s": _rounded(timings.prefill_s),
-                "decode_s": _rounded(timings.decode_s),
-                "total_s": _rounded(timings.total_s),
-            }
-        log.info("%s", json.dumps(line))
-
-
-async def beside_the_loop(size: int, convert: Callable[..., T], /, *args: Any, **options: Any) -> T:
-    """`convert(…)`, on another thread if there is so much to convert that others would wait."""
-    if size <= MAX_INLINE_SIZE:
-        return convert(*args, **options)
-    return await asyncio.to_thread(convert, *args, **options)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)
 
 
 def _aborted(generation: Generation) -> Delta:
     return Delta(generation.request.request_id, [], FinishReason.ABORT)
-
-
-def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates know 'system'; 'developer' is OpenAI's newer name for it."""
-    return {**message, "role": "system"} if message["role"] == "developer" else message

@@ -10,6 +10,7 @@ import asyncio
 from penstock.deployments.calls import Call, ChatPrompt, TextDelta, Usage
 from penstock.deployments.choices import scores_only
 from penstock.deployments.errors import ServiceError
+from penstock.deployments.reasoning import ReasoningReader
 from penstock.deployments.request_metrics import RequestTimes
 from penstock.deployments.scores import (
     ScoredToken,
@@ -35,8 +36,12 @@ class Generation:
         token_bytes: TokenBytes,
         start_s: float,
         first: Generation | None = None,
+        reasoning: ReasoningReader | None = None,
     ):
-        """`first`: the first answer to the same prompt, if this is another one."""
+        """`first`: the first answer to the same prompt, if this is another one.
+
+        `reasoning`: for answers from which it is to be told apart.
+        """
         self.request = request
         self.call = call
         self.first = first
@@ -48,6 +53,8 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprob] = []
         self._token_bytes = token_bytes
         self._detokenizer = detokenizer
+        self._reasoning = reasoning
+        self._thoughts: list[str] = []  # of the piece that is being made
         self._stops = StopChecker(request.params.stop)
         self._scores = None if call.params.logprobs is None else ScoreQueue()
         self._num_sent = 0  # characters
@@ -111,14 +118,14 @@ class Generation:
             if self._scores is not None:
                 num_top = self.call.params.logprobs or 0
                 self._scores.add(scored(delta.logprobs[i], num_top, self._token_bytes), added)
-            text, stop = self._check(added)
+            text, stop = self._check(self._without_reasoning(added))
             texts.append(text)
             if stop is not None:
                 ids = delta.token_ids[: i + 1]
                 return self._last("".join(texts), ids, FinishReason.STOP, stop)
         if delta.finish_reason is None:
             return self._piece("".join(texts), delta.token_ids)
-        text, stop = self._check(self._detokenizer.finish())
+        text, stop = self._check(self._without_reasoning(self._detokenizer.finish(), is_end=True))
         texts.append(text)
         if stop is not None:
             return self._last("".join(texts), delta.token_ids, FinishReason.STOP, stop)
@@ -140,6 +147,21 @@ class Generation:
             self.request.prompt_ids, self.prompt_logprobs, num_top, self._token_bytes
         )
 
+    def _without_reasoning(self, text: str, *, is_end: bool = False) -> str:
+        """What of `text` is answer; the reasoning in it goes out with the next piece."""
+        reader = self._reasoning
+        if reader is None:
+            return text
+        was_inside = reader.is_inside
+        thought, text = reader.feed(text)
+        if was_inside or reader.is_inside:
+            self.usage.reasoning_tokens = self.usage.completion_tokens
+        if is_end:
+            last_thought, last_text = reader.finish()
+            thought, text = thought + last_thought, text + last_text
+        self._thoughts.append(thought)
+        return text
+
     def _check(self, text: str) -> tuple[str, str | None]:
         """Stop strings count only in text that came after the first min_tokens tokens."""
         if self.usage.completion_tokens <= self.request.params.min_tokens:
@@ -151,8 +173,13 @@ class Generation:
 
     def _piece(self, text: str, token_ids: list[int]) -> TextDelta:
         self._num_sent += len(text)
-        scores = [] if self._scores is None else self._scores.release(self._num_sent)
-        return TextDelta(text, token_ids, scores=scores)
+        num_out = self._num_sent
+        if self._reasoning is not None:
+            num_out += self._reasoning.num_taken
+        scores = [] if self._scores is None else self._scores.release(num_out)
+        thought = "".join(self._thoughts)
+        self._thoughts.clear()
+        return TextDelta(text, token_ids, scores=scores, reasoning=thought)
 
     def _last(
         self, text: str, token_ids: list[int], reason: FinishReason, stop: str | int | None

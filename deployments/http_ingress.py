@@ -33,16 +33,15 @@ from penstock.deployments.http_messages import add_message_routes
 from penstock.deployments.http_responses import add_response_routes
 from penstock.deployments.http_tokens import add_token_routes
 from penstock.deployments.openai_answers import (
-    AnswerShape,
     ChatCompletion,
     ChatCompletionChunk,
-    Collected,
     Completion,
     ErrorBody,
     ModelBody,
     ModelList,
     model_body,
 )
+from penstock.deployments.openai_shapes import AnswerShape, Collected
 from penstock.deployments.openai_types import ChatCompletionRequest, CompletionRequest, parse
 from penstock.deployments.scores import num_spelt
 from penstock.workers.request import RequestError

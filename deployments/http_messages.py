@@ -13,15 +13,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from penstock.deployments.anthropic_types import (
+from penstock.deployments.anthropic_answers import (
     AnthropicError,
-    CountTokensRequest,
     MessageBody,
     MessageShape,
-    MessagesRequest,
     TokensCount,
-    parse,
 )
+from penstock.deployments.anthropic_types import CountTokensRequest, MessagesRequest, parse
 from penstock.deployments.calls import Call
 from penstock.deployments.core import RequestCore
 from penstock.deployments.dialects import ANTHROPIC_PATH
@@ -46,7 +44,9 @@ def add_message_routes(app: FastAPI, core: RequestCore) -> None:
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic's API does."""
         body = parse(MessagesRequest, await read_body(request))
-        call = Call(body.prompt(), body.params(), model=body.model, **about(request))
+        params, prompt = body.params(), body.prompt()
+        said = about(request)
+        call = Call(prompt, params, model=body.model, splits_reasoning=True, **said)
         generation = await core.prepare(call)
         shape = MessageShape(call.request_id, core.model(call.model).name)
         if body.stream:
@@ -69,34 +69,26 @@ def add_message_routes(app: FastAPI, core: RequestCore) -> None:
 async def _message(
     core: RequestCore, generation: Generation, shape: MessageShape
 ) -> dict[str, Any]:
-    texts = []
     async with aclosing(core.run(generation)) as pieces:
         async for piece in pieces:
-            texts.append(piece.text)
+            _refuse_aborted(piece.finish_reason)
+            shape.add(piece, generation.usage)
             if piece.finish_reason is not None:
-                _refuse_aborted(piece.finish_reason)
-                return shape.whole("".join(texts), piece)
+                return shape.whole(piece)
     raise ServiceError("worker_lost")
 
 
 async def _events(
     core: RequestCore, generation: Generation, shape: MessageShape
 ) -> AsyncGenerator[str, None]:
-    is_open = False
     async with aclosing(core.run(generation)) as pieces:
         async for piece in pieces:
-            event = "" if is_open else shape.opening(generation.usage)
-            is_open = True
-            if piece.text:
-                event += shape.text(piece.text)
-            if piece.finish_reason is not None:
-                _refuse_aborted(piece.finish_reason)
-                event += shape.closing(piece)
-            if event:
+            _refuse_aborted(piece.finish_reason)
+            if event := shape.add(piece, generation.usage):
                 yield event
 
 
-def _refuse_aborted(reason: FinishReason) -> None:
+def _refuse_aborted(reason: FinishReason | None) -> None:
     """Their API has no stop_reason for an answer that was ended from outside."""
     if reason is FinishReason.ABORT:
         raise ServiceError("internal_error")

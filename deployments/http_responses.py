@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -24,8 +25,20 @@ from penstock.deployments.generation import Generation
 from penstock.deployments.http_calls import about, read_body, streamed, takes, whole
 from penstock.deployments.openai_answers import ErrorBody
 from penstock.deployments.response_store import ResponseStore, StoredResponse
-from penstock.deployments.responses_answers import Deleted, ResponseBody, ResponseDraft
-from penstock.deployments.responses_types import Message, ResponsesRequest, check_query, parse
+from penstock.deployments.responses_answers import (
+    Deleted,
+    InputItems,
+    ResponseBody,
+    ResponseDraft,
+)
+from penstock.deployments.responses_items import Message, items_of
+from penstock.deployments.responses_types import (
+    MAX_LISTED,
+    ResponsesRequest,
+    check_query,
+    list_query,
+    parse,
+)
 from penstock.workers.request import RequestError
 
 SCHEMAS: list[type[BaseModel]] = [ResponsesRequest]
@@ -33,6 +46,15 @@ _ONE = f"{RESPONSES_PATH}/{{response_id}}"
 _QUERY = [
     {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
     {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+]
+_LIST_QUERY = [
+    {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20},
+    },
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
 ]
 
 
@@ -72,6 +94,19 @@ def add_response_routes(app: FastAPI, core: RequestCore) -> None:
             )
         return streamed(request, entry.follow(after))
 
+    @app.get(
+        f"{_ONE}/input_items",
+        response_model=InputItems,
+        responses=_refusals(400, 401, 404),
+        openapi_extra={"parameters": _LIST_QUERY},
+    )
+    async def list_input_items(request: Request, response_id: str) -> Response:
+        """The whole conversation that led to a response, the newest first."""
+        entry = maker.find(request, response_id)
+        asked = list_query(request.query_params)
+        items = items_of(entry.messages[: entry.num_input], entry.request_id)
+        return JSONResponse(asked.page(items))
+
     @app.post(f"{_ONE}/cancel", response_model=ResponseBody, responses=_refusals(400, 401, 404))
     async def cancel_response(request: Request, response_id: str) -> Response:
         """End a response that runs in the background."""
@@ -102,7 +137,8 @@ class _Maker:
         asked = parse(await read_body(request))
         said = about(request)
         messages = asked.messages(self._before(asked, said["principal"]))
-        call = Call(asked.prompt(messages), asked.params(), model=asked.model, **said)
+        params, prompt = asked.params(), asked.prompt(messages)
+        call = Call(prompt, params, model=asked.model, splits_reasoning=True, **said)
         generation = await self._core.prepare(call)
         draft = ResponseDraft(call.request_id, self._core.model(call.model).name, asked)
         entry = StoredResponse(
@@ -110,7 +146,12 @@ class _Maker:
             call.principal,
             messages,
             request_id=call.request_id,
-            texts=(asked.instructions or "", *itertools.chain(*(asked.metadata or {}).items())),
+            num_input=len(messages),
+            texts=(
+                asked.instructions or "",
+                json.dumps(asked.told()),
+                *itertools.chain(*(asked.metadata or {}).items()),
+            ),
             frames=[] if asked.background and asked.stream else None,
         )
         keeps = asked.store is not False
@@ -179,7 +220,7 @@ class _Maker:
             self._keep(entry)
 
     def _keep(self, entry: StoredResponse) -> None:
-        entry.messages = (*entry.messages, {"role": "assistant", "content": entry.draft.text})
+        entry.messages = (*entry.messages, entry.draft.message())
         self.store.put(entry)
 
     def _before(self, asked: ResponsesRequest, principal: str) -> tuple[Message, ...]:

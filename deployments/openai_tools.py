@@ -12,7 +12,7 @@ import pydantic_core
 from pydantic import Field
 
 from penstock.deployments.bodies import Strict
-from penstock.deployments.tools import Tool, Toolset
+from penstock.deployments.tools import Tool, Toolset, toolset_of
 from penstock.workers.request import RequestError
 from penstock.workers.structured import StructuredKind, StructuredSpec, choice, json_schema
 
@@ -160,23 +160,18 @@ def toolset(
     tools: list[ToolBody] | None, tool_choice: ToolChoice | None, parallel: bool | None
 ) -> Toolset | None:
     """The tools that the model may call; None: it gets none. Raises RequestError."""
-    if not tools:
-        if tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice needs tools", param="tool_choice")
-        return None
-    found = Toolset(
-        tuple(
-            Tool(
-                tool.function.name,
-                tool.function.description,
-                tool.function.parameters,
-                is_strict=bool(tool.function.strict),
-            )
-            for tool in tools
-        ),
-        must_call=tool_choice not in (None, "none", "auto"),
+    given = tuple(
+        Tool(
+            tool.function.name,
+            tool.function.description,
+            tool.function.parameters,
+            is_strict=bool(tool.function.strict),
+        )
+        for tool in tools or ()
+    )
+    return toolset_of(
+        given,
+        mode=tool_choice if isinstance(tool_choice, str) else None,
         only=tool_choice.function.name if isinstance(tool_choice, NamedTool) else None,
         is_parallel=parallel is not False,
     )
-    found.check()
-    return None if tool_choice == "none" else found

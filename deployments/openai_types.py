@@ -7,21 +7,15 @@ makes for all front ends.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 
-from penstock.deployments.bodies import (
-    Strict,
-    json_object,
-    known_only,
-    refuse_unless_neutral,
-    validated,
-)
+from penstock.deployments.bodies import Strict, json_object, known_only, validated
 from penstock.deployments.calls import ChatPrompt
 from penstock.deployments.core import MAX_PROMPTS
+from penstock.deployments.openai_messages import ChatMessage, known_message
 from penstock.deployments.openai_tools import (
-    CalledTool,
     ShapeFields,
     ToolBody,
     ToolChoice,
@@ -39,7 +33,6 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "session_id", "request_id"),
     )
 )
-IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations"))
 
 # Known to clients but not served. At these values they change nothing, so they may be sent.
 _OFF = (None, False)
@@ -57,9 +50,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("priority",), (None, 0)),
     **dict.fromkeys(("cache_salt", "kv_transfer_params", "thinking_token_budget"), (None,)),
     "stream_interval": (None, 1),
-}
-UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("function_call", "audio"), (None,)),
 }
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy endpoint
 
@@ -147,36 +137,6 @@ class _GenerationRequest(ShapeFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Strict):
-    role: str = Field(description="system, developer, user, assistant or tool")
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CalledTool] | None = Field(None, description="of an assistant's message")
-    tool_call_id: str | None = Field(None, description="of a tool's message")
-
-    def plain(self, where: str) -> dict[str, Any]:
-        """As templates take it. Raises RequestError, naming the field by `where` it is."""
-        parts = self.content
-        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-        for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-            if getattr(self, field) and self.role != role:
-                raise RequestError(
-                    f"{where}.{field} is for role {role!r}", param=f"{where}.{field}"
-                )
-        rest: dict[str, Any] = {"name": self.name, "reasoning_content": self.reasoning_content}
-        rest["tool_call_id"] = self.tool_call_id
-        rest["tool_calls"] = [
-            call.plain(f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())
-        ]
-        return {"role": self.role, "content": text} | {k: v for k, v in rest.items() if v}
-
-
 class ChatCompletionRequest(_GenerationRequest):
     """A conversation to answer."""
 
@@ -214,6 +174,9 @@ class ChatCompletionRequest(_GenerationRequest):
             add_generation_prompt=self.add_generation_prompt is not False,
             tools=self.toolset(),
         )
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"splits_reasoning": True}
 
 
 class CompletionRequest(_GenerationRequest):
@@ -270,38 +233,8 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
     messages = values.get("messages")
     if isinstance(messages, list):
-        values["messages"] = [_known_message(i, message) for i, message in enumerate(messages)]
+        values["messages"] = [known_message(i, message) for i, message in enumerate(messages)]
     request = validated(kind, values)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return request
-
-
-def _known_message(index: int, message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    kept = {}
-    for name, value in message.items():
-        if name in UNSUPPORTED_IN_MESSAGES:
-            path = f"messages[{index}].{name}"
-            refuse_unless_neutral(path, value, UNSUPPORTED_IN_MESSAGES[name])
-        elif name not in IGNORED_IN_MESSAGES:
-            kept[name] = value
-    if isinstance(content := kept.get("content"), list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if isinstance(kind, str) and kind != "text":
-                raise RequestError(
-                    f"messages[{index}].content: this server takes parts of type 'text' only",
-                    param=f"messages[{index}].content",
-                    code="unsupported_parameter",
-                )
-    if isinstance(calls := kept.get("tool_calls"), list):
-        # Clients send back what they were given, also with an index.
-        kept["tool_calls"] = [
-            {name: value for name, value in call.items() if name != "index"}
-            if isinstance(call, dict)
-            else call
-            for call in calls
-        ]
-    return kept

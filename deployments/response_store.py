@@ -7,13 +7,14 @@ does not have them.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from penstock.deployments.errors import ServiceError
 from penstock.deployments.responses_answers import ResponseDraft
-from penstock.deployments.responses_types import Message
+from penstock.deployments.responses_items import Message
 
 MAX_ENTRIES = 1024
 MAX_BYTES = 64 << 20
@@ -31,6 +32,7 @@ class StoredResponse:
     principal: str
     messages: tuple[Message, ...]
     request_id: str = ""
+    num_input: int = 0  # messages before the answer
     texts: tuple[str, ...] = ()  # what else a client sent to be kept
     frames: list[str] | None = None
     task: asyncio.Task[None] | None = None
@@ -44,7 +46,7 @@ class StoredResponse:
 
     def measure(self) -> int:
         """Bytes of everything that grows with what clients send and models say."""
-        texts = (*self.texts, self.draft.text, *(m["content"] for m in self.messages))
+        texts = (*self.texts, self.draft.said, *map(_text, self.messages))
         num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
         return ENTRY_BYTES + num_bytes + sum(map(len, self.frames or ()))
 
@@ -68,6 +70,13 @@ class StoredResponse:
                 return
             if changed is self._changed:
                 await changed.wait()
+
+
+def _text(message: Message) -> str:
+    """All that a message holds, calls and reasoning included."""
+    rest = message.get("tool_calls")
+    texts = [v for name, v in message.items() if isinstance(v, str) and name != "role"]
+    return "".join(texts) + (json.dumps(rest, ensure_ascii=False) if rest else "")
 
 
 class ResponseStore:

@@ -6,7 +6,8 @@ makes for all front ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -19,10 +20,13 @@ from penstock.deployments.bodies import (
     validated,
 )
 from penstock.deployments.calls import ChatPrompt
+from penstock.deployments.openai_tools import only_one
+from penstock.deployments.responses_items import Item, Message, known_item, messages_of
+from penstock.deployments.tools import Tool, Toolset, toolset_of
 from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.structured import StructuredKind, StructuredSpec, json_schema
 
-Message = Mapping[str, Any]
-
+MAX_LISTED = 100  # items of one answer
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -35,9 +39,7 @@ IGNORED = frozenset(
 )
 PLAIN_TEXT = {"format": {"type": "text"}}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("tools", "include", "context_management"), (None, [])),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
+    **dict.fromkeys(("include", "context_management"), (None, [])),
     **dict.fromkeys(("max_tool_calls", "conversation", "prompt", "moderation"), (None,)),
     "reasoning": (
         None,
@@ -46,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         {"effort": "none"},
         {"effort": None, "summary": None},
     ),
-    "text": (None, {}, PLAIN_TEXT, *({**PLAIN_TEXT, "verbosity": v} for v in (None, "medium"))),
     "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
 }
@@ -54,30 +55,54 @@ _SAMPLING = (
     *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-_IGNORED_IN_ITEMS = frozenset(("id", "status", "phase"))
-_IGNORED_IN_PARTS = frozenset(("annotations", "logprobs"))
 
 
-class InputPart(Strict):
-    type: Literal["input_text", "output_text"]
-    text: str
+class ResponseTool(Strict):
+    """A function that the caller would run."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments")
+    strict: bool | None = Field(None, description="refuse keywords that cannot be enforced")
 
 
-class InputItem(Strict):
-    type: Literal["message"] = "message"
-    role: str = Field(description="system, developer, user or assistant")
-    content: str | list[InputPart]
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: str
 
-    def plain(self) -> dict[str, str]:
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
+
+class TextFormat(Strict):
+    """The shape of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, description="of a schema, for the caller's own use")
+    description: str | None = None
+    body: dict[str, Any] | None = Field(None, alias="schema", description="a JSON schema")
+    strict: bool | None = Field(None, description="refuse keywords that cannot be enforced")
+
+    def spec(self) -> StructuredSpec | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredSpec(StructuredKind.JSON_OBJECT, param="text.format")
+        param = "text.format.schema"
+        if self.body is None:
+            raise RequestError(
+                f"{param}: this parameter is required", param=param, code="missing_parameter"
+            )
+        return json_schema(self.body, param=param, lenient=not self.strict)
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="ignored")
 
 
 class ResponsesRequest(Strict):
     """What to answer, and what to keep."""
 
-    input: str | list[InputItem]
+    input: str | list[Item]
     model: str | None = Field(None, description="as /v1/models names it; default: the one served")
     instructions: str | None = Field(None, description="a system message, for this response only")
     previous_response_id: str | None = Field(None, description="the response to go on from")
@@ -97,6 +122,48 @@ class ResponsesRequest(Strict):
     background: bool | None = Field(None, description="answer at once and go on without a client")
     store: bool | None = Field(None, description="keep the response for a while; default true")
     metadata: dict[str, str] | None = Field(None, description="comes back with the response")
+    text: TextOptions | None = Field(None, description="the answer's shape")
+    tools: list[ResponseTool] | None = Field(None, description="functions that it may call")
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = Field(
+        None, description="default auto, where there are tools"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
+
+    def toolset(self) -> Toolset | None:
+        """Raises RequestError naming what is wrong with the tools."""
+        chosen = self.tool_choice
+        only = chosen.name if isinstance(chosen, NamedFunction) else None
+        tools = tuple(
+            Tool(each.name, each.description, each.parameters, is_strict=bool(each.strict))
+            for each in self.tools or ()
+        )
+        mode = chosen if isinstance(chosen, str) else None
+        return toolset_of(
+            tools,
+            mode=mode,
+            only=only,
+            is_parallel=self.parallel_tool_calls is not False,
+            within="",
+        )
+
+    def told(self) -> dict[str, Any]:
+        """What of the tools and of the shape a response says again."""
+        shape = self.text.format if self.text else None
+        choice = self.tool_choice
+        return {
+            "text": PLAIN_TEXT if shape is None else {"format": _as_sent(shape)},
+            "tool_choice": _as_sent(choice)
+            if isinstance(choice, NamedFunction)
+            else choice or "auto",
+            "tools": [
+                {"parameters": None, "strict": None, **_as_sent(each)} for each in self.tools or ()
+            ],
+        }
+
+    def _shape(self) -> StructuredSpec | None:
+        calls, given = self.toolset(), self.text.format if self.text else None
+        specs = (given.spec() if given else None, calls.spec() if calls else None)
+        return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
     def params(self) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
@@ -104,6 +171,7 @@ class ResponsesRequest(Strict):
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             max_tokens=self.max_output_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            structured=self._shape(),
             **given,
         )
 
@@ -111,19 +179,28 @@ class ResponsesRequest(Strict):
         """The conversation without the instructions, which no later response inherits."""
         if isinstance(self.input, str):
             return (*before, {"role": "user", "content": self.input})
-        return (*before, *(item.plain() for item in self.input))
+        return (*before, *messages_of(self.input))
 
     def prompt(self, messages: tuple[Message, ...]) -> ChatPrompt:
         if self.instructions:
             messages = ({"role": "system", "content": self.instructions}, *messages)
-        return ChatPrompt(messages)
+        return ChatPrompt(messages, tools=self.toolset())
 
 
 def parse(body: bytes) -> ResponsesRequest:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
     values = known_only(json_object(body), ResponsesRequest.model_fields, UNSUPPORTED, IGNORED)
     if isinstance(items := values.get("input"), list):
-        values["input"] = [_known_item(f"input[{i}]", item) for i, item in enumerate(items)]
+        values["input"] = [known_item(f"input[{i}]", item) for i, item in enumerate(items)]
+    if isinstance(tools := values.get("tools"), list):
+        for i, tool in enumerate(tools):
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind != "function":
+                raise RequestError(
+                    f"tools[{i}]: this server takes tools of type 'function' only",
+                    param=f"tools[{i}]",
+                    code="unsupported_parameter",
+                )
     request = validated(ResponsesRequest, values)
     _check_metadata(request.metadata or {})
     if request.background and request.store is False:
@@ -131,33 +208,8 @@ def parse(body: bytes) -> ResponsesRequest:
     return request
 
 
-def _known_item(path: str, item: Any) -> Any:
-    if not isinstance(item, dict):
-        return item
-    _refuse_kinds(path, item, ("message",), "items")
-    kept = {name: value for name, value in item.items() if name not in _IGNORED_IN_ITEMS}
-    if isinstance(parts := kept.get("content"), list):
-        kept["content"] = [
-            _known_part(f"{path}.content[{i}]", part) for i, part in enumerate(parts)
-        ]
-    return kept
-
-
-def _known_part(path: str, part: Any) -> Any:
-    if not isinstance(part, dict):
-        return part
-    _refuse_kinds(path, part, ("input_text", "output_text"), "parts")
-    return {name: value for name, value in part.items() if name not in _IGNORED_IN_PARTS}
-
-
-def _refuse_kinds(path: str, thing: dict[str, Any], known: tuple[str, ...], noun: str) -> None:
-    kind = thing.get("type", known[0])
-    if isinstance(kind, str) and kind not in known:
-        raise RequestError(
-            f"{path}: this server takes {noun} of type {' and '.join(map(repr, known))} only",
-            param=path,
-            code="unsupported_parameter",
-        )
+def _as_sent(part: Strict) -> dict[str, Any]:
+    return part.model_dump(by_alias=True, exclude_unset=True)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
@@ -184,3 +236,43 @@ def check_query(query: Mapping[str, str]) -> tuple[bool, int]:
             refuse_unless_neutral(ascii(name[:100])[1:-1], value, ())
     after = query.get("starting_after", "")[:18]
     return query.get("stream") == "true", int(after) if after else -1
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """Which items of a list are wanted. `after`: the id of the last one that the client has."""
+
+    limit: int = 20
+    is_ascending: bool = False
+    after: str | None = None
+
+    def page(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Of `items`, oldest first. Raises RequestError if `after` names none of them."""
+        ordered = list(items) if self.is_ascending else list(reversed(items))
+        if self.after is not None:
+            ids = [item["id"] for item in ordered]
+            if self.after not in ids:
+                raise RequestError("after names none of these items", param="after")
+            ordered = ordered[ids.index(self.after) + 1 :]
+        shown = ordered[: self.limit]
+        return {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(ordered) > len(shown),
+        }
+
+
+def list_query(query: Mapping[str, str]) -> ListQuery:
+    """What the query of a list says. Raises RequestError."""
+    for name, value in query.items():
+        if name not in ("limit", "order", "after"):
+            refuse_unless_neutral(ascii(name[:100])[1:-1], value, ())
+    limit = query.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
+        raise RequestError(f"limit must lie in [1, {MAX_LISTED}]", param="limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError("order must be asc or desc", param="order")
+    return ListQuery(int(limit), order == "asc", query.get("after"))

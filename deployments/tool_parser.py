@@ -197,6 +197,7 @@ class ToolCallReader:
         self._parser = PARSERS[parser]([tool.name for tool in toolset.tools])
         self._is_parallel = toolset.is_parallel
         self._has_calls = False
+        self._blank: str | None = ""  # white space that all text so far is; None: it is more
 
     def read(self, piece: TextDelta) -> TextDelta:
         """`piece`, in which calls have become `tool_calls`. Without parallel ones: the first."""
@@ -207,6 +208,16 @@ class ToolCallReader:
         if not self._is_parallel:
             calls = [call for call in calls if call.index == 0]
         self._has_calls = self._has_calls or bool(calls)
-        piece.text, piece.tool_calls = text, calls
+        piece.text, piece.tool_calls = self._unless_blank(text, piece.finish_reason), calls
         piece.ends_in_tool_calls = self._has_calls and piece.finish_reason is FinishReason.STOP
         return piece
+
+    def _unless_blank(self, text: str, finish: FinishReason | None) -> str:
+        """`text`; white space waits until more follows, and goes if that is calls only."""
+        if self._blank is None:
+            return text
+        self._blank += text
+        if not self._blank.isspace() or (finish is not None and not self._has_calls):
+            text, self._blank = self._blank, None if self._blank else ""
+            return text
+        return ""

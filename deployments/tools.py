@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.workers.request import RequestError
-from penstock.workers.structured import StructuredKind, StructuredSpec, json_schema
+from penstock.workers.structured import (
+    StructuredKind,
+    StructuredSpec,
+    json_in_grammar,
+    json_schema,
+)
 
 MAX_TOOLS = 128
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -50,22 +55,25 @@ class Toolset:
     only: str | None = None
     is_parallel: bool = True
 
-    def check(self) -> None:
-        """Raise RequestError naming the tool at fault."""
+    def check(self, *, within: str = "function.", schema: str = "parameters") -> None:
+        """Raise RequestError naming the tool at fault, as one API calls its fields.
+
+        `within`: where in a tool they are; `schema`: which of them is that of the arguments.
+        """
         if not 1 <= len(self.tools) <= MAX_TOOLS:
             raise RequestError(f"tools has 1 to {MAX_TOOLS} entries", param="tools")
         names = [tool.name for tool in self.tools]
         for i, tool in enumerate(self.tools):
             if _NAME.fullmatch(tool.name) is None:
                 raise RequestError(
-                    f"tools[{i}].function.name has 1 to 64 of A-Z a-z 0-9 _ -",
-                    param=f"tools[{i}].function.name",
+                    f"tools[{i}].{within}name has 1 to 64 of A-Z a-z 0-9 _ -",
+                    param=f"tools[{i}].{within}name",
                 )
             if names.index(tool.name) != i:
                 raise RequestError(
                     f"tools[{i}]: there is another one of that name", param=f"tools[{i}]"
                 )
-            param = f"tools[{i}].function.parameters"
+            param = f"tools[{i}].{within}{schema}"
             shape = json_schema(tool.as_json()["function"]["parameters"], param=param)
             if (problem := shape.problem()) is not None:
                 raise RequestError(f"{param} {problem}", param=param)
@@ -73,8 +81,8 @@ class Toolset:
                 (tool.description or "").encode()
             except UnicodeEncodeError:
                 raise RequestError(
-                    f"tools[{i}].function.description holds half a surrogate pair",
-                    param=f"tools[{i}].function.description",
+                    f"tools[{i}].{within}description holds half a surrogate pair",
+                    param=f"tools[{i}].{within}description",
                 ) from None
         if self.only is not None and self.only not in names:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
@@ -96,13 +104,37 @@ class Toolset:
             schema["x-guidance"] = {"lenient": not tool.is_strict, "whitespace_flexible": False}
             schema["x-guidance"] |= {"item_separator": ", ", "key_separator": ": "}
             lines += [f'call{i}: {head} arguments{i} "}}"']
-            lines += [f"arguments{i}: %json {json.dumps(schema)}"]
+            lines += [f"arguments{i}: %json {json_in_grammar(schema)}"]
         return StructuredSpec(StructuredKind.GRAMMAR, "\n".join(lines), param="tools")
 
     @property
     def num_chars(self) -> int:
         """About how much prompt the tools are."""
         return sum(len(json.dumps(tool.as_json())) for tool in self.tools)
+
+
+def toolset_of(
+    tools: tuple[Tool, ...],
+    *,
+    mode: str | None,
+    only: str | None,
+    is_parallel: bool,
+    within: str = "function.",
+    schema: str = "parameters",
+) -> Toolset | None:
+    """The tools that the model may call; None: it gets none. Raises RequestError.
+
+    `mode`: auto, none or required; None: auto, or, with `only`, required. For the words see
+    `Toolset.check`.
+    """
+    must_call = only is not None or mode == "required"
+    if not tools:
+        if must_call:
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        return None
+    found = Toolset(tools, must_call=must_call, only=only, is_parallel=is_parallel)
+    found.check(within=within, schema=schema)
+    return None if mode == "none" else found
 
 
 def as_plain_messages(

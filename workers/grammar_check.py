@@ -6,12 +6,13 @@ grammar is compiled here first for trial, by the same code and under the same li
 worker, on a smaller stack, under a cap of memory, and with a parent that kills it after a second.
 What crashes, swells or hangs the compiler does it here.
 
-Knows nothing of models, tokenizers or requests; imports llguidance alone.
+Knows nothing of models, tokenizers or requests; imports little beside llguidance.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import threading
@@ -20,10 +21,13 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from penstock.workers.structured import WHITE_SPACE
+
 MAX_MEMORY_BYTES = 1 << 30
 STACK_BYTES = 1 << 20  # the worker's threads have 2 MiB or more
-# No more white space than this in one place: without a bound, a model may go on with it for ever.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# A token by its id in the model's vocabulary; here one of the few control tokens stands for it.
+_TOKEN = re.compile(r"<\[\d{1,9}\]>")
+_STAND_IN = "<[258]>"
 
 
 def limits() -> LLParserLimits:
@@ -69,7 +73,8 @@ def answer(message: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, str]:
         grammar = library_grammar(message["kind"], message["text"], message["lenient"])
     except Exception as error:  # also of the library's own Python code
         return {"error": " ".join(str(error).split())[:300] or "it cannot be read"}
-    found = problem(LLMatcher(tokenizer, grammar, log_level=0, limits=limits()))
+    trial = _TOKEN.sub(_STAND_IN, grammar)
+    found = problem(LLMatcher(tokenizer, trial, log_level=0, limits=limits()))
     return {"grammar": grammar} if found is None else {"error": found}
 
 

@@ -17,6 +17,8 @@ MAX_SPEC_BYTES = 64 << 10  # of a schema, a grammar, or all choices together
 MAX_REGEX_BYTES = 8 << 10
 MAX_DEPTH = 32  # of brackets within each other
 MAX_CHOICES = 1024
+# Of JSON, no more in one place: without a bound, a model may go on with it for ever.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 # Strings need no closing quote and give nothing back: else many quotes would cost quadratic time.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -79,6 +81,11 @@ def json_schema(schema: Any, *, param: str, lenient: bool = False) -> Structured
     """The spec of a schema that came as JSON data."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return StructuredSpec(StructuredKind.JSON_SCHEMA, text, lenient=lenient, param=param)
+
+
+def json_in_grammar(value: Any) -> str:
+    """`value` as JSON within a Lark grammar, in which nothing looks like the mark of a GBNF one."""
+    return json.dumps(value).replace("::=", r":\u003a=")
 
 
 def choice(choices: list[str], *, param: str) -> StructuredSpec:

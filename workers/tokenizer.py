@@ -48,12 +48,14 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.eos_token_ids = eos_token_ids
         self.bos_token_id: int | None = backend.token_to_id(special_tokens.get("bos_token", ""))
-        added = backend.get_added_tokens_decoder().values()
-        self._special = frozenset(token.content for token in added if token.special)
+        added = backend.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._special = frozenset(token.content for token in added.values() if token.special)
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._rules = piece_rules(decoder)
-        self._bytes: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})  # all; without special
+        # By what is rendered: special tokens or not, and which of them in any case.
+        self._bytes: dict[tuple[bool, frozenset[str]], dict[int, bytes]] = {}
         self._spelt: dict[int, bytes] = {}
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
 
@@ -101,20 +103,26 @@ class Tokenizer:
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(
-        self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        after: Sequence[int] = (),
+        shown: frozenset[str] = frozenset(),
     ) -> Detokenizer:
         """A fresh one, for one answer. Cost per token does not grow with the answer.
 
         `after`: the token ids that the answer continues. A text that continues another keeps the
-        leading space that some tokenizers drop where a text begins.
+        leading space that some tokenizers drop where a text begins. `shown`: special tokens that
+        are rendered in any case.
         """
+        skipped = self._special - shown if skip_special_tokens else frozenset()
 
         def piece(token_id: int) -> str | None:
             token: str | None = self._backend.id_to_token(token_id)
-            return None if skip_special_tokens and token in self._special else token
+            return None if token in skipped else token
 
         if self._is_byte_level:
-            known = self._bytes[skip_special_tokens]
+            known = self._bytes.setdefault((skip_special_tokens, shown), {})
 
             def token_bytes(token_id: int) -> bytes:
                 value = known.get(token_id)
@@ -154,6 +162,18 @@ class Tokenizer:
     def max_token_bytes(self) -> int:
         """No token but an unknown one spells more bytes of UTF-8 than this."""
         return max(len(token.encode()) for token in self._backend.get_vocab())
+
+    def token_id(self, token: str) -> int | None:
+        """The id of what is one added token, such as a control token; None: it is none."""
+        return self._added.get(token)
+
+    def is_special(self, token: str) -> bool:
+        return token in self._special
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return None if self._template is None else self._template.source
 
     @property
     def has_chat_template(self) -> bool:

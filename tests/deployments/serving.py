@@ -20,6 +20,7 @@ import uvicorn
 from penstock.deployments.core import RequestCore
 from penstock.deployments.grpc_ingress import start_server
 from penstock.deployments.http_ingress import build_app
+from penstock.deployments.reasoning import Marks
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
@@ -145,22 +146,29 @@ class ScriptedBackend:
             self.num_closed += 1
 
 
-def core_over(backend: Any, *, max_model_len: int = 512) -> RequestCore:
+def core_over(
+    backend: Any,
+    *,
+    max_model_len: int = 512,
+    of: Tokenizer | None = None,
+    marks: Marks | None = None,
+) -> RequestCore:
     return RequestCore(
-        tokenizer(),
+        of or tokenizer(),
         backend,
         model_name=MODEL,
         vocab_size=model().config.vocab_size,
         max_model_len=max_model_len,
+        marks=marks,
     )
 
 
 class Serving:
     """Both front ends over one core, on an event loop of their own. A context manager."""
 
-    def __init__(self, backend: Any, *, api_keys: Sequence[str] = (), max_model_len: int = 512):
+    def __init__(self, backend: Any, *, api_keys: Sequence[str] = (), **of_core: Any):
         self.backend = backend
-        self.core = core_over(backend, max_model_len=max_model_len)
+        self.core = core_over(backend, **of_core)
         self._api_keys = api_keys
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()

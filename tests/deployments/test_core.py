@@ -25,8 +25,8 @@ from serving import (
 
 from penstock.deployments.calls import Call, ChatPrompt
 from penstock.deployments.checks import MAX_MESSAGES, is_client_id
-from penstock.deployments.core import MAX_INLINE_SIZE
 from penstock.deployments.errors import CATALOGUE, ServiceError, describe
+from penstock.deployments.prompts import MAX_INLINE_SIZE
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 
 SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}  # varied, and yet reproducible

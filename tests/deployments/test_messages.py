@@ -10,7 +10,8 @@ import httpx
 import pytest
 from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
 
-from penstock.deployments.anthropic_types import UNSUPPORTED, AnthropicError, MessageBody
+from penstock.deployments.anthropic_answers import AnthropicError, MessageBody
+from penstock.deployments.anthropic_types import UNSUPPORTED
 from penstock.workers.request import FinishReason
 
 SYSTEM = "Answer in one line."
@@ -205,8 +206,8 @@ def test_errors_are_what_the_client_expects(client):
         ask(max_tokens=10_000)
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
         ask(extra_body={"temperature": 1000})
-    with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
-        ask(tools=[{"name": "look", "input_schema": {"type": "object"}}])
+    with pytest.raises(anthropic.BadRequestError, match="mcp_servers is not supported"):
+        ask(extra_body={"mcp_servers": [{}]})
     with pytest.raises(anthropic.BadRequestError, match="last message"):
         ask(messages=[*TURNS, {"role": "assistant", "content": "The"}])
     with pytest.raises(anthropic.NotFoundError):
@@ -230,6 +231,21 @@ def test_errors_are_what_the_client_expects(client):
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"stop_sequences": ["a"] * 17}, "stop"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema: this parameter is required"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "a", "input_schema": {"$ref": "x"}}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].tool_use_id: this parameter is required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0]",
+        ),
     ],
 )
 def test_refusals_name_what_is_wrong(raw, changed, words):

@@ -69,6 +69,13 @@ def post(raw, path=RESPONSES, **changed):
     return raw.post(path, json={"input": QUESTION, "max_output_tokens": 4} | changed)
 
 
+def tool(name, **fields):
+    return {"type": "function", "name": name, "description": "", **fields}
+
+
+CALL_ITEM = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
+
+
 def frames_of(text):
     """(kind, body) of each server-sent event."""
     assert text.endswith("\n\n")
@@ -354,21 +361,55 @@ def test_a_response_is_its_makers_only():
         ({"inputs": "a"}, "unknown_parameter", "inputs"),
         ({"temperature": 1000}, "invalid_value", "temperature"),
         ({"max_output_tokens": 0}, "invalid_value", "max_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "missing_parameter", "tools[0].name"),
+        ({"tools": [tool("a b")]}, "invalid_value", "tools[0].name"),
+        ({"tools": [tool("a"), tool("a")]}, "invalid_value", "tools[1]"),
+        (
+            {"tools": [tool("a", parameters={"$ref": "http://a"})]},
+            "invalid_value",
+            "tools[0].parameters",
+        ),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        (
+            {"tools": [tool("a")], "tool_choice": {"type": "function", "name": "b"}},
+            "invalid_value",
+            "tool_choice",
+        ),
+        ({"text": {"format": {"type": "yaml"}}}, "invalid_value", "text.format.type"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a"}}},
+            "missing_parameter",
+            "text.format.schema",
+        ),
+        (
+            {
+                "tools": [tool("a")],
+                "tool_choice": "required",
+                "text": {"format": {"type": "json_object"}},
+            },
+            "invalid_value",
+            "tool_choice",
+        ),
         ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning"),
         ({"background": True, "store": False}, "invalid_value", "store"),
         ({"metadata": {"a": "b" * 513}}, "invalid_value", "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
         ({"metadata": {"a": 1}}, "invalid_value", "metadata.a"),
-        ({"input": [{"type": "reasoning"}]}, "unsupported_parameter", "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "unsupported_parameter", "input[0]"),
+        ({"input": [{"type": "function_call"}]}, "missing_parameter", "input[0].call_id"),
+        (
+            {"input": [{**CALL_ITEM, "arguments": "{"}]},
+            "invalid_value",
+            "input[0].arguments",
+        ),
         ({"input": [{"role": "user"}]}, "missing_parameter", "input[0].content"),
         (
             {"input": [user([{"type": "input_image"}])]},
             "unsupported_parameter",
             "input[0].content[0]",
         ),
-        ({"input": [{"role": "robot", "content": "a"}]}, "invalid_value", "messages"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "invalid_value", "input[0].role"),
         ({"previous_response_id": "resp_0"}, "not_found", "previous_response_id"),
         ({"model": "b"}, "model_not_found", "model"),
     ],
