@@ -5,6 +5,8 @@ Knows nothing of sockets, streams or engines. Stop strings do not travel: they s
 
 from __future__ import annotations
 
+import time
+
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.request import (
     Delta,
@@ -28,6 +30,7 @@ _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 
 def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb.Submit:
     """`request` as the ingress sends it, under the stream's own number."""
+    deadline_s = request.deadline_s
     return pb.Submit(
         stream_id=stream_id,
         request_id=request.request_id,
@@ -35,6 +38,8 @@ def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb
         emitted_ids=request.emitted_ids,
         params=_params_message(request.params),
         expected_tokens=expected_tokens,
+        # Time left, not a point in time: two machines share no clock.
+        remaining_s=None if deadline_s is None else deadline_s - time.monotonic(),
     )
 
 
@@ -45,6 +50,9 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         prompt_ids=tuple(submit.prompt_ids),
         emitted_ids=tuple(submit.emitted_ids),
         params=_params_from(submit.params),
+        deadline_s=(
+            time.monotonic() + submit.remaining_s if submit.HasField("remaining_s") else None
+        ),
     )
 
 

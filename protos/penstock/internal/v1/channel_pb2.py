@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"penstock/internal/v1/channel.proto\x12\x14penstock.internal.v1\"\xb0\x01\n\tUpMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.penstock.internal.v1.HelloH\x00\x12.\n\x06submit\x18\x03 \x01(\x0b\x32\x1c.penstock.internal.v1.SubmitH\x00\x12.\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\xb2\x01\n\x0b\x44ownMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x30\n\x07welcome\x18\x02 \x01(\x0b\x32\x1d.penstock.internal.v1.WelcomeH\x00\x12*\n\x04step\x18\x03 \x01(\x0b\x32\x1a.penstock.internal.v1.StepH\x00\x12.\n\x06report\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.ReportH\x00\x42\x06\n\x04\x62ody\"\x1b\n\x05Hello\x12\x12\n\ningress_id\x18\x01 \x01(\t\"/\n\x07Welcome\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\xa7\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\x34\n\x06params\x18\x05 \x01(\x0b\x32$.penstock.internal.v1.SamplingParams\x12\x17\n\x0f\x65xpected_tokens\x18\x06 \x01(\r\"\xb7\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x16\n\x0elogit_bias_ids\x18\r \x03(\r\x12\x14\n\x0clogit_biases\x18\x0e \x03(\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x35\n\rbad_words_ids\x18\x10 \x03(\x0b\x32\x1e.penstock.internal.v1.TokenIds\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x03\x88\x01\x01\x12\x38\n\nstructured\x18\x1e \x01(\x0b\x32$.penstock.internal.v1.StructuredSpecB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"L\n\x0eStructuredSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07lenient\x18\x03 \x01(\x08\x12\r\n\x05param\x18\x04 \x01(\t\"/\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"3\n\x04Step\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.penstock.internal.v1.Delta\"\x95\x03\n\x05\x44\x65lta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x39\n\rfinish_reason\x18\x03 \x01(\x0e\x32\".penstock.internal.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x34\n\x08logprobs\x18\x07 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12\x34\n\x05times\x18\x14 \x01(\x0b\x32%.penstock.internal.v1.FirstTokenTimes\x12\x15\n\rerror_message\x18\x1e \x01(\t\x12\x13\n\x0b\x65rror_param\x18\x1f \x01(\tB\x10\n\x0e_stop_token_id\"5\n\x0f\x46irstTokenTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"v\n\x06Report\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x15\n\rothers_tokens\x18\x05 \x01(\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x62\n\rWorkerChannel\x12Q\n\x07\x43onnect\x12\x1f.penstock.internal.v1.UpMessage\x1a!.penstock.internal.v1.DownMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"penstock/internal/v1/channel.proto\x12\x14penstock.internal.v1\"\xb0\x01\n\tUpMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.penstock.internal.v1.HelloH\x00\x12.\n\x06submit\x18\x03 \x01(\x0b\x32\x1c.penstock.internal.v1.SubmitH\x00\x12.\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\xb2\x01\n\x0b\x44ownMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x30\n\x07welcome\x18\x02 \x01(\x0b\x32\x1d.penstock.internal.v1.WelcomeH\x00\x12*\n\x04step\x18\x03 \x01(\x0b\x32\x1a.penstock.internal.v1.StepH\x00\x12.\n\x06report\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.ReportH\x00\x42\x06\n\x04\x62ody\"\x1b\n\x05Hello\x12\x12\n\ningress_id\x18\x01 \x01(\t\"/\n\x07Welcome\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\xd1\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\x34\n\x06params\x18\x05 \x01(\x0b\x32$.penstock.internal.v1.SamplingParams\x12\x17\n\x0f\x65xpected_tokens\x18\x06 \x01(\r\x12\x18\n\x0bremaining_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_remaining_s\"\xb7\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x16\n\x0elogit_bias_ids\x18\r \x03(\r\x12\x14\n\x0clogit_biases\x18\x0e \x03(\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x35\n\rbad_words_ids\x18\x10 \x03(\x0b\x32\x1e.penstock.internal.v1.TokenIds\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x03\x88\x01\x01\x12\x38\n\nstructured\x18\x1e \x01(\x0b\x32$.penstock.internal.v1.StructuredSpecB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"L\n\x0eStructuredSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07lenient\x18\x03 \x01(\x08\x12\r\n\x05param\x18\x04 \x01(\t\"/\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"3\n\x04Step\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.penstock.internal.v1.Delta\"\x95\x03\n\x05\x44\x65lta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x39\n\rfinish_reason\x18\x03 \x01(\x0e\x32\".penstock.internal.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x34\n\x08logprobs\x18\x07 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12\x34\n\x05times\x18\x14 \x01(\x0b\x32%.penstock.internal.v1.FirstTokenTimes\x12\x15\n\rerror_message\x18\x1e \x01(\t\x12\x13\n\x0b\x65rror_param\x18\x1f \x01(\tB\x10\n\x0e_stop_token_id\"5\n\x0f\x46irstTokenTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"v\n\x06Report\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x15\n\rothers_tokens\x18\x05 \x01(\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x62\n\rWorkerChannel\x12Q\n\x07\x43onnect\x12\x1f.penstock.internal.v1.UpMessage\x1a!.penstock.internal.v1.DownMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.internal.v1.channel_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2131
-  _globals['_FINISHREASON']._serialized_end=2276
+  _globals['_FINISHREASON']._serialized_start=2173
+  _globals['_FINISHREASON']._serialized_end=2318
   _globals['_UPMESSAGE']._serialized_start=61
   _globals['_UPMESSAGE']._serialized_end=237
   _globals['_DOWNMESSAGE']._serialized_start=240
@@ -42,25 +42,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WELCOME']._serialized_start=449
   _globals['_WELCOME']._serialized_end=496
   _globals['_SUBMIT']._serialized_start=499
-  _globals['_SUBMIT']._serialized_end=666
-  _globals['_SAMPLINGPARAMS']._serialized_start=669
-  _globals['_SAMPLINGPARAMS']._serialized_end=1236
-  _globals['_TOKENIDS']._serialized_start=1238
-  _globals['_TOKENIDS']._serialized_end=1261
-  _globals['_STRUCTUREDSPEC']._serialized_start=1263
-  _globals['_STRUCTUREDSPEC']._serialized_end=1339
-  _globals['_CANCEL']._serialized_start=1341
-  _globals['_CANCEL']._serialized_end=1388
-  _globals['_STEP']._serialized_start=1390
-  _globals['_STEP']._serialized_end=1441
-  _globals['_DELTA']._serialized_start=1444
-  _globals['_DELTA']._serialized_end=1849
-  _globals['_FIRSTTOKENTIMES']._serialized_start=1851
-  _globals['_FIRSTTOKENTIMES']._serialized_end=1904
-  _globals['_TOKENLOGPROB']._serialized_start=1906
-  _globals['_TOKENLOGPROB']._serialized_end=2008
-  _globals['_REPORT']._serialized_start=2010
-  _globals['_REPORT']._serialized_end=2128
-  _globals['_WORKERCHANNEL']._serialized_start=2278
-  _globals['_WORKERCHANNEL']._serialized_end=2376
+  _globals['_SUBMIT']._serialized_end=708
+  _globals['_SAMPLINGPARAMS']._serialized_start=711
+  _globals['_SAMPLINGPARAMS']._serialized_end=1278
+  _globals['_TOKENIDS']._serialized_start=1280
+  _globals['_TOKENIDS']._serialized_end=1303
+  _globals['_STRUCTUREDSPEC']._serialized_start=1305
+  _globals['_STRUCTUREDSPEC']._serialized_end=1381
+  _globals['_CANCEL']._serialized_start=1383
+  _globals['_CANCEL']._serialized_end=1430
+  _globals['_STEP']._serialized_start=1432
+  _globals['_STEP']._serialized_end=1483
+  _globals['_DELTA']._serialized_start=1486
+  _globals['_DELTA']._serialized_end=1891
+  _globals['_FIRSTTOKENTIMES']._serialized_start=1893
+  _globals['_FIRSTTOKENTIMES']._serialized_end=1946
+  _globals['_TOKENLOGPROB']._serialized_start=1948
+  _globals['_TOKENLOGPROB']._serialized_end=2050
+  _globals['_REPORT']._serialized_start=2052
+  _globals['_REPORT']._serialized_end=2170
+  _globals['_WORKERCHANNEL']._serialized_start=2320
+  _globals['_WORKERCHANNEL']._serialized_end=2418
 # @@protoc_insertion_point(module_scope)
