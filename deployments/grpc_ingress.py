@@ -5,9 +5,9 @@ Protobuf becomes Calls here, and only here. Knows nothing of workers, tokens or 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,23 +16,20 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock.deployments import grpc_health, oip_ingress
 from penstock.deployments.auth import ApiKeys
-from penstock.deployments.calls import Call, Usage, new_request_id
+from penstock.deployments.calls import Call, Usage
 from penstock.deployments.core import MAX_BODY_BYTES, RequestCore, beside_the_loop
-from penstock.deployments.errors import CATALOGUE, describe
 from penstock.deployments.grpc_answers import AnswerT, answer_message, usage_message
 from penstock.deployments.grpc_calls import (
     Context,
-    abort,
     about,
     answering,
-    metadata_value,
     principal,
 )
-from penstock.deployments.grpc_requests import chat_prompt, flag, sampling, text_prompt
+from penstock.deployments.grpc_guard import Guard
+from penstock.deployments.grpc_requests import bad_words, chat_prompt, flag, sampling, text_prompt
 from penstock.deployments.scores import num_spelt
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
-from penstock.workers.request import RequestError
 
 SERVICE = "penstock.v1.InferenceService"
 SERVER_OPTIONS = (
@@ -46,8 +43,6 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
-
-Handler: TypeAlias = grpc.RpcMethodHandler
 
 
 class GrpcServer:
@@ -77,7 +72,7 @@ async def start_server(
     `authorization: Bearer <key>`. Raises RuntimeError if the address cannot be had.
     """
     keys = ApiKeys(api_keys)
-    server = grpc.aio.server(interceptors=[_KeyCheck(keys)], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Guard(keys)], options=SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Inference(core, keys), server)
     health = grpc_health.Health(core, ("", SERVICE, oip_ingress.SERVICE))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -90,30 +85,6 @@ async def start_server(
         port = server.add_secure_port(address, credentials)
     await server.start()
     return GrpcServer(server, port, health)
-
-
-class _KeyCheck(grpc.aio.ServerInterceptor):
-    """Default deny: only the health service is open."""
-
-    def __init__(self, keys: ApiKeys):
-        self._keys = keys
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        offered = metadata_value(details.invocation_metadata, "authorization")
-        is_open = details.method.startswith(f"/{grpc_health.SERVICE}/")
-        if is_open or self._keys.principal(offered) is not None:
-            return await continuation(details)
-
-        async def refuse(_: Any, context: Context) -> None:
-            request_id = new_request_id()
-            wrong = RequestError(CATALOGUE["invalid_api_key"].message, code="invalid_api_key")
-            await abort(context, describe(wrong, request_id), request_id)
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class _Inference(inference_pb2_grpc.InferenceServiceServicer):
@@ -223,7 +194,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             "model": request.model,
             "wants_timings": request.return_timings,
             "skip_special_tokens": flag(request, "skip_special_tokens", True),
-            "bad_words": tuple(request.sampling.bad_words),
+            "bad_words": bad_words(request.sampling),
             "include_stop_str_in_output": request.sampling.include_stop_str_in_output,
             "truncate_prompt_tokens": (
                 request.truncate_prompt_tokens

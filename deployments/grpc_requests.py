@@ -6,15 +6,25 @@ Protobuf in, the core's nouns out. Knows nothing of servers, calls or answers.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, TypeVar
 
 import pydantic_core
 
 from penstock.deployments.calls import ChatPrompt
+from penstock.deployments.checks import MAX_MESSAGES
+from penstock.deployments.choices import MAX_BAD_WORD_STRINGS
 from penstock.deployments.openai_tools import only_one
-from penstock.deployments.tools import Tool, Toolset
+from penstock.deployments.tools import MAX_TOOLS, Tool, Toolset
 from penstock.protos.penstock.v1 import inference_pb2 as pb
-from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestError,
+    SamplingParams,
+)
 from penstock.workers.structured import StructuredKind, StructuredSpec, choice, json_schema
 
 _SAMPLING_FIELDS = (
@@ -22,6 +32,9 @@ _SAMPLING_FIELDS = (
     *("max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+MAX_CALLS = 1024  # of tools, in one message
+T = TypeVar("T")
+
 _ROLE_FIELDS = (("tool_calls", "assistant"), ("tool_call_id", "tool"))
 
 
@@ -40,7 +53,10 @@ def text_prompt(request: pb.GenerateRequest) -> str | tuple[int, ...]:
 def chat_prompt(request: pb.ChatRequest) -> ChatPrompt:
     """The conversation and its tools. Raises RequestError."""
     return ChatPrompt(
-        tuple(_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)),
+        tuple(
+            _plain(message, f"messages[{i}]")
+            for i, message in enumerate(few(request.messages, MAX_MESSAGES))
+        ),
         add_generation_prompt=flag(request, "add_generation_prompt", True),
         tools=_toolset(request),
     )
@@ -51,13 +67,25 @@ def sampling(message: pb.SamplingParams, toolset: Toolset | None = None) -> Samp
     given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
     shapes = (_shape(message), None if toolset is None else toolset.spec())
     return SamplingParams(
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=tuple(message.logit_bias.items()),
+        stop=few(message.stop, MAX_STOP_STRINGS),
+        stop_token_ids=few(message.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        logit_bias=few(message.logit_bias.items(), MAX_LOGIT_BIAS),
         allowed_token_ids=tuple(message.allowed_token_ids),
         structured=only_one([shape for shape in shapes if shape is not None], "tool_choice"),
         **given,
     )
+
+
+def bad_words(message: pb.SamplingParams) -> tuple[str, ...]:
+    return few(message.bad_words, MAX_BAD_WORD_STRINGS)
+
+
+def few(values: Iterable[T], most: int) -> tuple[T, ...]:
+    """At most one more than are allowed, for the core to refuse.
+
+    An empty element takes two bytes of a message, so a small one may hold millions.
+    """
+    return tuple(islice(values, most + 1))
 
 
 def flag(message: Any, name: str, default: bool) -> bool:
@@ -87,7 +115,7 @@ def _toolset(request: pb.ChatRequest) -> Toolset | None:
     if wanted.mode not in pb.ToolChoiceMode.values():
         raise RequestError("tool_choice.mode: there is no such mode", param="tool_choice.mode")
     found = Toolset(
-        tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)),
+        tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(few(request.tools, MAX_TOOLS))),
         must_call=must_call,
         only=only,
         is_parallel=flag(request, "parallel_tool_calls", True),
@@ -117,6 +145,10 @@ def _plain(message: pb.Message, where: str) -> dict[str, Any]:
     for name, role in _ROLE_FIELDS:
         if getattr(message, name) and message.role != role:
             raise RequestError(f"{where}.{name} is for role {role!r}", param=f"{where}.{name}")
+    if len(message.tool_calls) > MAX_CALLS:
+        raise RequestError(
+            f"{where}.tool_calls has at most {MAX_CALLS} entries", param=f"{where}.tool_calls"
+        )
     rest = {"name": message.name, "tool_call_id": message.tool_call_id}
     calls = [_called(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     given = {name: value for name, value in (*rest.items(), ("tool_calls", calls)) if value}
