@@ -9,7 +9,12 @@ a time, throughput with 32 under way, and the CPU time of the ingress per stream
 The client shares the machine with the server, so its own CPU time, which the bare engine is spared,
 is told as well. Linux: processes are read from /proc.
 
+`--model model-b` is the shape of Qwen2.5-0.5B with random weights, as in offline.py: a model of the
+size that people serve on a CPU, where the built-in one is so small that client, ingress and engine
+fight for the cores.
+
     python benchmarks/path_overhead.py
+    python benchmarks/path_overhead.py --model model-b --rounds 3 --num-many 32
     python benchmarks/path_overhead.py --rounds 3 --threads 1 --json out.json
 """
 
@@ -22,6 +27,7 @@ import json
 import os
 import platform
 import queue
+import shutil
 import signal
 import socket
 import statistics
@@ -36,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from offline import model_b_config, save_random_checkpoint
 from tqdm import tqdm
 
 from penstock.deployments.bench_figures import Chunk, Outcome, Slo, figures_of
@@ -46,6 +53,7 @@ from penstock.deployments.processes import descendants
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
+from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, Request, SamplingParams
 
@@ -132,6 +140,22 @@ def served(model: str, weights: str, threads: int) -> Iterator[tuple[dict[str, s
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
+
+
+def make_model_b(folder: Path) -> str:
+    """A checkpoint of that shape, and a tokenizer that has a text for each of its token ids."""
+    config = model_b_config()
+    save_random_checkpoint(folder, torch.bfloat16)
+    builtin = Path(resolve_model("builtin"))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if (builtin / name).exists():
+            shutil.copy(builtin / name, folder)
+    tokenizer = json.loads((builtin / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    taken = {*vocab.values(), *(each["id"] for each in tokenizer["added_tokens"])}
+    vocab |= {f"Ġw{i}": i for i in range(config.vocab_size) if i not in taken}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return str(folder)
 
 
 def _free_port() -> int:
@@ -281,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--model", default="builtin", help="or model-b, or a folder")
     parser.add_argument("--weights", choices=["auto", "fp32", "bf16"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--input-len", type=int, default=32)
@@ -293,11 +317,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pst-model-") as folder:
+        path = make_model_b(Path(folder)) if args.model == "model-b" else args.model
+        run(args, path)
+
+
+def run(args: argparse.Namespace, path: str) -> None:
+    """Measure the model at `path`, and tell."""
     torch.set_num_threads(args.threads)
-    model = load_model(args.model, weights=args.weights, device="cpu", progress=False)
+    model = load_model(path, weights=args.weights, device="cpu", progress=False)
     engine = Engine(EngineConfig(weights=args.weights, device="cpu", threads=args.threads), model)
     load_before = os.getloadavg()[0]
-    with served(args.model, args.weights, args.threads) as (urls, pids):
+    with served(path, args.weights, args.threads) as (urls, pids):
         bare = BareEngine(engine, args.threads)
         rounds = asyncio.run(measure(args, bare, urls, pids))
         bare.stop()

@@ -5,7 +5,7 @@ Knows nothing of any one service's messages.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -67,8 +67,12 @@ def _reading(handler: Handler | None) -> Handler | None:
     async def many(request: Any, context: Context) -> None:
         if isinstance(request, _Unreadable):
             await _refuse(context, "invalid_message")
+        answers = handler.unary_stream(request, context)
+        if not isinstance(answers, AsyncGenerator):  # it writes by itself
+            await answers
+            return
         # Closed at once when the client leaves, rather than when it is next collected.
-        async with aclosing(handler.unary_stream(request, context)) as answers:
+        async with aclosing(answers):
             async for answer in answers:
                 await context.write(answer)
 

@@ -5,7 +5,7 @@ Protobuf becomes Calls here, and only here. Knows nothing of workers, tokens or 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -92,9 +92,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         self._core = core
         self._keys = keys
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with answering(context) as request_id:
             call = Call(
                 text_prompt(request),
@@ -103,13 +101,9 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
                 echo=request.echo,
                 **self._about(request, request_id, context),
             )
-            async with aclosing(self._answer(call, request, pb.GenerateResponse)) as answers:
-                async for answer in answers:
-                    yield answer
+            await self._answer(call, request, context, pb.GenerateResponse)
 
-    async def Chat(
-        self, request: pb.ChatRequest, context: Context
-    ) -> AsyncIterator[pb.ChatResponse]:
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         async with answering(context) as request_id:
             prompt = chat_prompt(request)
             call = Call(
@@ -117,9 +111,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
                 sampling(request.sampling, prompt.tools),
                 **self._about(request, request_id, context),
             )
-            async with aclosing(self._answer(call, request, pb.ChatResponse)) as answers:
-                async for answer in answers:
-                    yield answer
+            await self._answer(call, request, context, pb.ChatResponse)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context):
@@ -163,16 +155,24 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             return pb.ListModelsResponse(models=models)
 
     async def _answer(
-        self, call: Call, request: pb.GenerateRequest | pb.ChatRequest, kind: type[AnswerT]
-    ) -> AsyncGenerator[AnswerT, None]:
+        self,
+        call: Call,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        context: Context,
+        kind: type[AnswerT],
+    ) -> None:
+        """Write the answer as it comes; every layer of generators less is felt at each token."""
         num_choices = request.n if request.HasField("n") else 1
         generations = await self._core.prepare_choices(call, num_choices)
         usages: list[Usage] = []
         is_first = True
         async with aclosing(self._core.run_many(generations)) as pieces:
             async for index, piece in pieces:
-                size = num_spelt(piece.scores, piece.prompt_scores)
-                answer = await beside_the_loop(size, answer_message, kind, index, piece)
+                if piece.scores or piece.prompt_scores:
+                    size = num_spelt(piece.scores, piece.prompt_scores)
+                    answer = await beside_the_loop(size, answer_message, kind, index, piece)
+                else:
+                    answer = answer_message(kind, index, piece)
                 if is_first:
                     is_first = False
                     answer.request_id = call.request_id
@@ -183,7 +183,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
                     usages.append(piece.usage)
                     if len(usages) == num_choices:
                         answer.usage.CopyFrom(usage_message(usages))
-                yield answer
+                await context.write(answer)
 
     def _about(
         self, request: pb.GenerateRequest | pb.ChatRequest, request_id: str, context: Context

@@ -6,6 +6,7 @@ Knows nothing of sockets, streams or engines. Stop strings do not travel: they s
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.request import (
@@ -69,6 +70,32 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         times=_times_message(delta.times),
         error_message=delta.error_message,
         error_param=delta.error_param or "",
+    )
+
+
+def step_message(pending: Mapping[int, Delta]) -> pb.Step:
+    """The deltas of one step, by stream id. Most are a token each, and cost next to nothing."""
+    step = pb.Step()
+    stream_ids, token_ids = [], []
+    for stream_id, delta in pending.items():
+        if _is_token_only(delta):
+            stream_ids.append(stream_id)
+            token_ids.append(delta.token_ids[0])
+        else:
+            step.deltas.append(delta_message(delta, stream_id))
+    step.stream_ids.extend(stream_ids)
+    step.token_ids.extend(token_ids)
+    return step
+
+
+def _is_token_only(delta: Delta) -> bool:
+    """Cached tokens are said with the first delta, which has `times`; later ones repeat them."""
+    return (
+        len(delta.token_ids) == 1
+        and delta.finish_reason is None
+        and delta.times is None
+        and not delta.logprobs
+        and not delta.prompt_logprobs
     )
 
 

@@ -21,7 +21,7 @@ from penstock.deployments.channel import WorkerPool
 from penstock.deployments.client import Client, ClientError
 from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.inference import open_inference_pb2_grpc
-from penstock.workers.actor import ChannelServer
+from penstock.workers.channel_server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
