@@ -22,17 +22,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
 import queue
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -43,13 +38,13 @@ from typing import Any
 import numpy as np
 import torch
 from offline import model_b_config, save_random_checkpoint
+from server_process import cpu_s, served
 from tqdm import tqdm
 
 from penstock.deployments.bench_figures import Chunk, Outcome, Slo, figures_of
 from penstock.deployments.bench_load import Job
 from penstock.deployments.bench_serve import BenchCall, run_load
 from penstock.deployments.bench_targets import Target, target_of
-from penstock.deployments.processes import descendants
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
@@ -57,8 +52,6 @@ from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, Request, SamplingParams
 
-START_S = 120
-TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the processes
 TARGETS = {"ttft_ms": 5.0, "throughput": 0.85, "cpu_ms": 0.1}
 COLUMNS = (
     *("path", "TTFT p50, 1 at a time", "added", "tokens/s, {n} under way", "of bare"),
@@ -108,40 +101,6 @@ class BareEngine:
         self._inbox.put((time.perf_counter(), deltas))
 
 
-@contextlib.contextmanager
-def served(model: str, weights: str, threads: int) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES."""
-    ports = [_free_port() for _ in range(3)]
-    names = ("--http-port", "--grpc-port", "--metrics-port")
-    flags = [part for name, port in zip(names, ports) for part in (name, str(port))]
-    command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model]
-    command += ["--weights", weights, "--threads", str(threads), *flags]
-    with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
-        log = Path(folder) / "serve.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=out,
-                env={**os.environ, "TMPDIR": folder},
-                start_new_session=True,
-            )
-        try:
-            deadline_s = time.monotonic() + START_S
-            while "ready after" not in log.read_text():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
-                time.sleep(0.1)
-            urls = {
-                "HTTP, SSE": f"http://127.0.0.1:{ports[0]}",
-                "gRPC": f"grpc://127.0.0.1:{ports[1]}",
-            }
-            yield urls, [_find(process.pid, title) for title in TITLES]
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-
-
 def make_model_b(folder: Path) -> str:
     """A checkpoint of that shape, and a tokenizer that has a text for each of its token ids."""
     config = model_b_config()
@@ -156,24 +115,6 @@ def make_model_b(folder: Path) -> str:
     vocab |= {f"Ġw{i}": i for i in range(config.vocab_size) if i not in taken}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return str(folder)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def _find(pid: int, title: str) -> int:
-    for each in descendants(pid):
-        if title in Path(f"/proc/{each}/cmdline").read_text():
-            return each
-    raise RuntimeError(f"no process named {title} runs below {pid}")
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> list[BenchCall]:
@@ -328,7 +269,8 @@ def run(args: argparse.Namespace, path: str) -> None:
     model = load_model(path, weights=args.weights, device="cpu", progress=False)
     engine = Engine(EngineConfig(weights=args.weights, device="cpu", threads=args.threads), model)
     load_before = os.getloadavg()[0]
-    with served(path, args.weights, args.threads) as (urls, pids):
+    flags = ["--weights", args.weights, "--threads", str(args.threads)]
+    with served(path, flags) as (urls, pids):
         bare = BareEngine(engine, args.threads)
         rounds = asyncio.run(measure(args, bare, urls, pids))
         bare.stop()
