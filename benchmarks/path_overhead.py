@@ -9,7 +9,12 @@ a time, throughput with 32 under way, and the CPU time of the ingress per stream
 The client shares the machine with the server, so its own CPU time, which the bare engine is spared,
 is told as well. Linux: processes are read from /proc.
 
+`--model model-b` is the shape of Qwen2.5-0.5B with random weights, as in offline.py: a model of the
+size that people serve on a CPU, where the built-in one is so small that client, ingress and engine
+fight for the cores.
+
     python benchmarks/path_overhead.py
+    python benchmarks/path_overhead.py --model model-b --rounds 3 --num-many 32
     python benchmarks/path_overhead.py --rounds 3 --threads 1 --json out.json
 """
 
@@ -17,16 +22,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
 import queue
-import signal
-import socket
+import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -36,21 +37,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from offline import model_b_config, save_random_checkpoint
+from server_process import cpu_s, served
 from tqdm import tqdm
 
 from penstock.deployments.bench_figures import Chunk, Outcome, Slo, figures_of
 from penstock.deployments.bench_load import Job
 from penstock.deployments.bench_serve import BenchCall, run_load
 from penstock.deployments.bench_targets import Target, target_of
-from penstock.deployments.processes import descendants
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
+from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, Request, SamplingParams
 
-START_S = 120
-TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the processes
 TARGETS = {"ttft_ms": 5.0, "throughput": 0.85, "cpu_ms": 0.1}
 COLUMNS = (
     *("path", "TTFT p50, 1 at a time", "added", "tokens/s, {n} under way", "of bare"),
@@ -100,56 +101,20 @@ class BareEngine:
         self._inbox.put((time.perf_counter(), deltas))
 
 
-@contextlib.contextmanager
-def served(model: str, weights: str, threads: int) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES."""
-    ports = [_free_port() for _ in range(3)]
-    names = ("--http-port", "--grpc-port", "--metrics-port")
-    flags = [part for name, port in zip(names, ports) for part in (name, str(port))]
-    command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model]
-    command += ["--weights", weights, "--threads", str(threads), *flags]
-    with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
-        log = Path(folder) / "serve.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=out,
-                env={**os.environ, "TMPDIR": folder},
-                start_new_session=True,
-            )
-        try:
-            deadline_s = time.monotonic() + START_S
-            while "ready after" not in log.read_text():
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
-                time.sleep(0.1)
-            urls = {
-                "HTTP, SSE": f"http://127.0.0.1:{ports[0]}",
-                "gRPC": f"grpc://127.0.0.1:{ports[1]}",
-            }
-            yield urls, [_find(process.pid, title) for title in TITLES]
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def _find(pid: int, title: str) -> int:
-    for each in descendants(pid):
-        if title in Path(f"/proc/{each}/cmdline").read_text():
-            return each
-    raise RuntimeError(f"no process named {title} runs below {pid}")
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def make_model_b(folder: Path) -> str:
+    """A checkpoint of that shape, and a tokenizer that has a text for each of its token ids."""
+    config = model_b_config()
+    save_random_checkpoint(folder, torch.bfloat16)
+    builtin = Path(resolve_model("builtin"))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if (builtin / name).exists():
+            shutil.copy(builtin / name, folder)
+    tokenizer = json.loads((builtin / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    taken = {*vocab.values(), *(each["id"] for each in tokenizer["added_tokens"])}
+    vocab |= {f"Ġw{i}": i for i in range(config.vocab_size) if i not in taken}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return str(folder)
 
 
 def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> list[BenchCall]:
@@ -281,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--model", default="builtin", help="or model-b, or a folder")
     parser.add_argument("--weights", choices=["auto", "fp32", "bf16"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--input-len", type=int, default=32)
@@ -293,11 +258,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pst-model-") as folder:
+        path = make_model_b(Path(folder)) if args.model == "model-b" else args.model
+        run(args, path)
+
+
+def run(args: argparse.Namespace, path: str) -> None:
+    """Measure the model at `path`, and tell."""
     torch.set_num_threads(args.threads)
-    model = load_model(args.model, weights=args.weights, device="cpu", progress=False)
+    model = load_model(path, weights=args.weights, device="cpu", progress=False)
     engine = Engine(EngineConfig(weights=args.weights, device="cpu", threads=args.threads), model)
     load_before = os.getloadavg()[0]
-    with served(args.model, args.weights, args.threads) as (urls, pids):
+    flags = ["--weights", args.weights, "--threads", str(args.threads)]
+    with served(path, flags) as (urls, pids):
         bare = BareEngine(engine, args.threads)
         rounds = asyncio.run(measure(args, bare, urls, pids))
         bare.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -136,6 +137,9 @@ class IngressReplica:
             core, config.address(config.grpc_port), api_keys=api_keys
         )
 
+        # What is here by now stays; looking through it again and again would cost a few percent.
+        gc.collect()
+        gc.freeze()
         self._request_metrics = core.metrics
         if config.metrics_port:
             collector = PenstockCollector(core.metrics, lambda: self._view.workers)

@@ -22,9 +22,13 @@ from penstock.deployments.client_types import (
     Piece,
     Prompt,
     Sampling,
+    Timings,
     TokenLogprob,
+    Tool,
+    ToolCall,
     Usage,
     answer_of,
+    message_of,
     models_of,
     piece_of,
     sampling_fields,
@@ -42,7 +46,10 @@ __all__ = [
     "Piece",
     "Prompt",
     "Sampling",
+    "Timings",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
     "Usage",
 ]
 
@@ -111,7 +118,7 @@ class _Base:
     def _chat(self, messages: Sequence[Message], name: str, sampling: Sampling) -> pb.ChatRequest:
         return pb.ChatRequest(
             model=self._model,
-            messages=[pb.Message(**message) for message in messages],
+            messages=[message_of(message) for message in messages],
             client_request_id=name,
             **sampling_fields(sampling),
         )

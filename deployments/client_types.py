@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, Required, TypedDict
 
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.workers.request import FinishReason
@@ -14,10 +14,16 @@ _FINISH = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     pb.FINISH_REASON_ABORT: FinishReason.ABORT,
+    pb.FINISH_REASON_TOOL_CALLS: FinishReason.STOP,
+}
+_MODES = {
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+    "required": pb.TOOL_CHOICE_MODE_REQUIRED,
 }
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # role, content; for tools also tool_calls, tool_call_id
 
 
 class Sampling(TypedDict, total=False):
@@ -50,7 +56,47 @@ class Sampling(TypedDict, total=False):
     grammar: str
     n: int  # answers, side by side
     truncate_prompt_tokens: int
+    return_timings: bool
     echo: bool  # not for a conversation
+    # For a conversation only. `tool_choice` is "auto", "none", "required" or a tool's name; its
+    # answer's `tool_calls` go back in a message of the assistant, the result in one of role "tool"
+    # with `tool_call_id`.
+    tools: Sequence[Tool]
+    tool_choice: str
+    parallel_tool_calls: bool
+
+
+class Tool(TypedDict, total=False):
+    """A function that the model may call. `parameters`: a JSON schema, as text or as data."""
+
+    name: Required[str]
+    description: str
+    parameters: str | Mapping[str, Any]
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, or a piece of one: the first one has id and name.
+
+    `index` tells the calls of an answer apart; `arguments` is JSON, in pieces to be joined.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of each phase, of several answers the longest. None: it did not come."""
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    decode_s: float | None = None
+    total_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +120,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    timings: Timings | None = None  # where asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +138,15 @@ class Piece:
     choice: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; with `n`, the first one, and `others` are the rest. `usage` is of all."""
+    """A whole answer; with `n`, the first one, and `others` are the rest. `usage` is of all.
+
+    An answer that called tools ends with STOP, and has its calls in `tool_calls`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -104,6 +155,7 @@ class Answer:
     request_id: str
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     others: tuple[Answer, ...] = ()
 
 
@@ -117,7 +169,10 @@ class Model:
     has_chat_template: bool
 
 
-_BESIDE_SAMPLING = ("n", "truncate_prompt_tokens", "echo")
+_BESIDE_SAMPLING = (
+    *("n", "truncate_prompt_tokens", "echo", "return_timings"),
+    *("tools", "tool_choice", "parallel_tool_calls"),
+)
 
 
 def sampling_fields(given: Sampling) -> dict[str, Any]:
@@ -127,17 +182,43 @@ def sampling_fields(given: Sampling) -> dict[str, Any]:
         fields["stop"] = [fields["stop"]]
     if "choice" in fields:
         fields["choice"] = pb.Choices(values=fields["choice"])
-    if not isinstance(fields.get("json_schema", ""), str):
-        fields["json_schema"] = json.dumps(fields["json_schema"])
+    if "json_schema" in fields:
+        fields["json_schema"] = _json_text(fields["json_schema"])
+    if "tools" in fields:
+        fields["tools"] = [_tool_message(tool) for tool in fields["tools"]]
+    if "tool_choice" in fields:
+        mode = _MODES.get(fields["tool_choice"])
+        chosen = {"function": fields["tool_choice"]} if mode is None else {"mode": mode}
+        fields["tool_choice"] = pb.ToolChoice(**chosen)
     beside = {name: fields.pop(name) for name in _BESIDE_SAMPLING if name in fields}
     return {"sampling": pb.SamplingParams(**fields), **beside}
+
+
+def message_of(message: Message) -> pb.Message:
+    """One turn; calls of tools may be ToolCalls, as an answer has them."""
+    fields = dict(message)
+    fields["tool_calls"] = [
+        pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+        for call in message.get("tool_calls", ())
+    ]
+    return pb.Message(**fields)
+
+
+def _tool_message(tool: Tool) -> pb.Tool:
+    fields: dict[str, Any] = dict(tool)
+    return pb.Tool(**{**fields, "parameters": _json_text(fields.get("parameters", ""))})
+
+
+def _json_text(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
     usage = None
     if message.HasField("usage"):
         used = message.usage
-        usage = Usage(used.prompt_tokens, used.completion_tokens, used.cached_tokens)
+        timings = _timings_of(used.timings) if used.HasField("timings") else None
+        usage = Usage(used.prompt_tokens, used.completion_tokens, used.cached_tokens, timings)
     return Piece(
         text=message.text,
         token_ids=tuple(message.token_ids),
@@ -147,6 +228,7 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
         choice=message.choice,
         logprobs=tuple(map(_logprob_of, message.logprobs)),
         prompt_logprobs=tuple(map(_logprob_of, message.prompt_logprobs)),
+        tool_calls=_calls_of(message) if isinstance(message, pb.ChatResponse) else (),
     )
 
 
@@ -172,7 +254,27 @@ def _choice(pieces: Sequence[Piece], usage: Usage, request_id: str) -> Answer:
         request_id=request_id,
         logprobs=tuple(each for piece in pieces for each in piece.logprobs),
         prompt_logprobs=pieces[0].prompt_logprobs,
+        tool_calls=_joined(call for piece in pieces for call in piece.tool_calls),
     )
+
+
+def _calls_of(message: pb.ChatResponse) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(call.index, call.id, call.name, call.arguments) for call in message.tool_calls
+    )
+
+
+def _joined(pieces: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    """Whole calls."""
+    calls: dict[int, ToolCall] = {}
+    for piece in pieces:
+        call = calls.setdefault(piece.index, replace(piece, arguments=""))
+        calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
+    return tuple(calls.values())
+
+
+def _timings_of(message: pb.Timings) -> Timings:
+    return Timings(**{field.name: value for field, value in message.ListFields()})
 
 
 def _logprob_of(message: pb.TokenLogprob) -> TokenLogprob:

@@ -111,7 +111,8 @@ class RequestCore:
         except (RequestError, ServiceError) as refusal:
             log_request(call, finish=refusal.code)
             raise
-        return self._generation(Request(call.request_id, prompt_ids, params), call, start_s)
+        request = Request(call.request_id, prompt_ids, params, deadline_s=call.deadline_s)
+        return self._generation(request, call, start_s)
 
     async def prepare_choices(self, call: Call, num_choices: int) -> list[Generation]:
         """`prepare` for so many answers to one prompt, which is computed once for all of them.
@@ -124,9 +125,11 @@ class RequestCore:
             log_request(call, finish=refusal.code)
             raise
         first = await self.prepare(call)
-        ids, params, start_s = first.request.prompt_ids, first.request.params, first.times.start_s
+        params, start_s = first.request.params, first.times.start_s
         others = (
-            Request(f"{call.request_id}.{i}", ids, nth_choice(params, i))
+            replace(
+                first.request, request_id=f"{call.request_id}.{i}", params=nth_choice(params, i)
+            )
             for i in range(1, num_choices)
         )
         return [first, *(self._generation(each, call, start_s, first) for each in others)]

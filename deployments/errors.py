@@ -32,6 +32,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     # The caller can mend these.
     "invalid_value": CatalogueEntry(400, "INVALID_ARGUMENT", _BAD, "a parameter is out of range"),
     "invalid_json": CatalogueEntry(400, "INVALID_ARGUMENT", _BAD, "the body is not valid JSON"),
+    "invalid_message": CatalogueEntry(
+        400,
+        "INVALID_ARGUMENT",
+        _BAD,
+        "the message is not what this method takes, or a text in it is not UTF-8",
+    ),
     "missing_parameter": CatalogueEntry(
         400, "INVALID_ARGUMENT", _BAD, "a required parameter is missing"
     ),

@@ -5,39 +5,33 @@ Protobuf becomes Calls here, and only here. Knows nothing of workers, tokens or 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock.deployments import oip_ingress
+from penstock.deployments import grpc_health, oip_ingress
 from penstock.deployments.auth import ApiKeys
-from penstock.deployments.calls import Call, ChatPrompt, TextDelta, Usage, new_request_id
+from penstock.deployments.calls import Call, Usage
 from penstock.deployments.core import MAX_BODY_BYTES, RequestCore, beside_the_loop
-from penstock.deployments.errors import CATALOGUE, describe
+from penstock.deployments.grpc_answers import AnswerT, answer_message, usage_message
 from penstock.deployments.grpc_calls import (
     Context,
-    abort,
     about,
     answering,
-    metadata_value,
     principal,
 )
-from penstock.deployments.scores import ScoredToken, num_spelt
+from penstock.deployments.grpc_guard import Guard
+from penstock.deployments.grpc_requests import bad_words, chat_prompt, flag, sampling, text_prompt
+from penstock.deployments.scores import num_spelt
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
-from penstock.workers.request import FinishReason, RequestError, SamplingParams
-from penstock.workers.structured import StructuredKind, StructuredSpec, choice
 
 SERVICE = "penstock.v1.InferenceService"
-HEALTH_SERVICE = "grpc.health.v1.Health"
-_HEALTH_NAMES = ("", SERVICE, oip_ingress.SERVICE)
-HEALTH_POLL_S = 0.25
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 1),  # several ingress replicas share a port
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
@@ -49,25 +43,12 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
-_FINISH = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-}
-_SAMPLING_FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-
-Handler: TypeAlias = grpc.RpcMethodHandler
-AnswerT = TypeVar("AnswerT", pb.GenerateResponse, pb.ChatResponse)
 
 
 class GrpcServer:
     """A running server. `port` is the one that it listens on, also if 0 was asked for."""
 
-    def __init__(self, server: grpc.aio.Server, port: int, health: _Health):
+    def __init__(self, server: grpc.aio.Server, port: int, health: grpc_health.Health):
         self._server = server
         self._health = health
         self.port = port
@@ -91,12 +72,12 @@ async def start_server(
     `authorization: Bearer <key>`. Raises RuntimeError if the address cannot be had.
     """
     keys = ApiKeys(api_keys)
-    server = grpc.aio.server(interceptors=[_KeyCheck(keys)], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Guard(keys)], options=SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Inference(core, keys), server)
-    health = _Health(core)
+    health = grpc_health.Health(core, ("", SERVICE, oip_ingress.SERVICE))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     oip_ingress.add_to(server, core, keys)
-    names = (SERVICE, oip_ingress.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+    names = (SERVICE, oip_ingress.SERVICE, grpc_health.SERVICE, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     if credentials is None:
         port = server.add_insecure_port(address)
@@ -106,75 +87,38 @@ async def start_server(
     return GrpcServer(server, port, health)
 
 
-class _KeyCheck(grpc.aio.ServerInterceptor):
-    """Default deny: only the health service is open."""
-
-    def __init__(self, keys: ApiKeys):
-        self._keys = keys
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        offered = metadata_value(details.invocation_metadata, "authorization")
-        is_open = details.method.startswith(f"/{HEALTH_SERVICE}/")
-        if is_open or self._keys.principal(offered) is not None:
-            return await continuation(details)
-
-        async def refuse(_: Any, context: Context) -> None:
-            request_id = new_request_id()
-            wrong = RequestError(CATALOGUE["invalid_api_key"].message, code="invalid_api_key")
-            await abort(context, describe(wrong, request_id), request_id)
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
-
-
 class _Inference(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, core: RequestCore, keys: ApiKeys):
         self._core = core
         self._keys = keys
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with answering(context) as request_id:
             call = Call(
-                _prompt(request),
-                _sampling(request.sampling),
-                add_special_tokens=_flag(request, "add_special_tokens", True),
+                text_prompt(request),
+                sampling(request.sampling),
+                add_special_tokens=flag(request, "add_special_tokens", True),
                 echo=request.echo,
                 **self._about(request, request_id, context),
             )
-            async with aclosing(self._answer(call, request, pb.GenerateResponse)) as answers:
-                async for answer in answers:
-                    yield answer
+            await self._answer(call, request, context, pb.GenerateResponse)
 
-    async def Chat(
-        self, request: pb.ChatRequest, context: Context
-    ) -> AsyncIterator[pb.ChatResponse]:
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         async with answering(context) as request_id:
-            messages = tuple(
-                {"role": message.role, "content": message.content}
-                | ({"name": message.name} if message.name else {})
-                for message in request.messages
-            )
-            opens_turn = _flag(request, "add_generation_prompt", True)
+            prompt = chat_prompt(request)
             call = Call(
-                ChatPrompt(messages, add_generation_prompt=opens_turn),
-                _sampling(request.sampling),
+                prompt,
+                sampling(request.sampling, prompt.tools),
                 **self._about(request, request_id, context),
             )
-            async with aclosing(self._answer(call, request, pb.ChatResponse)) as answers:
-                async for answer in answers:
-                    yield answer
+            await self._answer(call, request, context, pb.ChatResponse)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context):
             token_ids = await self._core.tokenize(
                 request.text,
                 model=request.model,
-                add_special_tokens=_flag(request, "add_special_tokens", True),
+                add_special_tokens=flag(request, "add_special_tokens", True),
             )
             max_model_len = self._core.model(request.model).max_model_len
             return pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
@@ -211,29 +155,35 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             return pb.ListModelsResponse(models=models)
 
     async def _answer(
-        self, call: Call, request: pb.GenerateRequest | pb.ChatRequest, kind: type[AnswerT]
-    ) -> AsyncGenerator[AnswerT, None]:
+        self,
+        call: Call,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        context: Context,
+        kind: type[AnswerT],
+    ) -> None:
+        """Write the answer as it comes; every layer of generators less is felt at each token."""
         num_choices = request.n if request.HasField("n") else 1
         generations = await self._core.prepare_choices(call, num_choices)
         usages: list[Usage] = []
         is_first = True
         async with aclosing(self._core.run_many(generations)) as pieces:
             async for index, piece in pieces:
-                size = num_spelt(piece.scores, piece.prompt_scores)
-                answer = await beside_the_loop(size, _message, kind, index, piece)
+                if piece.scores or piece.prompt_scores:
+                    size = num_spelt(piece.scores, piece.prompt_scores)
+                    answer = await beside_the_loop(size, answer_message, kind, index, piece)
+                else:
+                    answer = answer_message(kind, index, piece)
                 if is_first:
                     is_first = False
                     answer.request_id = call.request_id
                     answer.client_request_id = call.client_id or ""
                     if request.return_prompt_token_ids:
                         answer.prompt_token_ids.extend(generations[0].request.prompt_ids)
-                if piece.finish_reason is not None:
-                    assert piece.usage is not None, "the last piece has the usage"
-                    answer.finish_reason = _FINISH[piece.finish_reason]
+                if piece.usage is not None:
                     usages.append(piece.usage)
                     if len(usages) == num_choices:
-                        answer.usage.CopyFrom(_usage(Usage.total(usages)))
-                yield answer
+                        answer.usage.CopyFrom(usage_message(usages))
+                await context.write(answer)
 
     def _about(
         self, request: pb.GenerateRequest | pb.ChatRequest, request_id: str, context: Context
@@ -242,8 +192,9 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         return {
             **about(context, self._keys, request_id, client_id, "client_request_id"),
             "model": request.model,
-            "skip_special_tokens": _flag(request, "skip_special_tokens", True),
-            "bad_words": tuple(request.sampling.bad_words),
+            "wants_timings": request.return_timings,
+            "skip_special_tokens": flag(request, "skip_special_tokens", True),
+            "bad_words": bad_words(request.sampling),
             "include_stop_str_in_output": request.sampling.include_stop_str_in_output,
             "truncate_prompt_tokens": (
                 request.truncate_prompt_tokens
@@ -251,104 +202,3 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
                 else None
             ),
         }
-
-
-class _Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1, answered from the core: SERVING means that a request would be served."""
-
-    def __init__(self, core: RequestCore):
-        self._core = core
-        self.is_stopping = False
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        if request.service not in _HEALTH_NAMES:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=self._status(request.service))
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        told = None
-        while True:
-            status = self._status(request.service)
-            if status != told:
-                told = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            await asyncio.sleep(HEALTH_POLL_S)
-
-    def _status(self, service: str) -> int:
-        statuses = health_pb2.HealthCheckResponse
-        if service not in _HEALTH_NAMES:
-            return statuses.SERVICE_UNKNOWN
-        serves = self._core.ready() and not self.is_stopping
-        return statuses.SERVING if serves else statuses.NOT_SERVING
-
-
-def _message(kind: type[AnswerT], choice: int, piece: TextDelta) -> AnswerT:
-    return kind(
-        text=piece.text,
-        token_ids=piece.token_ids,
-        choice=choice,
-        logprobs=map(_logprob, piece.scores),
-        prompt_logprobs=map(_logprob, piece.prompt_scores or ()),
-    )
-
-
-def _usage(usage: Usage) -> pb.Usage:
-    return pb.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
-
-
-def _logprob(score: ScoredToken) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
-        token_id=score.token_id,
-        logprob=score.logprob,
-        token=score.spelling,
-        rank=score.rank,
-        top=[
-            pb.TopLogprob(token_id=each.token_id, logprob=each.logprob, token=each.spelling)
-            for each in score.top
-        ],
-    )
-
-
-def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...]:
-    kind = request.WhichOneof("prompt")
-    if kind == "text":
-        return request.text
-    if kind == "token_ids":
-        return tuple(request.token_ids.ids)
-    raise RequestError(
-        "a prompt is required: text or token_ids", param="prompt", code="missing_parameter"
-    )
-
-
-def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
-    return SamplingParams(
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=tuple(message.logit_bias.items()),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        structured=_structured(message),
-        **given,
-    )
-
-
-def _structured(message: pb.SamplingParams) -> StructuredSpec | None:
-    name = message.WhichOneof("structured")
-    if name is None or (name == "json_object" and not message.json_object):
-        return None
-    if name == "choice":
-        return choice(list(message.choice.values), param=name)
-    text = "" if name == "json_object" else getattr(message, name)
-    return StructuredSpec(StructuredKind(name), text, param=name)
-
-
-def _flag(message: Any, name: str, default: bool) -> bool:
-    return bool(getattr(message, name)) if message.HasField(name) else default

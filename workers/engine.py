@@ -43,6 +43,7 @@ LOAD_WAIT_S = 0.01  # with nothing else to do; then the inbox is looked at again
 
 GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
 CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
+LATE = "the deadline of this request has passed"
 
 
 class Engine:
@@ -144,12 +145,13 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one batch; what it produced, finished requests included."""
         self.times.begin()
+        deltas = self._drop_expired()
         plan = self.scheduler.schedule()
         self.times.lap("schedule")
         if not plan.chunks:
             if self.cache.swap is not None:
                 self.cache.swap.wait(LOAD_WAIT_S)
-            return []
+            return deltas
         self._num_steps += 1
         self._step_tokens.observe(plan.num_tokens)
         began_s = time.perf_counter()
@@ -157,10 +159,10 @@ class Engine:
             result = self.executor.run(plan)
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
-            return self._run_each_alone(plan)
+            return deltas + self._run_each_alone(plan)
         if self._rates is not None:
             self._rates.observe_step(plan.num_tokens, time.perf_counter() - began_s)
-        deltas = self._commit(plan, result)
+        deltas += self._commit(plan, result)
         self.times.lap("deliver")
         return deltas
 
@@ -239,6 +241,8 @@ class Engine:
             )
         if num_prompt + len(request.emitted_ids) >= max_total:
             raise RequestError("nothing is left to generate", param="emitted_ids")
+        if request.deadline_s is not None and request.deadline_s <= time.monotonic():
+            raise RequestError(LATE, code="deadline_exceeded")
         if len(self.scheduler.waiting) >= self.config.max_waiting:
             raise RequestError("too many requests are waiting on this worker", code="overloaded")
         return max_total
@@ -303,6 +307,15 @@ class Engine:
                 deltas.append(self._fail(chunk.seq, "internal_error"))
             else:
                 deltas += self._commit(alone, result)
+        return deltas
+
+    def _drop_expired(self) -> list[Delta]:
+        """End what waits although its deadline has passed, before it costs a step."""
+        deltas = []
+        for seq in self.scheduler.expired(time.monotonic()):
+            self._finish(seq, FinishReason.ERROR)
+            delta = Delta(seq.request.request_id, [], FinishReason.ERROR, error="deadline_exceeded")
+            deltas.append(delta)
         return deltas
 
     def _fail(self, seq: Sequence, code: str) -> Delta:

@@ -34,7 +34,7 @@ class Outbox:
             for stream_id, delta in deltas:
                 self._num_pending_tokens += len(delta.token_ids)
                 earlier = self._pending.get(stream_id)
-                self._pending[stream_id] = delta if earlier is None else _joined(earlier, delta)
+                self._pending[stream_id] = delta if earlier is None else joined(earlier, delta)
             wake, self._waking = not self._waking, True
             flooded = self._num_pending_tokens > self._max_pending_tokens
         if flooded:
@@ -58,7 +58,8 @@ class Outbox:
         return pending, report_due
 
 
-def _joined(earlier: Delta, later: Delta) -> Delta:
+def joined(earlier: Delta, later: Delta) -> Delta:
+    """`earlier`, with what `later` adds: as if both had come in one step."""
     earlier.token_ids.extend(later.token_ids)
     earlier.logprobs.extend(later.logprobs)
     earlier.prompt_logprobs.extend(later.prompt_logprobs)

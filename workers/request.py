@@ -177,6 +177,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     emitted_ids: tuple[int, ...] = ()
+    deadline_s: float | None = None  # on time.monotonic(): not begun by then, it never is
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,14 @@ class Scheduler:
         seq.state = SequenceState.FINISHED
         self.cache.free(seq)
 
+    def expired(self, now_s: float) -> list[Sequence]:
+        """Those that wait although their deadline has passed; nobody would read their answers."""
+        return [
+            seq
+            for seq in self.waiting
+            if seq.request.deadline_s is not None and seq.request.deadline_s <= now_s
+        ]
+
     def schedule(self) -> Plan:
         """The next step. Blocks for all its tokens are in the sequences' tables on return."""
         plan = Plan()

@@ -5,6 +5,9 @@ Knows nothing of sockets, streams or engines. Stop strings do not travel: they s
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.request import (
     Delta,
@@ -28,6 +31,7 @@ _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 
 def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb.Submit:
     """`request` as the ingress sends it, under the stream's own number."""
+    deadline_s = request.deadline_s
     return pb.Submit(
         stream_id=stream_id,
         request_id=request.request_id,
@@ -35,6 +39,8 @@ def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb
         emitted_ids=request.emitted_ids,
         params=_params_message(request.params),
         expected_tokens=expected_tokens,
+        # Time left, not a point in time: two machines share no clock.
+        remaining_s=None if deadline_s is None else deadline_s - time.monotonic(),
     )
 
 
@@ -45,6 +51,9 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         prompt_ids=tuple(submit.prompt_ids),
         emitted_ids=tuple(submit.emitted_ids),
         params=_params_from(submit.params),
+        deadline_s=(
+            time.monotonic() + submit.remaining_s if submit.HasField("remaining_s") else None
+        ),
     )
 
 
@@ -62,6 +71,32 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         error_message=delta.error_message,
         error_param=delta.error_param or "",
         num_evicted_tokens=delta.num_evicted_tokens,
+    )
+
+
+def step_message(pending: Mapping[int, Delta]) -> pb.Step:
+    """The deltas of one step, by stream id. Most are a token each, and cost next to nothing."""
+    step = pb.Step()
+    stream_ids, token_ids = [], []
+    for stream_id, delta in pending.items():
+        if _is_token_only(delta):
+            stream_ids.append(stream_id)
+            token_ids.append(delta.token_ids[0])
+        else:
+            step.deltas.append(delta_message(delta, stream_id))
+    step.stream_ids.extend(stream_ids)
+    step.token_ids.extend(token_ids)
+    return step
+
+
+def _is_token_only(delta: Delta) -> bool:
+    """Cached tokens are said with the first delta, which has `times`; later ones repeat them."""
+    return (
+        len(delta.token_ids) == 1
+        and delta.finish_reason is None
+        and delta.times is None
+        and not delta.logprobs
+        and not delta.prompt_logprobs
     )
 
 

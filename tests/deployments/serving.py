@@ -61,8 +61,8 @@ def reference_ids(prompt_ids: Sequence[int], **params: Any) -> list[int]:
 class EngineBackend:
     """The real engine on its own thread."""
 
-    def __init__(self) -> None:
-        self.engine = new_engine()
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine or new_engine()
         self.is_ready = True
         grammars = GrammarCompiler(
             lambda: tokenizer().to_json(),

@@ -17,7 +17,7 @@ from penstock.deployments import channel
 from penstock.deployments.channel import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
-from penstock.workers.actor import TOKEN_KEY, ChannelServer
+from penstock.workers.channel_server import TOKEN_KEY, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread

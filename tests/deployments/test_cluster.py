@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hostile import CASES, Fronts, GoodTraffic, run_all
 
 from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.cluster import Cluster
@@ -166,6 +167,19 @@ def open_ports(pid: int) -> list[str]:
             if state == "0A" and inode in inodes and not is_loopback:
                 found.append(address)
     return found
+
+
+def test_the_hostile_corpus_restarts_nobody(cluster, config):
+    """By every front end, while good requests beside it are answered as they are alone."""
+    await_view(cluster, is_idle, 20)
+    before = pids_of(cluster.view())
+    addresses = f"http://127.0.0.1:{config.http_port}", f"127.0.0.1:{config.grpc_port}"
+    with GoodTraffic(*addresses), Fronts(*addresses) as fronts:
+        assert len(list(run_all(fronts))) == len(CASES)
+    await_view(cluster, is_idle, 20)
+    time.sleep(2.5)  # idle engines check their ledgers, and one that is wrong ends its worker
+    await_view(cluster, is_idle, 5)
+    assert pids_of(cluster.view()) == before
 
 
 def test_a_killed_worker_costs_its_own_requests_only_and_is_replaced(cluster, config, run):

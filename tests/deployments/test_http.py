@@ -358,37 +358,7 @@ def test_characters_of_many_bytes():
         assert not any("\ufffd" in delta for delta in deltas)
 
 
-# Refusals
-
-TOO_DEEP = b"[" * 100_000
-BAD_BODIES = {
-    "nothing": (b"", "invalid_json", None),
-    "half a body": (b'{"messages": [', "invalid_json", None),
-    "a list": (b"[1]", "invalid_json", None),
-    "deep nesting": (TOO_DEEP, "invalid_json", None),
-    "not UTF-8": (b'{"messages": "\xff"}', "invalid_json", None),
-    "half a surrogate": (
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        "invalid_json",
-        None,
-    ),
-    "not a number": (b'{"messages": [], "temperature": NaN}', "invalid_json", None),
-    "no messages": (b"{}", "missing_parameter", "messages"),
-    "empty messages": (b'{"messages": []}', "invalid_value", "messages"),
-    "messages of another type": (b'{"messages": "hello"}', "invalid_value", "messages"),
-    "a message of another type": (b'{"messages": [1]}', "invalid_value", "messages[0]"),
-    "no role": (b'{"messages": [{"content": "a"}]}', "missing_parameter", "messages[0].role"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_BODIES)
-def test_bodies_that_cannot_be_read(raw, name):
-    body, code, param = BAD_BODIES[name]
-    answer = raw.post(CHAT, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    error = ErrorBody.model_validate(answer.json()).error
-    assert (error.code, error.param) == (code, param)
-
+# Refusals; hostile bodies are in hostile.py, for every front end
 
 BAD_VALUES = {
     "temperatur": (0.5, "unknown_parameter", "did you mean 'temperature'"),

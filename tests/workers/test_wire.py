@@ -14,8 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from penstock.workers.wire import delta_from, delta_message, request_from, submit_message
+from penstock.workers.request import (
+    Delta,
+    FinishReason,
+    FirstTokenTimes,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
+from penstock.workers.wire import (
+    delta_from,
+    delta_message,
+    request_from,
+    step_message,
+    submit_message,
+)
 
 STAYS = {SamplingParams: {"stop"}, Delta: {"request_id", "engine"}}  # the ingress's own
 
@@ -131,3 +144,23 @@ def test_requests_survive_the_wire():
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 def test_reasons_survive_the_wire(reason):
     assert answered(Delta("r", [], reason)).finish_reason is reason
+
+
+def test_a_step_of_tokens_travels_in_columns():
+    """What says nothing but one token; whatever says more is whole. Neither is lost or doubled."""
+    pending = {
+        7: Delta("a", [2**31]),
+        8: Delta("b", [5], num_cached_tokens=16),  # said before, with the first token
+        9: Delta("c", [5], times=FirstTokenTimes(0.5, 0.25), num_cached_tokens=16),
+        10: Delta("d", [5, 6]),
+        11: Delta("e", [5], FinishReason.LENGTH),
+        12: Delta("f", [5], logprobs=[TokenLogprob(5, -1.0, 1)]),
+        13: Delta("g", [], FinishReason.ERROR, error="overloaded"),
+        14: Delta("h", [0]),
+    }
+    step = pb.Step.FromString(step_message(pending).SerializeToString())
+    assert dict(zip(step.stream_ids, step.token_ids, strict=True)) == {7: 2**31, 8: 5, 14: 0}
+    whole = {message.stream_id: message for message in step.deltas}
+    assert whole.keys() == {9, 10, 11, 12, 13}
+    for stream_id, message in whole.items():
+        assert delta_from(message, pending[stream_id].request_id) == pending[stream_id]

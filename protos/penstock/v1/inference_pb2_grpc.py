@@ -79,7 +79,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation, rendered by the chat template of the model.
+        """Answers a conversation, rendered by the chat template of the model, and may call tools.
         FAILED_PRECONDITION if the model has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"penstock/internal/v1/channel.proto\x12\x14penstock.internal.v1\"\xb0\x01\n\tUpMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.penstock.internal.v1.HelloH\x00\x12.\n\x06submit\x18\x03 \x01(\x0b\x32\x1c.penstock.internal.v1.SubmitH\x00\x12.\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\xb2\x01\n\x0b\x44ownMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x30\n\x07welcome\x18\x02 \x01(\x0b\x32\x1d.penstock.internal.v1.WelcomeH\x00\x12*\n\x04step\x18\x03 \x01(\x0b\x32\x1a.penstock.internal.v1.StepH\x00\x12.\n\x06report\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.ReportH\x00\x42\x06\n\x04\x62ody\"\x1b\n\x05Hello\x12\x12\n\ningress_id\x18\x01 \x01(\t\"/\n\x07Welcome\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\xa7\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\x34\n\x06params\x18\x05 \x01(\x0b\x32$.penstock.internal.v1.SamplingParams\x12\x17\n\x0f\x65xpected_tokens\x18\x06 \x01(\r\"\xc1\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x16\n\x0elogit_bias_ids\x18\r \x03(\r\x12\x14\n\x0clogit_biases\x18\x0e \x03(\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x35\n\rbad_words_ids\x18\x10 \x03(\x0b\x32\x1e.penstock.internal.v1.TokenIds\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x03\x88\x01\x01\x12\x38\n\nstructured\x18\x1e \x01(\x0b\x32$.penstock.internal.v1.StructuredSpec\x12\x1b\n\x0e\x63ontext_policy\x18\x1f \x01(\tH\x04\x88\x01\x01\x12\x12\n\x05sinks\x18  \x01(\rH\x05\x88\x01\x01\x12\x13\n\x06window\x18! \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04roll\x18\" \x01(\rH\x07\x88\x01\x01\x42\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x11\n\x0f_context_policyB\x08\n\x06_sinksB\t\n\x07_windowB\x07\n\x05_roll\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"L\n\x0eStructuredSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07lenient\x18\x03 \x01(\x08\x12\r\n\x05param\x18\x04 \x01(\t\"/\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"3\n\x04Step\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.penstock.internal.v1.Delta\"\xb1\x03\n\x05\x44\x65lta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x39\n\rfinish_reason\x18\x03 \x01(\x0e\x32\".penstock.internal.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x34\n\x08logprobs\x18\x07 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12\x34\n\x05times\x18\x14 \x01(\x0b\x32%.penstock.internal.v1.FirstTokenTimes\x12\x15\n\rerror_message\x18\x1e \x01(\t\x12\x13\n\x0b\x65rror_param\x18\x1f \x01(\t\x12\x1a\n\x12num_evicted_tokens\x18( \x01(\rB\x10\n\x0e_stop_token_id\"5\n\x0f\x46irstTokenTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"v\n\x06Report\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x15\n\rothers_tokens\x18\x05 \x01(\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x62\n\rWorkerChannel\x12Q\n\x07\x43onnect\x12\x1f.penstock.internal.v1.UpMessage\x1a!.penstock.internal.v1.DownMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"penstock/internal/v1/channel.proto\x12\x14penstock.internal.v1\"\xb0\x01\n\tUpMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.penstock.internal.v1.HelloH\x00\x12.\n\x06submit\x18\x03 \x01(\x0b\x32\x1c.penstock.internal.v1.SubmitH\x00\x12.\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\xb2\x01\n\x0b\x44ownMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x30\n\x07welcome\x18\x02 \x01(\x0b\x32\x1d.penstock.internal.v1.WelcomeH\x00\x12*\n\x04step\x18\x03 \x01(\x0b\x32\x1a.penstock.internal.v1.StepH\x00\x12.\n\x06report\x18\x04 \x01(\x0b\x32\x1c.penstock.internal.v1.ReportH\x00\x42\x06\n\x04\x62ody\"\x1b\n\x05Hello\x12\x12\n\ningress_id\x18\x01 \x01(\t\"/\n\x07Welcome\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\xd1\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\x34\n\x06params\x18\x05 \x01(\x0b\x32$.penstock.internal.v1.SamplingParams\x12\x17\n\x0f\x65xpected_tokens\x18\x06 \x01(\r\x12\x18\n\x0bremaining_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_remaining_s\"\xc1\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x16\n\x0elogit_bias_ids\x18\r \x03(\r\x12\x14\n\x0clogit_biases\x18\x0e \x03(\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x35\n\rbad_words_ids\x18\x10 \x03(\x0b\x32\x1e.penstock.internal.v1.TokenIds\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x03\x88\x01\x01\x12\x38\n\nstructured\x18\x1e \x01(\x0b\x32$.penstock.internal.v1.StructuredSpec\x12\x1b\n\x0e\x63ontext_policy\x18\x1f \x01(\tH\x04\x88\x01\x01\x12\x12\n\x05sinks\x18  \x01(\rH\x05\x88\x01\x01\x12\x13\n\x06window\x18! \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04roll\x18\" \x01(\rH\x07\x88\x01\x01\x42\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x11\n\x0f_context_policyB\x08\n\x06_sinksB\t\n\x07_windowB\x07\n\x05_roll\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"L\n\x0eStructuredSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07lenient\x18\x03 \x01(\x08\x12\r\n\x05param\x18\x04 \x01(\t\"/\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"Z\n\x04Step\x12+\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1b.penstock.internal.v1.Delta\x12\x12\n\nstream_ids\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xb1\x03\n\x05\x44\x65lta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x39\n\rfinish_reason\x18\x03 \x01(\x0e\x32\".penstock.internal.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x34\n\x08logprobs\x18\x07 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".penstock.internal.v1.TokenLogprob\x12\x34\n\x05times\x18\x14 \x01(\x0b\x32%.penstock.internal.v1.FirstTokenTimes\x12\x15\n\rerror_message\x18\x1e \x01(\t\x12\x13\n\x0b\x65rror_param\x18\x1f \x01(\t\x12\x1a\n\x12num_evicted_tokens\x18( \x01(\rB\x10\n\x0e_stop_token_id\"5\n\x0f\x46irstTokenTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"v\n\x06Report\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x15\n\rothers_tokens\x18\x05 \x01(\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x62\n\rWorkerChannel\x12Q\n\x07\x43onnect\x12\x1f.penstock.internal.v1.UpMessage\x1a!.penstock.internal.v1.DownMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.internal.v1.channel_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2297
-  _globals['_FINISHREASON']._serialized_end=2442
+  _globals['_FINISHREASON']._serialized_start=2378
+  _globals['_FINISHREASON']._serialized_end=2523
   _globals['_UPMESSAGE']._serialized_start=61
   _globals['_UPMESSAGE']._serialized_end=237
   _globals['_DOWNMESSAGE']._serialized_start=240
@@ -42,25 +42,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WELCOME']._serialized_start=449
   _globals['_WELCOME']._serialized_end=496
   _globals['_SUBMIT']._serialized_start=499
-  _globals['_SUBMIT']._serialized_end=666
-  _globals['_SAMPLINGPARAMS']._serialized_start=669
-  _globals['_SAMPLINGPARAMS']._serialized_end=1374
-  _globals['_TOKENIDS']._serialized_start=1376
-  _globals['_TOKENIDS']._serialized_end=1399
-  _globals['_STRUCTUREDSPEC']._serialized_start=1401
-  _globals['_STRUCTUREDSPEC']._serialized_end=1477
-  _globals['_CANCEL']._serialized_start=1479
-  _globals['_CANCEL']._serialized_end=1526
-  _globals['_STEP']._serialized_start=1528
-  _globals['_STEP']._serialized_end=1579
-  _globals['_DELTA']._serialized_start=1582
-  _globals['_DELTA']._serialized_end=2015
-  _globals['_FIRSTTOKENTIMES']._serialized_start=2017
-  _globals['_FIRSTTOKENTIMES']._serialized_end=2070
-  _globals['_TOKENLOGPROB']._serialized_start=2072
-  _globals['_TOKENLOGPROB']._serialized_end=2174
-  _globals['_REPORT']._serialized_start=2176
-  _globals['_REPORT']._serialized_end=2294
-  _globals['_WORKERCHANNEL']._serialized_start=2444
-  _globals['_WORKERCHANNEL']._serialized_end=2542
+  _globals['_SUBMIT']._serialized_end=708
+  _globals['_SAMPLINGPARAMS']._serialized_start=711
+  _globals['_SAMPLINGPARAMS']._serialized_end=1416
+  _globals['_TOKENIDS']._serialized_start=1418
+  _globals['_TOKENIDS']._serialized_end=1441
+  _globals['_STRUCTUREDSPEC']._serialized_start=1443
+  _globals['_STRUCTUREDSPEC']._serialized_end=1519
+  _globals['_CANCEL']._serialized_start=1521
+  _globals['_CANCEL']._serialized_end=1568
+  _globals['_STEP']._serialized_start=1570
+  _globals['_STEP']._serialized_end=1660
+  _globals['_DELTA']._serialized_start=1663
+  _globals['_DELTA']._serialized_end=2096
+  _globals['_FIRSTTOKENTIMES']._serialized_start=2098
+  _globals['_FIRSTTOKENTIMES']._serialized_end=2151
+  _globals['_TOKENLOGPROB']._serialized_start=2153
+  _globals['_TOKENLOGPROB']._serialized_end=2255
+  _globals['_REPORT']._serialized_start=2257
+  _globals['_REPORT']._serialized_end=2375
+  _globals['_WORKERCHANNEL']._serialized_start=2525
+  _globals['_WORKERCHANNEL']._serialized_end=2623
 # @@protoc_insertion_point(module_scope)

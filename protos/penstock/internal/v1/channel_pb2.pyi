@@ -59,20 +59,22 @@ class Welcome(_message.Message):
     def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens")
+    __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens", "remaining_s")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     emitted_ids: _containers.RepeatedScalarFieldContainer[int]
     params: SamplingParams
     expected_tokens: int
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
+    remaining_s: float
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_ids", "logit_biases", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs", "structured", "context_policy", "sinks", "window", "roll")
@@ -151,10 +153,14 @@ class Cancel(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("deltas",)
+    __slots__ = ("deltas", "stream_ids", "token_ids")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+    stream_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens")

@@ -1,0 +1,73 @@
+"""A `penstock serve` of its own for a benchmark: started on free ports, found, watched, ended.
+
+Linux: processes are read from /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.deployments.processes import descendants
+
+START_S = 240
+TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the processes
+
+
+@contextlib.contextmanager
+def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES."""
+    ports = [_free_port() for _ in range(3)]
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model, *flags]
+    command += [part for name, port in zip(names, ports) for part in (name, str(port))]
+    with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
+        log = Path(folder) / "serve.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "TMPDIR": folder},
+                start_new_session=True,
+            )
+        try:
+            deadline_s = time.monotonic() + START_S
+            while "ready after" not in log.read_text():
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+                time.sleep(0.1)
+            urls = {
+                "HTTP, SSE": f"http://127.0.0.1:{ports[0]}",
+                "gRPC": f"grpc://127.0.0.1:{ports[1]}",
+            }
+            yield urls, [_find(process.pid, title) for title in TITLES]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _find(pid: int, title: str) -> int:
+    for each in descendants(pid):
+        if title in Path(f"/proc/{each}/cmdline").read_text():
+            return each
+    raise RuntimeError(f"no process named {title} runs below {pid}")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
