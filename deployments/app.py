@@ -33,6 +33,7 @@ from penstock.deployments.registry import ClusterView, IngressInfo, RegistryClie
 from penstock.workers.actor import Worker
 from penstock.workers.model_config import read_limits
 from penstock.workers.models.folder import resolve_model
+from penstock.workers.policies import ContextSettings
 from penstock.workers.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.app")
@@ -110,12 +111,14 @@ class IngressReplica:
         folder = await asyncio.to_thread(resolve_model, config.engine.model)
         vocab_size, max_model_len = read_limits(folder)
         tokenizer = Tokenizer.load(folder)
+        max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
         core = RequestCore(
             tokenizer,
             self._pool,
             model_name=config.model_name,
             vocab_size=vocab_size,
-            max_model_len=min(max_model_len, config.engine.max_model_len or max_model_len),
+            max_model_len=max_model_len,
+            contexts=ContextSettings.of(config.engine, max_model_len),
             marks=find_marks(config.reasoning_marks, tokenizer),
         )
         api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()

@@ -98,6 +98,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    evicted_tokens: int = 0  # put out of sight for good by a sink window
     timings: Timings | None = None  # with the last piece, where wanted
     shares_prompt: bool = False  # with another answer of the same call, which counts it
 
@@ -108,6 +109,7 @@ class Usage:
         for usage in usages:
             sums.completion_tokens += usage.completion_tokens
             sums.reasoning_tokens += usage.reasoning_tokens
+            sums.evicted_tokens += usage.evicted_tokens
             if not usage.shares_prompt:
                 sums.prompt_tokens += usage.prompt_tokens
                 sums.cached_tokens += usage.cached_tokens

@@ -54,6 +54,11 @@ class Sampling(TypedDict, total=False):
     regex: str
     choice: Sequence[str]
     grammar: str
+    # "full" or "sink_window"; with the latter an answer may go on without end.
+    context_policy: str
+    sinks: int
+    window: int
+    roll: int
     n: int  # answers, side by side
     truncate_prompt_tokens: int
     return_timings: bool
@@ -115,12 +120,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache."""
+    """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache; a sink window
+    has put `evicted_tokens` out of sight for good."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     timings: Timings | None = None  # where asked for
+    evicted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +225,13 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
     if message.HasField("usage"):
         used = message.usage
         timings = _timings_of(used.timings) if used.HasField("timings") else None
-        usage = Usage(used.prompt_tokens, used.completion_tokens, used.cached_tokens, timings)
+        usage = Usage(
+            used.prompt_tokens,
+            used.completion_tokens,
+            used.cached_tokens,
+            timings,
+            used.evicted_tokens,
+        )
     return Piece(
         text=message.text,
         token_ids=tuple(message.token_ids),

@@ -25,6 +25,8 @@ from penstock.deployments.reasoning import Marks
 from penstock.deployments.request_log import log_request
 from penstock.deployments.request_metrics import DISCONNECT, RequestMetrics
 from penstock.deployments.side_by_side import side_by_side
+from penstock.workers.config import EngineConfig
+from penstock.workers.policies import ContextSettings
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.tokenizer import Tokenizer
 
@@ -55,14 +57,17 @@ class RequestCore:
         vocab_size: int,
         max_model_len: int,
         marks: Marks | None = None,
+        contexts: ContextSettings | None = None,
     ):
-        """`vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning."""
+        """`vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
+        `contexts`: what requests may see of their past; None: as a worker that is told nothing."""
         self.tokenizer = tokenizer
         self._backend = backend
         model = ServedModel(model_name, vocab_size, max_model_len, tokenizer.has_chat_template)
         self._models = {model_name: model}
         self._default_model = model_name
-        self._prompts = PromptReader(tokenizer, max_model_len)
+        self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
+        self._prompts = PromptReader(tokenizer)
         self._reasoning = Reasoning(marks, tokenizer)
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
@@ -97,10 +102,12 @@ class RequestCore:
             check_extras(call)
             for stop in call.params.stop:
                 check_text(stop, "stop")
-            prompt_ids = await self._prompts.ids(call, model)
+            self._contexts.context(params)
+            limit = self._contexts.max_total_tokens(params)
+            prompt_ids = await self._prompts.ids(call, model, limit)
             if call.truncate_prompt_tokens is not None:
                 prompt_ids = prompt_ids[-call.truncate_prompt_tokens :]
-            check_length(len(prompt_ids), params, model.max_model_len)
+            check_length(len(prompt_ids), params, limit)
             params = self._reasoning.params(call, prompt_ids, params)
             if call.bad_words:
                 words = await self._prompts.bad_words_ids(call.bad_words)
@@ -216,7 +223,8 @@ class RequestCore:
 
     async def prompt_ids(self, call: Call) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it, however long. Raises RequestError."""
-        return await self._prompts.ids(call, self.model(call.model))
+        model = self.model(call.model)
+        return await self._prompts.ids(call, model, model.max_model_len)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool

@@ -93,6 +93,7 @@ class Generation:
                     code=delta.error or "internal_error",
                 )
             raise ServiceError(delta.error or "internal_error")
+        self.usage.evicted_tokens = max(self.usage.evicted_tokens, delta.num_evicted_tokens)
         self.usage.cached_tokens = max(self.usage.cached_tokens, delta.num_cached_tokens)
         if not self._is_first_delta:
             return self._answer(delta, "")

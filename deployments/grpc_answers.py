@@ -53,6 +53,7 @@ def usage_message(usages: Sequence[Usage]) -> pb.Usage:
         prompt_tokens=total.prompt_tokens,
         completion_tokens=total.completion_tokens,
         cached_tokens=total.cached_tokens,
+        evicted_tokens=total.evicted_tokens,
     )
     timings = [usage.timings for usage in usages if usage.timings is not None]
     if timings:

@@ -46,6 +46,7 @@ class UsageBody(_Answer):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
     timings: TimingsBody | None = None
+    evicted_tokens: int | None = None  # put out of sight for good by a sink window
 
 
 Finish = Literal["stop", "length", "abort", "tool_calls"]

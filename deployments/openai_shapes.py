@@ -30,6 +30,8 @@ def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
     }
+    if total.evicted_tokens:
+        body["evicted_tokens"] = total.evicted_tokens
     if any(usage.timings is not None for usage in usages):
         body["timings"] = _timings_body([u.timings for u in usages if u.timings is not None])
     return body

@@ -7,7 +7,7 @@ makes for all front ends.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from penstock.deployments.openai_tools import (
     toolset,
 )
 from penstock.deployments.tools import Toolset
-from penstock.workers.request import MAX_LOGPROBS, RequestError, SamplingParams
+from penstock.workers.request import MAX_LOGPROBS, MAX_SINKS, RequestError, SamplingParams
 from penstock.workers.structured import StructuredSpec
 
 # Harmless to ignore: they tell the provider about the caller, or hint at something we do not have.
@@ -62,6 +62,7 @@ class StreamOptions(Strict):
 _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("context_policy", "sinks", "window", "roll"),
 )
 
 
@@ -89,6 +90,18 @@ class _GenerationRequest(ShapeFields):
         None, min_length=1, description="no other tokens may come"
     )
     bad_words: list[str] | None = Field(None, description="up to 64 words that must not come")
+    context_policy: Literal["full", "sink_window"] | None = Field(
+        None,
+        description="what a token sees of those before it; with sink_window an answer may go on "
+        "without end, max_tokens or not; default: as the server is configured",
+    )
+    sinks: int | None = Field(
+        None, ge=1, le=MAX_SINKS, description="sink_window: first tokens that stay"
+    )
+    window: int | None = Field(None, ge=1, description="sink_window: newest tokens that are seen")
+    roll: int | None = Field(
+        None, ge=1, description="sink_window: tokens by which the window moves on at once"
+    )
     n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
     prompt_logprobs: int | None = Field(
         None, description="tell how likely the prompt's tokens were, with up to 20 alternatives"
@@ -192,9 +205,10 @@ class CompletionRequest(_GenerationRequest):
     )
 
     def params(self) -> SamplingParams:
-        params = self.sampling(
-            DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        )
+        max_tokens = self.max_tokens
+        if max_tokens is None and self.context_policy != "sink_window":
+            max_tokens = DEFAULT_COMPLETION_TOKENS
+        params = self.sampling(max_tokens)
         return replace(params, logprobs=self.logprobs)
 
     def options(self) -> dict[str, Any]:

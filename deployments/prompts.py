@@ -26,12 +26,12 @@ TEXT_SLACK = 4  # normalising may shrink a text by so much before it becomes tok
 class PromptReader:
     """Reads prompts as one model's tokenizer does. Lives on one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._max_prompt_chars = max_model_len * tokenizer.max_token_bytes * TEXT_SLACK
 
-    async def ids(self, call: Call, model: ServedModel) -> tuple[int, ...]:
-        """The prompt of `call` as the model would read it, however long. Raises RequestError."""
+    async def ids(self, call: Call, model: ServedModel, max_tokens: int) -> tuple[int, ...]:
+        """The prompt of `call` as the model would read it. Raises RequestError, also for a text
+        that cannot be as short as `max_tokens`."""
         prompt = call.prompt
         if isinstance(prompt, tuple):
             check_ids(prompt, model.vocab_size, "prompt")
@@ -43,9 +43,9 @@ class PromptReader:
             check_messages(prompt.messages)
             num_chars = sum(len(message["content"]) for message in prompt.messages)
             num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
-        if num_chars > self._max_prompt_chars:
+        if num_chars > max_tokens * self._tokenizer.max_token_bytes * TEXT_SLACK:
             raise RequestError(
-                f"a prompt of {num_chars} characters cannot fit the {model.max_model_len} tokens "
+                f"a prompt of {num_chars} characters cannot fit the {max_tokens} tokens "
                 "that this model takes",
                 param="prompt" if isinstance(prompt, str) else "messages",
                 code="context_length_exceeded",

@@ -137,6 +137,10 @@ def test_every_sampling_field_arrives():
         "logprobs": 3,
         "prompt_logprobs": 2,
         "include_stop_str_in_output": True,
+        "context_policy": "sink_window",
+        "sinks": 3,
+        "window": 48,
+        "roll": 5,
     }
     shapes = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured"].fields
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
