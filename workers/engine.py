@@ -203,6 +203,7 @@ class Engine:
     def check(self) -> None:
         """Assert that the block ledger is whole. Cheap enough for idle time and for tests."""
         self.pool.check([seq.block_table for seq in self.scheduler.sequences()])
+        assert not self.pool.num_lent, "a loan has outlived its step"
         for seq in self.scheduler.waiting:
             assert not seq.block_table, "a waiting sequence owns blocks"
         assert len(self._sequences) == len(list(self.scheduler.sequences()))

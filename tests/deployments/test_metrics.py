@@ -170,6 +170,9 @@ def test_the_worker_is_told_as_it_is():
     assert seen("vllm:corrupted_requests_total") == 0
     assert seen("vllm:num_requests_running") == seen("vllm:num_requests_waiting") == 0
     assert seen("vllm:kv_cache_usage_perc") == 0
+    assert seen("penstock_tail_saved_bytes") == stats.num_saved_bytes > 0
+    assert seen("penstock_tail_saved_blocks") == stats.num_saved_blocks > 0
+    assert seen("penstock_shortened_steps_total") == stats.num_shortened_steps
     assert seen.plain("penstock_workers_alive") == 1
     assert seen("penstock_steps_total") == stats.num_steps == 3 * 5
     assert seen("vllm:iteration_tokens_total_count") == 15
