@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from serving import ScriptedBackend, Serving
 
-from penstock.workers.request import FinishReason
+from penstock.workers.request import Delta, FinishReason, Request, TokenLogprob
 
 MAX_MODEL_LEN = 300
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -26,10 +26,18 @@ NEEDED: dict[tuple[str, str], Any] = {  # or the field means nothing
 }
 
 
+class OneToken(ScriptedBackend):
+    """Says one token, however it is asked, and how likely it was."""
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        scores = [TokenLogprob(5, -1.0, 1)]
+        yield Delta(request.request_id, [5], FinishReason.STOP, logprobs=scores)
+
+
 @pytest.fixture(scope="module")
 def raw() -> Iterator[httpx.Client]:
     with (
-        Serving(ScriptedBackend([5], FinishReason.STOP), max_model_len=MAX_MODEL_LEN) as server,
+        Serving(OneToken(), max_model_len=MAX_MODEL_LEN) as server,
         httpx.Client(base_url=server.base_url, timeout=30) as client,
     ):
         yield client
