@@ -5,8 +5,10 @@ Knows nothing of any one API: each brings its model and its tables of names.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -91,6 +93,19 @@ def validated_at(path: str, kind: type[ModelT], values: Mapping[str, Any]) -> Mo
         where = f"{path}.{error.param}" if error.param else path
         message = f"{path}.{error.message}" if error.param else f"{path}: {error.message}"
         raise RequestError(message, param=where, code=error.code) from None
+
+
+@contextlib.contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of the request core name fields as this API calls them: `names` has core's first."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        message = re.sub(rf"\b{error.param}\b", name, error.message)
+        raise RequestError(message, param=name, code=error.code) from None
 
 
 def _as_request_error(error: ValidationError) -> RequestError:

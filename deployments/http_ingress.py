@@ -12,15 +12,14 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from penstock.deployments import asgi, http_messages, http_responses, http_tokens
 from penstock.deployments.auth import ApiKeys
+from penstock.deployments.bodies import called
 from penstock.deployments.calls import Call, TextDelta, Usage
 from penstock.deployments.core import RequestCore, beside_the_loop
 from penstock.deployments.dialects import server_sent
@@ -30,6 +29,7 @@ from penstock.deployments.generation import Generation
 from penstock.deployments.http_calls import SCHEMA_REF, about, read_body, takes
 from penstock.deployments.http_console import Workers, add_console_routes
 from penstock.deployments.http_messages import add_message_routes
+from penstock.deployments.http_openapi import document_of
 from penstock.deployments.http_responses import add_response_routes
 from penstock.deployments.http_tokens import add_token_routes
 from penstock.deployments.openai_answers import (
@@ -86,7 +86,10 @@ def _add_generation_routes(app: FastAPI, core: RequestCore) -> None:
         """Answer a conversation."""
         body = parse(ChatCompletionRequest, await read_body(request))
         call = Call(body.prompt(), body.params(), **body.options(), **about(request))
-        return _answer(core, body, await core.prepare_choices(call, body.num_choices))
+        newer = body.max_completion_tokens is not None
+        with called({"max_tokens": "max_completion_tokens"} if newer else {}):
+            generations = await core.prepare_choices(call, body.num_choices)
+        return _answer(core, body, generations)
 
     @app.post("/v1/completions", **_generates(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
@@ -152,7 +155,9 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
         policy = {"content-security-policy": CONTENT_SECURITY_POLICY}
         return HTMLResponse(DOCS_PAGE, headers=policy)
 
-    document = _openapi(app)
+    bodies: list[type[BaseModel]] = [ChatCompletionRequest, CompletionRequest, ChatCompletionChunk]
+    more = [kind for each in _MORE_ROUTES for kind in each.SCHEMAS]
+    document = document_of(app, core.models(), bodies + more)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
@@ -274,27 +279,3 @@ def _generates(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]
         },
         "openapi_extra": takes(body),
     }
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the bodies that the routes read themselves."""
-    document = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
-    )
-    kinds: list[Any] = [
-        (ChatCompletionRequest, "validation"),
-        (CompletionRequest, "validation"),
-        (ChatCompletionChunk, "validation"),
-        *((kind, "validation") for each in _MORE_ROUTES for kind in each.SCHEMAS),
-    ]
-    _, definitions = models_json_schema(kinds, ref_template=SCHEMA_REF)
-    components = document.setdefault("components", {})
-    components.setdefault("schemas", {}).update(definitions["$defs"])
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{}, {"key": []}]
-    for path in document["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)  # bad values are 400 here, as at OpenAI
-    for name in ("HTTPValidationError", "ValidationError"):
-        components["schemas"].pop(name, None)
-    return document

@@ -20,6 +20,7 @@ from penstock.deployments.anthropic_answers import (
     TokensCount,
 )
 from penstock.deployments.anthropic_types import CountTokensRequest, MessagesRequest, parse
+from penstock.deployments.bodies import called
 from penstock.deployments.calls import Call
 from penstock.deployments.core import RequestCore
 from penstock.deployments.dialects import ANTHROPIC_PATH
@@ -47,7 +48,8 @@ def add_message_routes(app: FastAPI, core: RequestCore) -> None:
         params, prompt = body.params(), body.prompt()
         said = about(request)
         call = Call(prompt, params, model=body.model, splits_reasoning=True, **said)
-        generation = await core.prepare(call)
+        with called({"stop": "stop_sequences"}):
+            generation = await core.prepare(call)
         shape = MessageShape(call.request_id, core.model(call.model).name)
         if body.stream:
             return streamed(request, _events(core, generation, shape))

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from penstock.deployments.bodies import called
 from penstock.deployments.calls import Call
 from penstock.deployments.core import RequestCore
 from penstock.deployments.dialects import RESPONSES_PATH, server_sent
@@ -139,7 +140,8 @@ class _Maker:
         messages = asked.messages(self._before(asked, said["principal"]))
         params, prompt = asked.params(), asked.prompt(messages)
         call = Call(prompt, params, model=asked.model, splits_reasoning=True, **said)
-        generation = await self._core.prepare(call)
+        with called({"max_tokens": "max_output_tokens", "messages": "input"}):
+            generation = await self._core.prepare(call)
         draft = ResponseDraft(call.request_id, self._core.model(call.model).name, asked)
         entry = StoredResponse(
             draft,

@@ -357,10 +357,10 @@ def test_a_response_is_its_makers_only():
     ("changed", "code", "param"),
     [
         ({"input": 7}, "invalid_value", "input"),
-        ({"input": []}, "invalid_value", "messages"),
+        ({"input": []}, "invalid_value", "input"),
         ({"inputs": "a"}, "unknown_parameter", "inputs"),
         ({"temperature": 1000}, "invalid_value", "temperature"),
-        ({"max_output_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0]"),
         ({"tools": [{"type": "function"}]}, "missing_parameter", "tools[0].name"),
         ({"tools": [tool("a b")]}, "invalid_value", "tools[0].name"),
