@@ -134,6 +134,6 @@ def _path(location: tuple[int | str, ...]) -> str:
     for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "int"):
+        elif step.isidentifier() and step not in ("str", "int", "bool", "float"):
             path += f".{step}" if path else step
     return ascii(path)[1:-1][:200]

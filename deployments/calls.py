@@ -34,11 +34,15 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, for the model's chat template. Each message has `role` and `content`."""
+    """A conversation, for the model's chat template. Each message has `role` and `content`.
+
+    `variables` are for the template, which must know them; their values are plain.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
     tools: Toolset | None = None
+    variables: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.workers.request import RequestError, SamplingParams
 
 MAX_MESSAGES = 2048
+MAX_VARIABLES = 16
+MAX_VARIABLE_CHARS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -54,6 +56,27 @@ def check_length(num_prompt: int, params: SamplingParams, max_model_len: int) ->
                 param=name,
                 code="context_length_exceeded",
             )
+
+
+def check_variables(variables: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise RequestError unless the chat template reads all these, and they are small."""
+    field = "chat_template_kwargs"
+    if len(variables) > MAX_VARIABLES:
+        raise RequestError(f"{field} takes at most {MAX_VARIABLES} variables", param=field)
+    for name, value in variables.items():
+        where = f"{field}.{ascii(name[:100])[1:-1]}"
+        if name not in known:
+            there = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise RequestError(
+                f"{where}: the chat template of this model has no such variable; {there}",
+                param=where,
+            )
+        if isinstance(value, str):
+            check_text(value, where)
+            if len(value) > MAX_VARIABLE_CHARS:
+                raise RequestError(
+                    f"{where} has at most {MAX_VARIABLE_CHARS} characters", param=where
+                )
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

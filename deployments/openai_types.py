@@ -38,7 +38,6 @@ IGNORED = frozenset(
 _OFF = (None, False)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "chat_template_kwargs": (None, {}),
     **dict.fromkeys(("echo", "continue_final_message", "use_beam_search"), _OFF),
     **dict.fromkeys(("functions", "documents"), (None, [])),
     "function_call": (None, "none", "auto"),
@@ -156,6 +155,9 @@ class ChatCompletionRequest(_GenerationRequest):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
     add_generation_prompt: bool | None = Field(None, description="default true")
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
+        None, description="variables of the model's chat template, such as enable_thinking"
+    )
     logprobs: bool | None = Field(None, description="tell how likely each token was")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="and so many likeliest alternatives"
@@ -186,6 +188,7 @@ class ChatCompletionRequest(_GenerationRequest):
             tuple(each.plain(f"messages[{i}]") for i, each in enumerate(self.messages)),
             add_generation_prompt=self.add_generation_prompt is not False,
             tools=self.toolset(),
+            variables=self.chat_template_kwargs or {},
         )
 
     def options(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.deployments.calls import Call, ChatPrompt, ServedModel
-from penstock.deployments.checks import check_ids, check_messages, check_text
+from penstock.deployments.checks import check_ids, check_messages, check_text, check_variables
 from penstock.deployments.choices import bad_words_ids
 from penstock.deployments.tools import as_plain_messages
 from penstock.workers.request import RequestError
@@ -41,6 +41,8 @@ class PromptReader:
             num_chars = len(prompt)
         else:
             check_messages(prompt.messages)
+            if prompt.variables:
+                check_variables(prompt.variables, self._tokenizer.template_variables)
             num_chars = sum(len(message["content"]) for message in prompt.messages)
             num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
         if num_chars > max_tokens * self._tokenizer.max_token_bytes * TEXT_SLACK:
@@ -71,6 +73,7 @@ class PromptReader:
                 messages,
                 add_generation_prompt=call.prompt.add_generation_prompt,
                 tools=tools,
+                variables=call.prompt.variables,
             )
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         assert isinstance(call.prompt, str)

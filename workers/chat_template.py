@@ -34,6 +34,7 @@ MAX_REFUSAL_CHARS = 300
 
 Message = Mapping[str, Any]
 
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -119,6 +120,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
         self.knows_tools = "tools" in names
+        own = {*_GIVEN, *self._special_tokens, *self._environment.globals}
+        self.variables = frozenset(names - own)  # that a caller may set, such as enable_thinking
 
     def render(
         self,

@@ -184,6 +184,11 @@ class Tokenizer:
         """Whether the chat template knows of tools, and so of calls and their results."""
         return self._template is not None and self._template.knows_tools
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads beside messages and tools."""
+        return frozenset() if self._template is None else self._template.variables
+
     def render_chat(
         self,
         messages: Sequence[Message],

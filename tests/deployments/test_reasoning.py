@@ -197,6 +197,34 @@ def test_what_the_template_opens(template: str, said: str, expected: Any, stream
         assert chat(server, stream=stream)[:3] == expected
 
 
+SWITCH = "{% if think %}" + OPENS + "{% else %}" + CLOSES + "{% endif %}{{ bos_token }}"
+
+
+def test_the_template_can_be_told_not_to_reason() -> None:
+    with server_of(SWITCH.removesuffix("{{ bos_token }}"), "Yes.") as server:
+        for think, expected in ((True, ("Yes.", None)), (False, (None, "Yes."))):
+            told = {"chat_template_kwargs": {"think": think}}
+            assert chat(server, extra_body=told)[:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "param"),
+    [
+        ({"thin": True}, "chat_template_kwargs.thin"),
+        ({"messages": "a"}, "chat_template_kwargs.messages"),
+        ({"bos_token": "a"}, "chat_template_kwargs.bos_token"),
+        ({"think": "a" * 257}, "chat_template_kwargs.think"),
+        ({"think": [1]}, "chat_template_kwargs.think"),
+        ({str(i): 1 for i in range(17)}, "chat_template_kwargs"),
+    ],
+)
+def test_variables_that_are_refused(variables: Any, param: str) -> None:
+    """Also the ones that are the server's own, which a request must not replace."""
+    with server_of(SWITCH, "Yes.") as server, pytest.raises(openai.BadRequestError) as refused:
+        chat(server, extra_body={"chat_template_kwargs": variables})
+    assert refused.value.param == param
+
+
 def test_cut_off_while_it_reasons() -> None:
     known = model_of(OPENS)
     ids = known.encode("Hm, let me see", add_special_tokens=False)
