@@ -179,14 +179,14 @@ async def disconnect(server: Server, counts: dict[str, int]) -> None:
 
 
 async def expire(server: Server, counts: dict[str, int]) -> None:
-    """Twenty times a second: a call with a millisecond to live."""
+    """Twenty times a second: a call with ten milliseconds to live."""
 
     async def one(client: AsyncClient) -> None:
         with contextlib.suppress(ClientError):
             await client.complete(server.prompt(), max_tokens=LONG, **GREEDY)
 
     async with (
-        AsyncClient(server.grpc_target, timeout_s=0.001) as client,
+        AsyncClient(server.grpc_target, timeout_s=0.01) as client,
         asyncio.TaskGroup() as group,
     ):
         while True:

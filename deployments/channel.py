@@ -32,7 +32,7 @@ CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 # Each message to a client costs the ingress CPU time, whatever is in it. Where it has many streams,
 # none gets a message sooner than this after the last one; a first or last token never waits.
-GATHER_S = 0.01
+GATHER_S = 0.02
 FEW_CALLS = 8  # on a link: so many cost little, and are never held up
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 CHANNEL_OPTIONS = (
