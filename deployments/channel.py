@@ -11,15 +11,14 @@ import itertools
 import logging
 import random
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
+from penstock.deployments.running_call import Gathering, RunningCall
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
 from penstock.workers.channel_server import MAX_MESSAGE_BYTES, TOKEN_KEY
-from penstock.workers.outbox import joined
 from penstock.workers.request import Delta, FinishReason, Request
 from penstock.workers.stats import WorkerInfo
 from penstock.workers.wire import delta_from, submit_message
@@ -30,10 +29,6 @@ TICK_S = 0.5
 SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
-# Each message to a client costs the ingress CPU time, whatever is in it. Where it has many streams,
-# none gets a message sooner than this after the last one; a first or last token never waits.
-GATHER_S = 0.01
-FEW_CALLS = 8  # on a link: so many cost little, and are never held up
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -44,41 +39,6 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One request on its way: where it runs, and what came of it so far."""
-
-    request: Request
-    num_expected: int  # tokens still to compute, prompt included, as far as one can guess
-    pending: list[Delta] = field(default_factory=list)  # not taken yet: one, and perhaps an error
-    has_pending: asyncio.Event = field(default_factory=asyncio.Event)
-    woken_s: float = 0.0  # when its reader was last told of something
-    link: _WorkerLink | None = None
-    stream_id: int = 0
-    num_emitted: int = 0
-    is_second_try: bool = False
-
-    def add(self, delta: Delta) -> None:
-        """Put `delta` to what its reader has not taken yet; tokens before an error stay apart."""
-        if self.pending and delta.finish_reason is not FinishReason.ERROR:
-            joined(self.pending[-1], delta)
-        else:
-            self.pending.append(delta)
-
-    def fail(self, code: str) -> None:
-        self.link = None
-        self.add(Delta(self.request.request_id, [], FinishReason.ERROR, error=code))
-        self.has_pending.set()
-
-    async def next(self) -> Delta:
-        """All that has come since the last time; waits until there is something."""
-        await self.has_pending.wait()
-        delta = self.pending.pop(0)
-        if not self.pending:
-            self.has_pending.clear()
-        return delta
 
 
 class WorkerPool:
@@ -121,7 +81,7 @@ class WorkerPool:
         and ERROR with `no_worker` if there was none to begin with.
         """
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
-        call = _Call(request, num_expected=len(request.prompt_ids) + round(answer))
+        call = RunningCall(request, num_expected=len(request.prompt_ids) + round(answer))
         self._place(call, otherwise="no_worker")
         try:
             while True:
@@ -143,7 +103,7 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _place(self, call: _Call, otherwise: str) -> None:
+    def _place(self, call: RunningCall, otherwise: str) -> None:
         """Send `call` to the worker with the least outstanding work, or fail it with a code."""
         links = [link for link in self._links.values() if link.is_connected]
         links = [link for link in links if link.is_listed] or links
@@ -154,7 +114,7 @@ class WorkerPool:
         best.last_turn = next(self._turn)
         best.submit(call)
 
-    def _lost(self, call: _Call) -> None:
+    def _lost(self, call: RunningCall) -> None:
         """The worker of `call` is gone: try once more if nothing was emitted, else end it."""
         if call.num_emitted == 0 and not call.is_second_try:
             call.is_second_try = True
@@ -174,27 +134,27 @@ class _WorkerLink:
         self.last_turn = 0
         self._ingress_id = ingress_id
         self._lost = lost
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, RunningCall] = {}
         self._stream_ids = itertools.count(1)
         self._own_tokens = 0
         self._others_tokens = 0
         self._up: asyncio.Queue[pb.UpMessage] = asyncio.Queue()
         self._num_silent_ticks = 0
-        self._gathering: asyncio.TimerHandle | None = None
+        self._gathering = Gathering(self._end_gathering)
 
     @property
     def num_outstanding(self) -> int:
         """Tokens that this worker has still to compute, as far as this ingress can guess."""
         return self._own_tokens + self._others_tokens
 
-    def submit(self, call: _Call) -> None:
+    def submit(self, call: RunningCall) -> None:
         call.link, call.stream_id = self, next(self._stream_ids)
         self._calls[call.stream_id] = call
         self._own_tokens += call.num_expected
         message = submit_message(call.request, call.stream_id, call.num_expected)
         self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, submit=message))
 
-    def cancel(self, call: _Call) -> None:
+    def cancel(self, call: RunningCall) -> None:
         self._remove(call)
         message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
         self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, cancel=message))
@@ -279,7 +239,7 @@ class _WorkerLink:
             if call is not None:
                 self._take(call, Delta(call.request.request_id, [token_id]), now_s)
 
-    def _take(self, call: _Call, delta: Delta, now_s: float) -> None:
+    def _take(self, call: RunningCall, delta: Delta, now_s: float) -> None:
         is_first = call.num_emitted == 0
         computed = len(delta.token_ids)
         if is_first:
@@ -292,22 +252,15 @@ class _WorkerLink:
         if delta.finish_reason is not None:
             self._remove(call)
             call.has_pending.set()
-        elif is_first or len(self._calls) <= FEW_CALLS or now_s >= call.woken_s + GATHER_S:
-            call.woken_s = now_s
-            call.has_pending.set()
-        elif self._gathering is None:
-            loop = asyncio.get_running_loop()
-            self._gathering = loop.call_at(call.woken_s + GATHER_S, self._end_gathering)
+        elif is_first or not self._gathering.holds(call, len(self._calls), now_s):
+            call.tell(now_s)
 
-    def _end_gathering(self) -> None:
-        self._gathering = None
-        now_s = asyncio.get_running_loop().time()
+    def _end_gathering(self, now_s: float) -> None:
         for call in self._calls.values():
             if call.pending:
-                call.woken_s = now_s
-                call.has_pending.set()
+                call.tell(now_s)
 
-    def _remove(self, call: _Call) -> None:
+    def _remove(self, call: RunningCall) -> None:
         call.link = None
         if self._calls.pop(call.stream_id, None) is not None:
             self._own_tokens -= call.num_expected

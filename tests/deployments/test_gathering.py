@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.deployments import channel
+from penstock.deployments import channel, running_call
 from penstock.deployments.channel import WorkerPool
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, SamplingParams
 from penstock.workers.stats import WorkerInfo
@@ -59,12 +59,12 @@ class Driven:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits so long: what is held is held until a last token comes."""
-    monkeypatch.setattr(channel, "GATHER_S", 3600.0)
+    monkeypatch.setattr(running_call, "GATHER_S", 3600.0)
 
 
 def test_on_many_streams_tokens_gather_but_the_first_and_the_last(patient: None) -> None:
     async def scenario() -> Driven:
-        driven = Driven(channel.FEW_CALLS + 1)
+        driven = Driven(running_call.FEW_CALLS + 1)
         await asyncio.sleep(0)
         await driven.step(0)
         assert driven.counts() == {1}, "a first token waited"
@@ -83,7 +83,7 @@ def test_on_many_streams_tokens_gather_but_the_first_and_the_last(patient: None)
 
 def test_on_few_streams_nothing_waits(patient: None) -> None:
     async def scenario() -> Driven:
-        driven = Driven(channel.FEW_CALLS)
+        driven = Driven(running_call.FEW_CALLS)
         await asyncio.sleep(0)
         for token_id in range(6):
             await driven.step(token_id)
@@ -98,7 +98,7 @@ def test_on_few_streams_nothing_waits(patient: None) -> None:
 
 def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
     async def scenario() -> Driven:
-        driven = Driven(channel.FEW_CALLS + 1)
+        driven = Driven(running_call.FEW_CALLS + 1)
         await asyncio.sleep(0)
         await driven.step(0)
         await driven.step(1)
@@ -115,7 +115,7 @@ def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
 
 def test_tokens_before_a_loss_are_told_before_the_loss(patient: None) -> None:
     async def scenario() -> Driven:
-        driven = Driven(channel.FEW_CALLS + 1)
+        driven = Driven(running_call.FEW_CALLS + 1)
         await asyncio.sleep(0)
         for token_id in range(4):
             await driven.step(token_id)
