@@ -165,14 +165,15 @@ def test_cached_blocks_in_a_loan_are_forgotten_and_others_still_hit():
     want = ids(run(engine, [first]))
     assert engine.pool.num_cached == 12  # of 41 + 8 tokens, the last one not computed
     assert ids(run(engine, [first])) == want
-    # Everything is cached now: the next loan takes what lies in the tail, and nothing else.
-    filler = [
-        Request(f"f{i}", tuple(random_prompt(60, seed=50 + i)), first.params) for i in range(8)
-    ]
-    run(engine, filler)
+    # Single tokens with long answers borrow nothing, and fill the pool up into its tail.
+    long = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    num_loans = len(engine.lent)
+    run(engine, [Request(f"f{i}", (5 + i,), long) for i in range(4)])
+    assert len(engine.lent) == num_loans
     cached = set(engine.pool._cached) | set(engine.pool._cached_tail)
     needed = engine.memory.blocks_for(64)
     lent = set(range(96 - needed, 96))
+    assert len(cached & lent) > 5
     engine.pool.lend(needed)
     left = set(engine.pool._cached) | set(engine.pool._cached_tail)
     assert left == cached - lent

@@ -75,6 +75,8 @@ SCHEDULES = {
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
     "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 12},
     "block size 1": {"block_size": 1, "num_blocks": 2000},
+    "separate activations": {"activation_memory": "separate", "max_num_seqs": 4},
+    "short tail": {"num_blocks": 44, "block_size": 4, "max_num_seqs": 4, "prefix_cache": False},
     "starved": {"num_blocks": 21, "block_size": 4, "prefix_cache": False},
     "starved, prefix cache": {"num_blocks": 21, "block_size": 4, "max_num_batched_tokens": 16,
                               "max_num_seqs": 8},

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from penstock.workers.kv_cache import BlockPool, KVCache
 from penstock.workers.request import Request, SamplingParams
@@ -53,6 +59,25 @@ def test_the_tail_is_taken_last_and_lent_as_a_suffix():
     assert [pool.allocate(), pool.allocate()] == [6, 7]
 
 
+def test_what_was_cached_in_a_loan_is_no_longer_found():
+    cache = KVCache(BlockPool(6, num_tail=2), 4, prefix_cache=True, salt=b"s")
+    seq = make_seq(range(24))
+    assert cache.admit(seq)
+    assert cache.grow(seq, 24)
+    seq.num_computed_tokens = 24
+    cache.commit(seq)
+    cache.free(seq)
+    assert cache.pool.num_cached == 6
+    assert cache.pool.lend(3) == 3
+    assert [block_id in cache.pool.index for block_id in range(6)] == [True] * 3 + [False] * 3
+    again = make_seq(range(24), 1)
+    assert not cache.admit(again)  # three of six blocks are lent
+    cache.pool.give_back()
+    assert cache.admit(again)
+    assert list(again.block_table) == [0, 1, 2]
+    cache.pool.check([again.block_table])
+
+
 def test_prefix_hit_compares_tokens_and_leaves_one_to_compute():
     cache = KVCache(BlockPool(16), 4, prefix_cache=True, salt=b"s")
     first = make_seq(range(12))
@@ -98,12 +123,16 @@ class CacheMachine(RuleBasedStateMachine):
     the last blocks fills them with garbage, and may last while others come and go.
     """
 
-    num_blocks, block_size, num_tail = 7, 4, 3
+    num_blocks, block_size = 7, 4
 
     def __init__(self):
         super().__init__()
+        self.start(0)
+
+    @initialize(num_tail=st.sampled_from([0, 1, 3]))
+    def start(self, num_tail):
         self.cache = KVCache(
-            BlockPool(self.num_blocks, self.num_tail),
+            BlockPool(self.num_blocks, num_tail),
             self.block_size,
             prefix_cache=True,
             salt=b"",
