@@ -156,7 +156,10 @@ _CHOICE: Limits = {
 }
 _TOOL_NAME: Limits = {"string": {"pattern": "^[A-Za-z0-9_-]{1,64}$"}}
 # Fields of parts of a request, and of requests that have other bounds than the rest.
+# With a sink window an answer may be longer than the context that the model was trained with.
+_ENDLESS = _number(1, 2**31 - 1)
 _SPECIAL: dict[str, dict[str, Limits]] = {
+    "ChatCompletionRequest": {"max_tokens": _ENDLESS, "max_completion_tokens": _ENDLESS},
     "CompletionRequest": {"max_tokens": {"number": {"minimum": 0}}},  # where it echoes
     "TokenizeRequest": {"prompt": {}},
     "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},

@@ -23,6 +23,11 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 NEEDED: dict[tuple[str, str], Any] = {  # or the field means nothing
     ("ChatCompletionRequest", "top_logprobs"): {"logprobs": True},
     ("CompletionRequest", "max_tokens"): {"echo": True},
+    **{
+        (kind, name): {"context_policy": "sink_window"}
+        for kind in ("ChatCompletionRequest", "CompletionRequest")
+        for name in ("sinks", "window", "roll")
+    },
 }
 
 
