@@ -21,7 +21,8 @@ import time
 import torch
 
 from penstock.workers.config import EngineConfig
-from penstock.workers.engine import GPU_KV_FRACTION, Engine
+from penstock.workers.engine import Engine
+from penstock.workers.engine_memory import GPU_KV_FRACTION
 from penstock.workers.memory import BlockLayout
 from penstock.workers.model_config import ModelConfig, RopeConfig
 from penstock.workers.models.loader import load_model

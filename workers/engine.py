@@ -11,39 +11,33 @@ import random
 import secrets
 import time
 
-import torch
-
-from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.config import EngineConfig
 from penstock.workers.deferral import (
     Rule,
     deferral_of,
-    most_pending,
     num_scratch_blocks,
     rule_of,
     scratch_views,
 )
+from penstock.workers.engine_memory import log_memory, saved_bytes, step_memory
 from penstock.workers.executor import Executor, StepResult
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.histogram import Histogram
-from penstock.workers.kv_cache import BlockPool, KVCache
-from penstock.workers.memory import Arena, BlockLayout
+from penstock.workers.intake import Intake
+from penstock.workers.kv_cache import KVCache
+from penstock.workers.memory import BlockLayout
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.policies import Context, ContextSettings, obstacle_of
+from penstock.workers.policies import ContextSettings, obstacle_of
 from penstock.workers.rates import PROBE_ROWS, Rates
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
 from penstock.workers.swap import host_swap
-from penstock.workers.workspace import StepMemory, blocks_to_borrow, logits_plan
 
 log = logging.getLogger("penstock.engine")
 
 LOAD_WAIT_S = 0.01  # with nothing else to do; then the inbox is looked at again
-
-GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
-CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
-LATE = "the deadline of this request has passed"
 
 
 class Engine:
@@ -61,9 +55,9 @@ class Engine:
             head_dim=facts.head_dim,
             dtype=model.dtype,
         )
-        self.memory = _step_memory(config, layout, model)
+        self.memory = step_memory(config, layout, model)
         self.arena, self.pool = self.memory.arena, self.memory.pool
-        _log_memory(config, self.memory)
+        log_memory(config, self.memory)
         self.cache = KVCache(
             self.pool,
             config.block_size,
@@ -95,7 +89,8 @@ class Engine:
             config.max_model_len or facts.max_position_embeddings,
             self.arena.num_blocks * config.block_size,
         )
-        self.contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
+        contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
+        self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
@@ -111,8 +106,12 @@ class Engine:
         `matcher`: of its `structured`, behind its emitted ids. GrammarCompiler makes them, which
         takes too long for the thread of the engine.
         """
-        max_total = self._check(request)
-        _check_matcher(request, matcher)
+        if request.request_id in self._sequences:
+            raise RequestError("this request id is already running", code="internal_error")
+        max_total = self.intake.check(request, matcher)
+        context = self.intake.context(request)
+        if len(self.scheduler.waiting) >= self.config.max_waiting:
+            raise RequestError("too many requests are waiting on this worker", code="overloaded")
         stop_ids = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stop_ids.update(self.model.config.eos_token_ids)
@@ -124,7 +123,7 @@ class Engine:
             stop_ids=frozenset(stop_ids),
             max_total_tokens=max_total,
             matcher=matcher,
-            context=self._context(request),
+            context=context,
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
@@ -179,9 +178,8 @@ class Engine:
             num_blocks=pool.num_blocks,
             num_live_blocks=pool.num_live,
             num_cached_blocks=pool.num_cached,
-            num_saved_bytes=_saved_bytes(self.config, self.memory),
-            num_saved_blocks=_saved_bytes(self.config, self.memory)
-            // self.arena.layout.block_bytes,
+            num_saved_bytes=saved_bytes(self.config, self.memory),
+            num_saved_blocks=saved_bytes(self.config, self.memory) // self.arena.layout.block_bytes,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -207,59 +205,6 @@ class Engine:
         for seq in self.scheduler.waiting:
             assert not seq.block_table, "a waiting sequence owns blocks"
         assert len(self._sequences) == len(list(self.scheduler.sequences()))
-
-    def _check(self, request: Request) -> int:
-        """Longest total length that the request may reach, in tokens; raises RequestError."""
-        params, vocab = request.params, self.model.config.vocab_size
-        if request.request_id in self._sequences:
-            raise RequestError("this request id is already running", code="internal_error")
-        if not request.prompt_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
-            raise RequestError(f"prompt token ids must lie in [0, {vocab})", param="prompt")
-        if any(not 0 <= token_id < vocab for token_id in request.emitted_ids):
-            raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
-        params.check(vocab)
-        num_prompt = len(request.prompt_ids)
-        limit = self.contexts.max_total_tokens(params)
-        if num_prompt >= limit:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; this model takes at most "
-                f"{limit} tokens of prompt and answer together",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if params.max_tokens is None:
-            max_total = limit
-        else:
-            max_total = num_prompt + params.max_tokens
-        if max_total > limit:
-            raise RequestError(
-                f"prompt ({num_prompt} tokens) + max_tokens ({params.max_tokens}) exceed the "
-                f"{limit} tokens that this model takes; ask for at most {limit - num_prompt}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if num_prompt + len(request.emitted_ids) >= max_total:
-            raise RequestError("nothing is left to generate", param="emitted_ids")
-        if request.deadline_s is not None and request.deadline_s <= time.monotonic():
-            raise RequestError(LATE, code="deadline_exceeded")
-        if len(self.scheduler.waiting) >= self.config.max_waiting:
-            raise RequestError("too many requests are waiting on this worker", code="overloaded")
-        return max_total
-
-    def _context(self, request: Request) -> Context:
-        """Raises RequestError if it cannot be had, or what it sees at once never fits the pool."""
-        context = self.contexts.context(request.params)
-        if context.full_tokens is not None:
-            num_blocks = self.cache.blocks_for(context.full_tokens + 1) + 1
-            if num_blocks > self.pool.num_blocks:
-                raise RequestError(
-                    f"sinks and window take {num_blocks} KV blocks of {self.cache.block_size} "
-                    f"tokens; this worker has {self.pool.num_blocks}",
-                    param="window",
-                )
-        return context
 
     def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
         """Record what a step computed: KV lengths, full blocks, sampled tokens, endings."""
@@ -345,108 +290,3 @@ def _outstanding(seq: Sequence) -> int:
     """Tokens still to come for `seq`, at most; one without end counts as what it sees at once."""
     rest, most = seq.max_total_tokens - seq.num_computed_tokens, seq.context.full_tokens
     return rest if most is None else min(rest, most)
-
-
-def _check_matcher(request: Request, matcher: GrammarMatcher | None) -> None:
-    spec = request.params.structured
-    if spec is not None and matcher is None:
-        raise RequestError(
-            f"{spec.param}: no grammars are compiled here",
-            param=spec.param,
-            code="unsupported_parameter",
-        )
-    if matcher is not None and matcher.is_complete:
-        raise RequestError("nothing is left to generate", param="emitted_ids")
-
-
-def _step_memory(config: EngineConfig, layout: BlockLayout, model: Decoder) -> StepMemory:
-    """The arena with its pool, and the activations and logits of a step in it.
-
-    The reserve serves a row of each sequence, so that a step is possible however full the pool is;
-    with separate activations, it serves the largest step. Raises ConfigError if there is no room.
-    """
-    plan, logits = model.plan, logits_plan(model.config, model.dtype)
-    is_separate = config.activation_memory == "separate"
-    reserve_tokens = config.max_num_batched_tokens if is_separate else config.max_num_seqs
-    num_scratch = num_scratch_blocks(config)
-    if num_scratch and not is_separate:  # one sequence at its limit always fits
-        reserve_tokens += most_pending(config)
-    reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(config.max_num_seqs)
-    reserve_bytes += num_scratch * 2 * layout.half_bytes
-    num_blocks = _num_blocks(config, layout, model, reserve_bytes)
-    num_borrowed = blocks_to_borrow(
-        plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
-    )
-    return StepMemory(
-        Arena(layout, num_blocks, model.device, reserve_bytes),
-        BlockPool(num_blocks, num_tail=min(num_borrowed, num_blocks // 2)),
-        plan,
-        logits,
-        reserve_tokens=reserve_tokens,
-        num_logits=config.max_num_seqs,
-    )
-
-
-def _saved_bytes(config: EngineConfig, memory: StepMemory) -> int:
-    """What the reserve would take more if the largest step had its activations there."""
-    return memory.plan.bytes_for(config.max_num_batched_tokens) - memory.reserve_bytes
-
-
-def _log_memory(config: EngineConfig, memory: StepMemory) -> None:
-    arena, saved = memory.arena, _saved_bytes(config, memory)
-    log.info(
-        "arena of %.1f MiB: %d KV blocks of %.1f KiB, and a reserve of %.1f MiB for steps of up to "
-        "%d tokens; larger ones, up to %d, borrow the free tail: %.1f MiB or %d blocks saved",
-        arena.num_bytes / 2**20,
-        arena.num_blocks,
-        arena.layout.block_bytes / 2**10,
-        arena.reserve_bytes / 2**20,
-        memory.reserve_tokens,
-        config.max_num_batched_tokens,
-        saved / 2**20,
-        saved // arena.layout.block_bytes,
-    )
-
-
-def _num_blocks(
-    config: EngineConfig, layout: BlockLayout, model: Decoder, reserve_bytes: int
-) -> int:
-    """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
-
-    Raises ConfigError if not even one block fits beside a reserve of `reserve_bytes`.
-    """
-    device = model.device
-    max_len = config.max_model_len or model.config.max_position_embeddings
-    useful = config.max_num_seqs * -(-max_len // config.block_size)
-    if config.num_blocks is not None:
-        return config.num_blocks
-    if config.kv_cache_gb is not None:
-        budget = config.kv_cache_gb * 2**30
-    elif device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_FRACTION
-    else:
-        budget = total_memory_bytes() * CPU_KV_FRACTION
-    num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes"
-            f" beside {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
-            " raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose a smaller"
-            " model or block_size"
-        )
-    return num_blocks
-
-
-def total_memory_bytes() -> int:
-    """Memory of this machine in bytes, or of the container that this process runs in."""
-    with open("/proc/meminfo") as lines:
-        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as text:
-                limit = text.read().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total

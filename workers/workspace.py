@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.workers.kv_cache import BlockPool
+from penstock.workers.block_pool import BlockPool
 from penstock.workers.memory import Arena
 from penstock.workers.model_config import ModelConfig
 

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.workers.block_pool import BlockPool
 from penstock.workers.deferral import Deferral
 from penstock.workers.host_tier import HostTier
-from penstock.workers.kv_cache import BlockPool, KVCache
+from penstock.workers.kv_cache import KVCache
 from penstock.workers.link_thread import LinkThread
 from penstock.workers.policies import FULL, SinkWindow
 from penstock.workers.request import Request, SamplingParams

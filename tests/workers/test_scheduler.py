@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.workers.kv_cache import BlockPool, KVCache
+from penstock.workers.block_pool import BlockPool
+from penstock.workers.kv_cache import KVCache
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.sequence import Sequence, SequenceState
