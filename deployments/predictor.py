@@ -1,0 +1,294 @@
+"""The length predictor: features of a request -> the law of its answer's length, learnt online.
+
+Counted hazards by group (length_histogram), shifted by what the text says (length_residual) as far
+as that has paid off, stretched to hold their promise (calibration). Each finished request teaches
+it; before the first one it answers with a broad prior. Knows nothing of workers, memory or Ray.
+
+A predictor has one owner: nothing in it is locked, and a prediction and an observation must not
+run at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from penstock.deployments.calibration import (
+    LEVELS,
+    adapted,
+    calibrate,
+    coverage,
+    fresh_levels,
+)
+from penstock.deployments.length_distribution import (
+    NUM_BINS,
+    Floats,
+    LengthDistribution,
+    cumulative_hazard,
+)
+from penstock.deployments.length_histogram import (
+    Exposure,
+    HazardTree,
+    cancel_prior,
+    exposure,
+    length_prior,
+)
+from penstock.deployments.length_residual import LengthResidual, Row
+from penstock.deployments.length_text import FACTS, TextDigest
+
+MEMORY = 0.998  # of the evidence for the residual: about the last 500 requests of a model
+MAX_MODELS = 256
+NUM_REQUEST_FACTS = 11
+GROUPS = ("all", "model", "tenant", "template")
+
+
+class Ended(StrEnum):
+    """Why an answer was as long as it was."""
+
+    STOP = "stop"  # by itself: end of sequence, a stop token, a stop string
+    LENGTH = "length"  # cut at max_tokens or the context: it would have been longer
+    CANCEL = "cancel"  # the client left
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What is known of a request before it runs. Made at the ingress, carried to the gate.
+
+    `max_tokens` is the true limit: what was asked for, or what the context leaves. `template` is
+    a digest of whatever a tenant's requests of one kind share, such as the system prompt, or "".
+    """
+
+    model: str
+    tenant: str = ""
+    template: str = ""
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    num_stop: int = 0
+    structured: bool = False
+    num_messages: int = 1
+    has_tools: bool = False
+    text: TextDigest | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1 or None, not {self.max_tokens}")
+        for name in ("prompt_tokens", "min_tokens", "num_stop", "num_messages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("temperature", "top_p"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
+
+    def path(self) -> list[Hashable]:
+        """The groups of this request, from the widest to the narrowest; see GROUPS."""
+        keys: list[Hashable] = [(), (self.model,), (self.model, self.tenant)]
+        if self.template:
+            keys.append((self.model, self.tenant, self.template))
+        return keys
+
+    def facts(self) -> Floats:
+        """[NUM_REQUEST_FACTS + len(FACTS)], NaN where unknown."""
+        own = (
+            math.log1p(self.prompt_tokens),
+            math.log1p(self.prompt_tokens) ** 2,
+            float(self.max_tokens is None),
+            math.nan if self.max_tokens is None else math.log1p(self.max_tokens),
+            math.log1p(self.min_tokens),
+            self.temperature,
+            self.top_p,
+            float(self.num_stop),
+            float(self.structured),
+            math.log1p(self.num_messages),
+            float(self.has_tools),
+        )
+        text = self.text.facts if self.text is not None else None
+        return np.array(own + (text or (math.nan,) * len(FACTS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a prediction came about. `weights` are of the hazard at the median, and sum up to 1."""
+
+    weights: tuple[tuple[str, float], ...]  # ("prior", w), ("all", w), ("model", w) ...
+    num_seen: tuple[tuple[str, float], ...]  # answers counted by group, faded
+    text_weight: float  # 0..1: how far the residual is trusted, as it has earned
+    text_shift: float  # of the hazards' logits; below 0 longer than the groups say
+    levels: tuple[tuple[float, float], ...]  # (promised, read at) of the calibration
+    median: int
+    p90: int
+
+    @property
+    def is_text_on(self) -> bool:
+        return self.text_weight > 0.5
+
+
+@dataclass(slots=True)
+class Trust:
+    """What a model's answers have taught about the predictor itself."""
+
+    evidence: float = 0.0  # log-likelihood of (groups + text) over groups alone, fading
+    levels: Floats = field(default_factory=fresh_levels)
+
+    @property
+    def text_weight(self) -> float:
+        return 1.0 / (1.0 + math.exp(-min(max(self.evidence, -30.0), 30.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Laws:
+    """The steps of one prediction."""
+
+    row: Row
+    shift: float
+    hazards: Floats  # [2, bins] of the groups alone, and shifted by the text
+    trust: Trust
+    cumulative: Floats  # [bins + 1] mixed and calibrated
+
+
+class LengthPredictor:
+    """Predicts, observes, explains itself. `length_state` turns it into bytes and back."""
+
+    def __init__(self) -> None:
+        self.ends = HazardTree(length_prior())
+        self.cancels = HazardTree(cancel_prior())
+        self.residual = LengthResidual(NUM_REQUEST_FACTS + len(FACTS))
+        self.everyone = Trust()  # what a model starts from
+        self.models: OrderedDict[str, Trust] = OrderedDict()
+
+    def predict(self, features: Features, *, with_cancels: bool = False) -> LengthDistribution:
+        """The law of the answer's length; with cancels, of how long it will hold its memory.
+
+        The first is for ordering and billing, the second for occupancy: a client that leaves
+        frees memory too, and is a competing risk with hazards of its own.
+        """
+        if features.ignore_eos:
+            cumulative = np.zeros(NUM_BINS + 1)
+        else:
+            cumulative = self._laws(features).cumulative
+        if with_cancels:
+            cumulative = cumulative + cumulative_hazard(self.cancels.hazards(features.path()))
+        return _law(features, cumulative)
+
+    def observe(self, features: Features, length: int, ended: Ended | str) -> None:
+        """Learn from an answer of `length` tokens that is over. One pass, nothing is kept.
+
+        Not for answers that were interrupted and will go on (preemption, a worker's death), nor
+        for those that an error ended. Raises ValueError naming what does not fit.
+        """
+        ended = _ended(ended)
+        if length < 0:
+            raise ValueError(f"length must be 0 or more, not {length}")
+        if features.max_tokens is not None and length > features.max_tokens:
+            raise ValueError(
+                f"length ({length}) exceeds max_tokens ({features.max_tokens}): "
+                "give the limit that the worker was given"
+            )
+        path = features.path()
+        cancelled = ended is Ended.CANCEL
+        self.cancels.add(path, exposure(0, length, cancelled, features.max_tokens))
+        if features.ignore_eos:
+            return  # nothing about where it would have ended
+        seen = exposure(features.min_tokens, length, ended is Ended.STOP, features.max_tokens)
+        if seen.event is None and not seen.at_risk.any():
+            return
+        laws = self._laws(features)
+        self._judge(features, laws, length, ended)
+        self._weigh(features.model, laws, seen)
+        self.residual.learn(laws.row, _gradient(laws.hazards[1], seen))
+        self.ends.add(path, seen)
+
+    def explain(self, features: Features) -> Explanation:
+        """Which groups spoke, how far the text was heard, and what came out."""
+        laws, path = self._laws(features), features.path()
+        law = self.predict(features)
+        median, p90 = law.quantile(0.5), law.quantile(0.9)
+        place = int(np.searchsorted(laws.cumulative, math.log(2.0))) - 1
+        names = GROUPS[: len(path)]
+        shares = self.ends.weights(path, min(max(place, 0), NUM_BINS - 1))
+        counts = [self.ends.groups.get(key) for key in path]
+        return Explanation(
+            weights=tuple(zip(("prior", *names), shares)),
+            num_seen=tuple(
+                (name, float(each.at_risk[0]) if each else 0.0) for name, each in zip(names, counts)
+            ),
+            text_weight=laws.trust.text_weight,
+            text_shift=laws.shift,
+            levels=tuple(zip(LEVELS, laws.trust.levels.tolist())),
+            median=median,
+            p90=p90,
+        )
+
+    def _laws(self, features: Features) -> _Laws:
+        counted = self.ends.hazards(features.path())
+        digest = features.text
+        hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
+        row = self.residual.row(hashes, features.facts())
+        shift = self.residual.shift(row)
+        shifted = counted / (counted + (1.0 - counted) * math.exp(-shift))
+        hazards = np.stack((counted, shifted))
+        trust = self.models.get(features.model, self.everyone)
+        weight = trust.text_weight
+        alone, both = cumulative_hazard(hazards)
+        # A mixture of two laws is one of their survivals; in logarithms, for the tail's sake.
+        mixed = -np.logaddexp(math.log(weight) - both, math.log1p(-weight) - alone)
+        mixed[0] = 0.0
+        return _Laws(row, shift, hazards, trust, calibrate(mixed, trust.levels))
+
+    def _trust_of(self, model: str) -> Trust:
+        if model not in self.models:
+            self.models[model] = Trust(self.everyone.evidence, self.everyone.levels)
+            while len(self.models) > MAX_MODELS:
+                self.models.popitem(last=False)
+        self.models.move_to_end(model)
+        return self.models[model]
+
+    def _judge(self, features: Features, laws: _Laws, length: int, ended: Ended) -> None:
+        """Calibration: did the quantiles hold?"""
+        law = _law(features, laws.cumulative)
+        is_end, left_early = ended is Ended.STOP, ended is Ended.CANCEL
+        held = coverage(law, length, is_end=is_end, left_early=left_early)
+        own = self._trust_of(features.model)
+        own.levels = adapted(own.levels, held)
+        self.everyone.levels = adapted(self.everyone.levels, held)
+
+    def _weigh(self, model: str, laws: _Laws, seen: Exposure) -> None:
+        """Exponential weights: has the text foretold this answer better than the groups alone?"""
+        alone, both = _log_likelihood(laws.hazards, seen).tolist()
+        for trust in (self._trust_of(model), self.everyone):
+            trust.evidence = MEMORY * trust.evidence + both - alone
+
+
+def _law(features: Features, cumulative: Floats) -> LengthDistribution:
+    return LengthDistribution(
+        cumulative, max_tokens=features.max_tokens, min_tokens=features.min_tokens
+    )
+
+
+def _ended(ended: Ended | str) -> Ended:
+    try:
+        return Ended(ended)
+    except ValueError:
+        names = ", ".join(Ended)
+        raise ValueError(f"ended must be one of {names}, not {ended!r}") from None
+
+
+def _log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
+    """[laws, bins] -> [laws] ln P of what was seen: ln(1 - h) survived, and ln h where it ended."""
+    if seen.event is None:
+        return np.log1p(-hazards) @ seen.at_risk
+    before = np.log1p(-hazards[:, : seen.event]) @ seen.at_risk[: seen.event]
+    return before + np.log(hazards[:, seen.event])
+
+
+def _gradient(hazards: Floats, seen: Exposure) -> float:
+    """d(-ln P) / d(shift of all logits): expected minus seen ends."""
+    return float(hazards @ seen.at_risk) - (seen.event is not None)
