@@ -17,7 +17,7 @@ from penstock.deployments.length_distribution import Floats, LengthDistribution
 LEVELS = (0.5, 0.9, 0.99)
 # One miss must not throw a level out of its neighbourhood: the step shrinks with the tail.
 STEPS = (0.01, 0.01, 0.0011)
-_LOW, _HIGH = 1e-3, 1.0 - 1e-4
+_LOW, _HIGH, _GAP = 1e-3, 1.0 - 1e-4, 1e-5
 _SURVIVAL = np.array([0.0, *(1.0 - level for level in reversed(LEVELS)), 1.0])
 
 
@@ -70,9 +70,10 @@ def coverage(
 def adapted(tracked: Floats, held: list[float | None]) -> Floats:
     """The levels after one answer: `held` as of `coverage`."""
     moved, floor = [], _LOW
-    for now, level, step, hit in zip(tracked.tolist(), LEVELS, STEPS, held):
+    for i, (now, level, step, hit) in enumerate(zip(tracked.tolist(), LEVELS, STEPS, held)):
         if hit is not None:
             now += step * (level - hit)
-        floor = min(max(now, floor + 1e-6), _HIGH)  # levels stay in order
+        room = _HIGH - _GAP * (len(LEVELS) - 1 - i)  # levels stay apart and in order
+        floor = min(max(now, floor + _GAP), room)
         moved.append(floor)
     return np.array(moved)

@@ -73,18 +73,24 @@ def _reached(length: int) -> Floats:
 class Counts:
     """Answers that reached each bin, and those that ended in it; both fade."""
 
-    events: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
-    at_risk: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
+    both: Floats = field(default_factory=lambda: np.zeros((2, NUM_BINS)))
+
+    @property
+    def events(self) -> Floats:
+        return self.both[0]
+
+    @property
+    def at_risk(self) -> Floats:
+        return self.both[1]
 
     def add(self, seen: Exposure) -> None:
-        self.events *= DECAY
-        self.at_risk *= DECAY
-        self.at_risk += seen.at_risk
+        self.both *= DECAY
+        self.both[1] += seen.at_risk
         if seen.event is not None:
-            self.events[seen.event] += 1.0
+            self.both[0, seen.event] += 1.0
 
     def shrunk(self, parent: Floats, weight: float) -> Floats:
-        return (self.events + weight * parent) / (self.at_risk + weight)
+        return (self.both[0] + weight * parent) / (self.both[1] + weight)
 
 
 class HazardTree:

@@ -42,10 +42,8 @@ def snapshot(predictor: LengthPredictor) -> bytes:
     }
     arrays |= {name: getattr(residual, name) for name in _DENSE}
     for name, tree in _trees(predictor).items():
-        counts = list(tree.groups.values())
-        empty = np.zeros((0, NUM_BINS))
-        arrays[f"{name}_events"] = np.stack([c.events for c in counts]) if counts else empty
-        arrays[f"{name}_at_risk"] = np.stack([c.at_risk for c in counts]) if counts else empty
+        counts = [counts.both for counts in tree.groups.values()]
+        arrays[f"{name}_counts"] = np.array(counts).reshape(len(counts), 2, NUM_BINS)
     names = {
         "version": VERSION,
         "models": list(predictor.models),
@@ -89,12 +87,9 @@ def _filled(arrays: dict[str, Any], names: dict[str, Any]) -> LengthPredictor:
     for name in _DENSE:
         getattr(residual, name)[:] = _checked(arrays, name, getattr(residual, name).shape)
     for name, tree in _trees(predictor).items():
-        shape = (len(names[name]), NUM_BINS)
-        events = _checked(arrays, f"{name}_events", shape)
-        at_risk = _checked(arrays, f"{name}_at_risk", shape)
+        both = _checked(arrays, f"{name}_counts", (len(names[name]), 2, NUM_BINS))
         tree.groups = OrderedDict(
-            (tuple(map(str, key)), Counts(events[i].copy(), at_risk[i].copy()))
-            for i, key in enumerate(names[name])
+            (tuple(map(str, key)), Counts(each.copy())) for key, each in zip(names[name], both)
         )
     num = len(names["models"]) + 1
     evidence = _checked(arrays, "evidence", (num,))
