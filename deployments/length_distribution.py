@@ -172,10 +172,10 @@ class StackedLaws:
         return np.maximum(ends - generated[:, None], 0)
 
     def survival_after(self, generated: Ints, ahead: Ints) -> Floats:
-        """P(more than `ahead` tokens still come), [n], [horizons] -> [n, horizons]."""
+        """P(more than `ahead` tokens still come), [n], [horizons] -> [n, horizons]; 1 below 0."""
         later = generated[:, None] + ahead
         now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
-        then = np.minimum(np.maximum(later, self.min_tokens[:, None]), MAX_LENGTH)
+        then = np.minimum(np.maximum(later, now), MAX_LENGTH)
         alive = np.exp(self._hazard_at(now) - self._hazard_at(then))
         return np.where(later < self.max_tokens[:, None], alive, 0.0)
 
