@@ -259,6 +259,7 @@ def evaluate(requests: Sequence[Answered], count: int, bar: Any) -> tuple[dict, 
             told[name]["snapshot_bytes"] = len(snapshot(contender))
             last = contender.explain(requests[int(order[-1])].features)
             told[name]["text_weight"] = last.text_weight
+            told[name]["size_weight"] = last.size_weight
     return told, curves
 
 

@@ -2,12 +2,15 @@
 
 A level knows how many answers reached each bin and how many ended there. Groups form a path from
 the widest (all traffic) to the narrowest (one template of one tenant); a narrow group that has
-seen little says what its parent says: h = (events + 20 h_parent) / (at_risk + 20), bin by bin.
+seen little says what the others in its parent say: h = (events + 20 h_others) / (at_risk + 20),
+bin by bin. "The others" and not "the parent": where all traffic is one group, its answers would be
+believed twice, and the law would follow their noise (6.78 nats against 6.76 in the benchmark).
 Old counts fade by 0.999 a completion, a half-life of about 700. Knows nothing of what a key means.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -31,7 +34,7 @@ SHRINKAGE = 20.0  # answers that a parent's opinion is worth
 PRIOR_WEIGHT = 2.0  # and the prior's, at the top
 PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
 PRIOR_CANCEL = 1e-3  # cancelled per bin, before anything is known
-MAX_GROUPS = 4096
+MAX_GROUPS = 8192  # of 1 kB each
 _KNOTS, _WIDTHS = KNOTS[:-1].astype(np.float64), WIDTHS.astype(np.float64)
 
 
@@ -89,9 +92,6 @@ class Counts:
         if seen.event is not None:
             self.both[0, seen.event] += 1.0
 
-    def shrunk(self, parent: Floats, weight: float) -> Floats:
-        return (self.both[0] + weight * parent) / (self.both[1] + weight)
-
 
 class HazardTree:
     """Hazards by group, for one way of ending. Holds at most `max_groups`, the newest used."""
@@ -103,23 +103,35 @@ class HazardTree:
 
     def hazards(self, path: Sequence[Hashable]) -> Floats:
         """[bins] for the last group of `path`, which goes from the widest to the narrowest."""
-        h, weight = self.prior, PRIOR_WEIGHT
-        for key in path:
-            if counts := self.groups.get(key):
-                h = counts.shrunk(h, weight)
-            weight = SHRINKAGE
+        h: Floats = self.prior
+        weight: Floats | float = PRIOR_WEIGHT
+        for events, at_risk in self._own_counts(path):
+            reached = at_risk + weight
+            h = (events + weight * h) / reached
+            weight = np.minimum(reached, SHRINKAGE)
         return np.minimum(np.maximum(h, MIN_HAZARD), MAX_HAZARD)
 
     def weights(self, path: Sequence[Hashable], place: int) -> list[float]:
-        """What prior and groups contribute to the hazard of one bin; sums up to 1."""
+        """What prior and groups contribute to the hazard of one bin; sums up to 1.
+
+        A group's share is that of its answers which are in no narrower group of the path.
+        """
         shares, weight = [1.0], PRIOR_WEIGHT
-        for key in path:
-            counts = self.groups.get(key)
-            at_risk = float(counts.at_risk[place]) if counts else 0.0
-            own = at_risk / (at_risk + weight)
+        for counts in self._own_counts(path):
+            reached = float(counts[1][place]) + weight
+            own = 1.0 - weight / reached
             shares = [(1.0 - own) * share for share in shares] + [own]
-            weight = SHRINKAGE
-        return shares
+            weight = min(reached, SHRINKAGE)
+        return shares + [0.0] * (1 + len(path) - len(shares))
+
+    def _own_counts(self, path: Sequence[Hashable]) -> list[Floats]:
+        """[2, bins] of each known group: its counts without those of the next one in the path."""
+        known = [counts.both for key in path if (counts := self.groups.get(key))]
+        # Faded at different paces, a child may count more than its parent: then nobody else does.
+        own = [np.maximum(one - other, 0.0) for one, other in itertools.pairwise(known)]
+        for events, at_risk in own:
+            np.maximum(at_risk, events, out=at_risk)
+        return own + known[-1:]
 
     def add(self, path: Sequence[Hashable], seen: Exposure) -> None:
         for key in path:

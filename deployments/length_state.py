@@ -17,7 +17,7 @@ import numpy as np
 from penstock.deployments.calibration import LEVELS
 from penstock.deployments.length_distribution import KNOTS, NUM_BINS, Floats
 from penstock.deployments.length_histogram import Counts, HazardTree
-from penstock.deployments.predictor import LengthPredictor, Trust
+from penstock.deployments.predictor import EXPERTS, LengthPredictor, Trust
 
 VERSION = 1
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, OSError, EOFError)
@@ -92,9 +92,9 @@ def _filled(arrays: dict[str, Any], names: dict[str, Any]) -> LengthPredictor:
             (tuple(map(str, key)), Counts(each.copy())) for key, each in zip(names[name], both)
         )
     num = len(names["models"]) + 1
-    evidence = _checked(arrays, "evidence", (num,))
+    evidence = _checked(arrays, "evidence", (num, len(EXPERTS)))
     levels = _checked(arrays, "levels", (num, len(LEVELS)))
-    trusts = [Trust(float(e), row.copy()) for e, row in zip(evidence, levels)]
+    trusts = [Trust(each.copy(), row.copy()) for each, row in zip(evidence, levels)]
     predictor.everyone = trusts[0]
     predictor.models = OrderedDict(zip(map(str, names["models"]), trusts[1:]))
     return predictor

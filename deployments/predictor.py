@@ -45,6 +45,9 @@ MEMORY = 0.998  # of the evidence for the residual: about the last 500 requests 
 MAX_MODELS = 256
 NUM_REQUEST_FACTS = 11
 GROUPS = ("all", "model", "tenant", "template")
+# What the mixture weighs: the groups alone, those by the prompt's size, and both with the text.
+EXPERTS = ("groups", "size", "groups+text", "size+text")
+_NO_TEXT = 2  # experts come first that do not hear the residual
 
 
 class Ended(StrEnum):
@@ -95,6 +98,13 @@ class Features:
             keys.append((self.model, self.tenant, self.template))
         return keys
 
+    def size_group(self) -> Hashable:
+        """One more group, beside the narrowest: prompts of about the same size (octaves).
+
+        Where one tenant runs several applications, sizes tell them apart (Azure's chat trace).
+        """
+        return (self.model, self.tenant, self.template, str(self.prompt_tokens.bit_length()))
+
     def facts(self) -> Floats:
         """[NUM_REQUEST_FACTS + len(FACTS)], NaN where unknown."""
         own = (
@@ -121,6 +131,7 @@ class Explanation:
     weights: tuple[tuple[str, float], ...]  # ("prior", w), ("all", w), ("model", w) ...
     num_seen: tuple[tuple[str, float], ...]  # answers counted by group, faded
     text_weight: float  # 0..1: how far the residual is trusted, as it has earned
+    size_weight: float  # 0..1: how far groups by the prompt's size are
     text_shift: float  # of the hazards' logits; below 0 longer than the groups say
     levels: tuple[tuple[float, float], ...]  # (promised, read at) of the calibration
     median: int
@@ -135,12 +146,22 @@ class Explanation:
 class Trust:
     """What a model's answers have taught about the predictor itself."""
 
-    evidence: float = 0.0  # log-likelihood of (groups + text) over groups alone, fading
+    # Log-likelihood of each of EXPERTS above that of the first, fading.
+    evidence: Floats = field(default_factory=lambda: np.zeros(len(EXPERTS)))
     levels: Floats = field(default_factory=fresh_levels)
 
     @property
+    def log_weights(self) -> Floats:
+        """[experts] of the mixture."""
+        return self.evidence - np.logaddexp.reduce(self.evidence)
+
+    @property
     def text_weight(self) -> float:
-        return 1.0 / (1.0 + math.exp(-min(max(self.evidence, -30.0), 30.0)))
+        return float(np.exp(self.log_weights[_NO_TEXT:]).sum())
+
+    @property
+    def size_weight(self) -> float:
+        return float(np.exp(self.log_weights[1::2]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +170,7 @@ class _Laws:
 
     row: Row
     shift: float
-    hazards: Floats  # [2, bins] of the groups alone, and shifted by the text
+    hazards: Floats  # [experts, bins], in the order of EXPERTS
     trust: Trust
     cumulative: Floats  # [bins + 1] mixed and calibrated
 
@@ -203,8 +224,8 @@ class LengthPredictor:
         laws = self._laws(features)
         self._judge(features, laws, length, ended)
         self._weigh(features.model, laws, seen)
-        self.residual.learn(laws.row, _gradient(laws.hazards[1], seen))
-        self.ends.add(path, seen)
+        self.residual.learn(laws.row, _gradient_of_mixture(laws, seen))
+        self.ends.add([*path, features.size_group()], seen)
 
     def explain(self, features: Features) -> Explanation:
         """Which groups spoke, how far the text was heard, and what came out."""
@@ -221,6 +242,7 @@ class LengthPredictor:
                 (name, float(each.at_risk[0]) if each else 0.0) for name, each in zip(names, counts)
             ),
             text_weight=laws.trust.text_weight,
+            size_weight=laws.trust.size_weight,
             text_shift=laws.shift,
             levels=tuple(zip(LEVELS, laws.trust.levels.tolist())),
             median=median,
@@ -228,24 +250,26 @@ class LengthPredictor:
         )
 
     def _laws(self, features: Features) -> _Laws:
-        counted = self.ends.hazards(features.path())
+        path = features.path()
+        counted = np.stack(
+            (self.ends.hazards(path), self.ends.hazards([*path, features.size_group()]))
+        )
         digest = features.text
         hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
         row = self.residual.row(hashes, features.facts())
         shift = self.residual.shift(row)
         shifted = counted / (counted + (1.0 - counted) * math.exp(-shift))
-        hazards = np.stack((counted, shifted))
+        hazards = np.concatenate((counted, shifted))
         trust = self.models.get(features.model, self.everyone)
-        weight = trust.text_weight
-        alone, both = cumulative_hazard(hazards)
-        # A mixture of two laws is one of their survivals; in logarithms, for the tail's sake.
-        mixed = -np.logaddexp(math.log(weight) - both, math.log1p(-weight) - alone)
+        # A mixture of laws is one of their survivals; in logarithms, for the tail's sake.
+        alive = trust.log_weights[:, None] - cumulative_hazard(hazards)
+        mixed = -np.logaddexp.reduce(alive, axis=0)
         mixed[0] = 0.0
         return _Laws(row, shift, hazards, trust, calibrate(mixed, trust.levels))
 
     def _trust_of(self, model: str) -> Trust:
         if model not in self.models:
-            self.models[model] = Trust(self.everyone.evidence, self.everyone.levels)
+            self.models[model] = Trust(self.everyone.evidence.copy(), self.everyone.levels)
             while len(self.models) > MAX_MODELS:
                 self.models.popitem(last=False)
         self.models.move_to_end(model)
@@ -261,10 +285,10 @@ class LengthPredictor:
         self.everyone.levels = adapted(self.everyone.levels, held)
 
     def _weigh(self, model: str, laws: _Laws, seen: Exposure) -> None:
-        """Exponential weights: has the text foretold this answer better than the groups alone?"""
-        alone, both = _log_likelihood(laws.hazards, seen).tolist()
+        """Exponential weights: who has foretold this answer better than the groups alone?"""
+        told = _log_likelihood(laws.hazards, seen)
         for trust in (self._trust_of(model), self.everyone):
-            trust.evidence = MEMORY * trust.evidence + both - alone
+            trust.evidence = MEMORY * trust.evidence + (told - told[0])
 
 
 def _law(features: Features, cumulative: Floats) -> LengthDistribution:
@@ -289,6 +313,13 @@ def _log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
     return before + np.log(hazards[:, seen.event])
 
 
-def _gradient(hazards: Floats, seen: Exposure) -> float:
-    """d(-ln P) / d(shift of all logits): expected minus seen ends."""
-    return float(hazards @ seen.at_risk) - (seen.event is not None)
+def _gradient(hazards: Floats, seen: Exposure) -> Floats:
+    """[laws, bins] -> [laws] d(-ln P) / d(shift of all logits): expected minus seen ends."""
+    return hazards @ seen.at_risk - float(seen.event is not None)
+
+
+def _gradient_of_mixture(laws: _Laws, seen: Exposure) -> float:
+    """The residual learns beside the counts that are trusted, whether it is itself or not."""
+    weights = np.exp(laws.trust.log_weights)
+    beside = weights[:_NO_TEXT] + weights[_NO_TEXT:]
+    return float(beside @ _gradient(laws.hazards[_NO_TEXT:], seen))

@@ -69,7 +69,7 @@ def test_bins_cover_all_lengths():
     assert bin_of(0) == 0 and bin_of(10 * MAX_LENGTH) == NUM_BINS - 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_law_equals_written_out_probabilities(case):
     law = law_of(*case)

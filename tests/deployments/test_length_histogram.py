@@ -68,22 +68,34 @@ def test_inside_a_bin_nothing_is_lost(how):
     assert tree.hazards([()])[k] == pytest.approx(expected, abs=0.05)
 
 
-def test_shrinks_towards_the_parent():
+def test_shrinks_towards_the_others():
+    """Written out for one bin: prior, then the others of each level, then the group's own."""
     tree = HazardTree(np.full(NUM_BINS, 0.1))
     for _ in range(50):
         tree.add([(), ("m",)], exposure(0, 30, True))
     for _ in range(10):
         tree.add([(), ("m",), ("m", "t")], exposure(0, 200, True))
     path = [(), ("m",), ("m", "t"), ("m", "t", "unseen")]
-    h = tree.hazards(path)
     k = bin_of(30)
-    parent = tree.hazards(path[:2])[k]
-    at_risk = tree.groups[("m", "t")].at_risk[k]
-    assert h[k] == pytest.approx((0 + SHRINKAGE * parent) / (at_risk + SHRINKAGE))
-    assert h[k] < parent and h[bin_of(200)] > 0.3
+    old, new = sum(DECAY**age for age in range(10, 60)), sum(DECAY**age for age in range(10))
+    # `all` has nothing beside `m`; `m` has the 50 beside `t`.
+    model = (old + 2.0 * 0.1) / (old + 2.0)
+    expected = (0.0 + SHRINKAGE * model) / (new + SHRINKAGE)
+    assert tree.hazards(path)[k] == pytest.approx(expected)
+    assert tree.hazards(path)[bin_of(200)] > 0.3
     weights = tree.weights(path, k)
-    assert sum(weights) == pytest.approx(1.0) and len(weights) == 5 and weights[-1] == 0.0
-    assert weights[3] == pytest.approx(at_risk / (at_risk + SHRINKAGE))
+    own = new / (new + SHRINKAGE)
+    rest = 2.0 / (old + 2.0)
+    assert weights == pytest.approx([(1 - own) * rest, 0.0, (1 - own) * (1 - rest), own, 0.0])
+
+
+def test_a_single_group_is_believed_once():
+    """However many levels hold the same answers, the law is that of one level."""
+    deep, flat = HazardTree(length_prior()), HazardTree(length_prior())
+    for length in (5, 80, 300, 41, 7):
+        deep.add([(), ("m",), ("m", "t")], exposure(0, length, True))
+        flat.add([()], exposure(0, length, True))
+    assert np.allclose(deep.hazards([(), ("m",), ("m", "t")]), flat.hazards([()]))
 
 
 def test_old_traffic_is_forgotten():

@@ -12,7 +12,7 @@ from penstock.deployments.length_residual import MAX_SHIFT, LengthResidual
 from penstock.deployments.length_text import FACTS, digest_ids, digest_text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.text(max_size=300))
 def test_any_text_has_a_digest(text):
     digest = digest_text(text)
