@@ -49,7 +49,9 @@ def coverage(
     `law`: of the natural length, not cut. None: undecided. `is_end`: the answer ended by itself.
     A quantile is judged only where it lies within max_tokens, which then always decides; to judge
     only what happens to be decided would drop hits and keep misses. Where the client left early,
-    the law's own conditional probability stands in for the unknown.
+    the law's own conditional probability stands in for the unknown. An answer that is exactly as
+    long as its quantile counts in part: short lengths are coarse, their quantiles hold more often
+    than promised, and a model's long answers would pay for it.
     """
     limit = law.max_tokens
     natural = LengthDistribution(law.cumulative, min_tokens=law.min_tokens)
@@ -59,12 +61,20 @@ def coverage(
         if limit is not None and bound >= limit:
             held.append(None)
         elif is_end:
-            held.append(float(length <= bound))
+            held.append(_hit(natural, level, bound, length))
         elif left_early and length < bound:
             held.append(max(0.0, 1.0 - (1.0 - level) / beyond))
         else:
             held.append(0.0)
     return held
+
+
+def _hit(law: LengthDistribution, level: float, bound: int, length: int) -> float:
+    """1 below the bound, 0 above it; at it, what makes the expectation `level` exactly."""
+    if length != bound:
+        return float(length < bound)
+    over, at_least = law.survival(bound), law.survival(bound - 1)
+    return min(max((level - 1.0 + at_least) / max(at_least - over, 1e-12), 0.0), 1.0)
 
 
 def adapted(tracked: Floats, held: list[float | None]) -> Floats:

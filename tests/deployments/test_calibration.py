@@ -72,6 +72,17 @@ def test_an_early_leaver_counts_by_the_conditional_law():
     assert held[0] == 0.0 and held[1] == pytest.approx((0.9 - (1 - beyond)) / beyond)
 
 
+def test_coarse_lengths_do_not_pull_the_levels():
+    """A law of one to three tokens, which is right, is left alone."""
+    rng = np.random.default_rng(18)
+    law = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.6)))
+    hits = [
+        coverage(law, int(rng.geometric(0.6)), is_end=True, left_early=False) for _ in range(5000)
+    ]
+    assert np.mean(hits, 0) == pytest.approx(LEVELS, abs=0.02)
+    assert law.quantile(0.5) == 1 and law.survival(1) == pytest.approx(0.4)  # 0.6 if taken whole
+
+
 def test_levels_stay_in_order():
     for held in ([0.0, 1.0, None], [None, None, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]):
         tracked = fresh_levels()
