@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,3 +322,11 @@ def test_odd_ends_are_survived():
         and np.isfinite(cumulative_hazard(np.ones(NUM_BINS))).all()
     )
     assert (np.diff(law.cumulative) > 0).all()
+
+
+def test_what_the_page_shows_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "predictor.md").read_text()
+    names = {}
+    exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[0], "predictor.md", "exec"), names)
+    assert "Explanation(" in capsys.readouterr().out
+    assert names["futures"].shape == (1, 32) and names["futures"].min() >= 1
