@@ -11,6 +11,7 @@ long-running answers live: the conditional law P(L > t + s | L > t) is a differe
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,11 @@ WIDTHS = np.diff(KNOTS)  # [bins]
 NUM_BINS = len(WIDTHS)
 _KNOTS = KNOTS.astype(np.float64)
 _WIDTHS = WIDTHS.astype(np.float64)
+_KNOT_LIST: list[int] = KNOTS.tolist()  # one law at a time is faster in plain numbers
+
+
+def _width(k: int) -> int:
+    return _KNOT_LIST[k + 1] - _KNOT_LIST[k]
 
 
 def bin_of(length: int) -> int:
@@ -96,7 +102,7 @@ class LengthDistribution:
         k = min(max(k, 0), NUM_BINS - 1)
         low, died = self._bin(k)
         share = min(-math.expm1(low - target) / max(died, _TINY), 1.0)
-        length = math.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK)
+        length = math.ceil(_KNOT_LIST[k] + share * _width(k) - _SLACK)
         return max(min(max(length, self._now + 1), self.ceiling), self.generated)
 
     @property
@@ -131,9 +137,9 @@ class LengthDistribution:
         return low, -math.expm1(low - float(self.cumulative[k + 1]))
 
     def _hazard_at(self, length: int) -> float:
-        k = min(int(np.searchsorted(KNOTS, length, side="right")) - 1, NUM_BINS - 1)
+        k = min(bisect_right(_KNOT_LIST, length) - 1, NUM_BINS - 1)
         low, died = self._bin(k)
-        share = (length - _KNOTS[k]) / _WIDTHS[k]
+        share = (length - _KNOT_LIST[k]) / _width(k)
         return low - math.log1p(-min(share * died, MAX_HAZARD))
 
 

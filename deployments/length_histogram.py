@@ -105,13 +105,17 @@ class HazardTree:
 
     def hazards(self, path: Sequence[Hashable]) -> Floats:
         """[bins] for the last group of `path`, which goes from the widest to the narrowest."""
-        h: Floats = self.prior
-        weight: Floats | float = PRIOR_WEIGHT
-        for events, at_risk in self._own_counts(path):
-            reached = at_risk + weight
-            h = (events + weight * h) / reached
-            weight = np.minimum(reached, SHRINKAGE)
+        h = _borrowing(self.prior, PRIOR_WEIGHT, self._own_counts(path))[0]
         return np.minimum(np.maximum(h, MIN_HAZARD), MAX_HAZARD)
+
+    def hazards_and_finer(self, path: Sequence[Hashable], finer: Hashable) -> Floats:
+        """[2, bins]: `hazards(path)` and `hazards([*path, finer])`, the shared part done once."""
+        *above, last = self._own_counts(path) or [_NOTHING]
+        h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
+        coarse = fine = _borrowing(h, weight, [last])[0]
+        if counts := self.groups.get(finer):
+            fine = _borrowing(h, weight, [_others(last, counts.both), counts.both])[0]
+        return np.minimum(np.maximum(np.stack((coarse, fine)), MIN_HAZARD), MAX_HAZARD)
 
     def weights(self, path: Sequence[Hashable], place: int) -> list[float]:
         """What prior and groups contribute to the hazard of one bin; sums up to 1.
@@ -129,11 +133,7 @@ class HazardTree:
     def _own_counts(self, path: Sequence[Hashable]) -> list[Floats]:
         """[2, bins] of each known group: its counts without those of the next one in the path."""
         known = [counts.both for key in path if (counts := self.groups.get(key))]
-        # Faded at different paces, a child may count more than its parent: then nobody else does.
-        own = [np.maximum(one - other, 0.0) for one, other in itertools.pairwise(known)]
-        for events, at_risk in own:
-            np.maximum(at_risk, events, out=at_risk)
-        return own + known[-1:]
+        return [_others(one, other) for one, other in itertools.pairwise(known)] + known[-1:]
 
     def add(self, path: Sequence[Hashable], seen: Exposure) -> None:
         for key in path:
@@ -141,6 +141,30 @@ class HazardTree:
             self.groups.move_to_end(key)
         while len(self.groups) > self._max_groups:
             self.groups.popitem(last=False)
+
+
+_NOTHING = np.zeros((2, NUM_BINS))
+
+
+def _others(parent: Floats, child: Floats) -> Floats:
+    """[2, bins] what the parent counted beside the child.
+
+    Faded at different paces, a child may count more than its parent: then nobody else does.
+    """
+    left = np.maximum(parent - child, 0.0)
+    np.maximum(left[1], left[0], out=left[1])
+    return left
+
+
+def _borrowing(
+    h: Floats, weight: Floats | float, counts: Sequence[Floats]
+) -> tuple[Floats, Floats | float]:
+    """Hazards after each of `counts` has shrunk to the ones before, and what those are worth."""
+    for events, at_risk in counts:
+        reached = at_risk + weight
+        h = (events + weight * h) / reached
+        weight = np.minimum(reached, SHRINKAGE)
+    return h, weight
 
 
 def length_prior() -> Floats:

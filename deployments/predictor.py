@@ -250,10 +250,7 @@ class LengthPredictor:
         )
 
     def _laws(self, features: Features) -> _Laws:
-        path = features.path()
-        counted = np.stack(
-            (self.ends.hazards(path), self.ends.hazards([*path, features.size_group()]))
-        )
+        counted = self.ends.hazards_and_finer(features.path(), features.size_group())
         digest = features.text
         hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
         row = self.residual.row(hashes, features.facts())

@@ -98,6 +98,24 @@ def test_a_single_group_is_believed_once():
     assert np.allclose(deep.hazards([(), ("m",), ("m", "t")]), flat.hazards([()]))
 
 
+def test_finer_group_beside_is_the_same_as_asked_alone():
+    tree = HazardTree(length_prior())
+    path, finer = [(), ("m",), ("m", "t")], ("m", "t", "", "6")
+
+    def check():
+        both = tree.hazards_and_finer(path, finer)
+        assert np.array_equal(both[0], tree.hazards(path))
+        assert np.array_equal(both[1], tree.hazards([*path, finer]))
+
+    check()
+    for length in (5, 80, 300, 41, 7):
+        tree.add([(), ("m",)], exposure(0, 2 * length, True))
+        check()
+        tree.add(path, exposure(0, 3 * length, True))
+        tree.add([*path, finer], exposure(0, length, True))
+        check()
+
+
 def test_old_traffic_is_forgotten():
     tree = HazardTree(length_prior())
     for _ in range(2000):
