@@ -30,8 +30,9 @@ from penstock.deployments.length_distribution import (
 )
 
 DECAY = 0.999
-# Answers that the others' opinion is worth, in each bin: what is borrowed adds up over bins, and a
-# group of long answers beside short ones loses a tenth of its mass to 8 after some 200 answers.
+# Answers that the others' opinion is worth, in each bin; what is borrowed adds up over bins. A
+# template of 900-token answers among short ones was told a median of 563 after 150 answers with 20,
+# of 753 with 8, of 810 with 4; for Azure's and PPL's requests together 8 foretold best.
 SHRINKAGE = 8.0
 PRIOR_WEIGHT = 2.0  # and the prior's, at the top
 PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
