@@ -38,6 +38,7 @@ from penstock.deployments.length_distribution import (
     bin_of,
     cumulative_hazard,
 )
+from penstock.deployments.length_features import Features
 from penstock.deployments.length_histogram import (
     PRIOR_WEIGHT,
     HazardTree,
@@ -46,7 +47,7 @@ from penstock.deployments.length_histogram import (
 )
 from penstock.deployments.length_state import snapshot
 from penstock.deployments.length_text import digest_text
-from penstock.deployments.predictor import Ended, Features, LengthPredictor
+from penstock.deployments.predictor import Ended, LengthPredictor
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 TEXTS, LENGTHS = "ppl_samples_1024.json", "ppl_samples_1024_lengths.json"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -31,6 +30,7 @@ from penstock.deployments.length_distribution import (
     LengthDistribution,
     cumulative_hazard,
 )
+from penstock.deployments.length_features import NUM_FACTS, Features
 from penstock.deployments.length_histogram import (
     Exposure,
     HazardTree,
@@ -39,11 +39,9 @@ from penstock.deployments.length_histogram import (
     length_prior,
 )
 from penstock.deployments.length_residual import LengthResidual, Row
-from penstock.deployments.length_text import FACTS, TextDigest
 
 MEMORY = 0.998  # of the evidence for the residual: about the last 500 requests of a model
 MAX_MODELS = 256
-NUM_REQUEST_FACTS = 11
 GROUPS = ("all", "model", "tenant", "template")
 # What the mixture weighs: the groups alone, those by the prompt's size, and both with the text.
 EXPERTS = ("groups", "size", "groups+text", "size+text")
@@ -56,72 +54,6 @@ class Ended(StrEnum):
     STOP = "stop"  # by itself: end of sequence, a stop token, a stop string
     LENGTH = "length"  # cut at max_tokens or the context: it would have been longer
     CANCEL = "cancel"  # the client left
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What is known of a request before it runs. Made at the ingress, carried to the gate.
-
-    `max_tokens` is the true limit: what was asked for, or what the context leaves. `template` is
-    a digest of whatever a tenant's requests of one kind share, such as the system prompt, or "".
-    """
-
-    model: str
-    tenant: str = ""
-    template: str = ""
-    prompt_tokens: int = 0
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    ignore_eos: bool = False
-    num_stop: int = 0
-    structured: bool = False
-    num_messages: int = 1
-    has_tools: bool = False
-    text: TextDigest | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1 or None, not {self.max_tokens}")
-        for name in ("prompt_tokens", "min_tokens", "num_stop", "num_messages"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
-        for name in ("temperature", "top_p"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
-
-    def path(self) -> list[Hashable]:
-        """The groups of this request, from the widest to the narrowest; see GROUPS."""
-        keys: list[Hashable] = [(), (self.model,), (self.model, self.tenant)]
-        if self.template:
-            keys.append((self.model, self.tenant, self.template))
-        return keys
-
-    def size_group(self) -> Hashable:
-        """One more group, beside the narrowest: prompts of about the same size (octaves).
-
-        Where one tenant runs several applications, sizes tell them apart (Azure's chat trace).
-        """
-        return (self.model, self.tenant, self.template, str(self.prompt_tokens.bit_length()))
-
-    def facts(self) -> Floats:
-        """[NUM_REQUEST_FACTS + len(FACTS)], NaN where unknown."""
-        own = (
-            math.log1p(self.prompt_tokens),
-            math.log1p(self.prompt_tokens) ** 2,
-            float(self.max_tokens is None),
-            math.nan if self.max_tokens is None else math.log1p(self.max_tokens),
-            math.log1p(self.min_tokens),
-            self.temperature,
-            self.top_p,
-            float(self.num_stop),
-            float(self.structured),
-            math.log1p(self.num_messages),
-            float(self.has_tools),
-        )
-        text = self.text.facts if self.text is not None else None
-        return np.array(own + (text or (math.nan,) * len(FACTS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +113,7 @@ class LengthPredictor:
     def __init__(self) -> None:
         self.ends = HazardTree(length_prior())
         self.cancels = HazardTree(cancel_prior())
-        self.residual = LengthResidual(NUM_REQUEST_FACTS + len(FACTS))
+        self.residual = LengthResidual(NUM_FACTS)
         self.everyone = Trust()  # what a model starts from
         self.models: OrderedDict[str, Trust] = OrderedDict()
 

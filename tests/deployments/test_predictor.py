@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from penstock.deployments.length_distribution import NUM_BINS, LengthDistribution, cumulative_hazard
+from penstock.deployments.length_features import Features
 from penstock.deployments.length_histogram import PRIOR_MEDIAN, PRIOR_SIGMA, exposure
 from penstock.deployments.length_state import SnapshotError, restore, snapshot
 from penstock.deployments.length_text import digest_ids, digest_text
 from penstock.deployments.predictor import (
     Ended,
-    Features,
     LengthPredictor,
     _gradient,
     _log_likelihood,
