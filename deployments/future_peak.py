@@ -1,0 +1,164 @@
+"""How much memory running answers will need at their worst: peaks of sampled and of mean futures.
+
+An answer holds `used` tokens now and one more each step until it ends, `remaining` steps from now;
+then all of it is free. The peak over time is what a pool must hold. Two forms: exact, on sampled
+futures (the rule of "Past-Future", arXiv 2507.10150, and of LightLLM's router), and Gaussian, on
+means and variances over a grid of horizons, whose cost does not grow with the number of answers.
+Each has an incremental form for one more candidate. Pure functions of arrays, in tokens and steps;
+knows nothing of requests, laws or workers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.deployments.length_distribution import Floats, Ints
+
+NUM_HORIZONS = 24
+
+
+def sampled_peaks(used: Ints, remaining: Ints) -> Ints:
+    """Peaks of futures: used [n], remaining [n, samples] -> [samples].
+
+    With answers sorted by `remaining`, longest first, the k-th end finds the first k still there:
+    peak = max_k (used_1 + ... + used_k + k * remaining_k). O(n log n) a sample.
+    """
+    if len(used) == 0:
+        return np.zeros(remaining.shape[1], np.int64)
+    order = np.argsort(-remaining, axis=0, kind="stable")
+    ends = np.take_along_axis(remaining, order, 0)
+    alive = np.arange(1, len(used) + 1)[:, None]
+    peaks: Ints = (np.cumsum(used[order], axis=0) + alive * ends).max(axis=0)
+    return peaks
+
+
+@dataclass(frozen=True, slots=True)
+class PeakIndex:
+    """Sampled futures of the running answers, sorted once, to be asked about many candidates."""
+
+    ends: Ints  # [n, samples] remaining steps, longest first
+    sums: Ints  # [n + 1, samples] tokens used by the first k
+    before: Ints  # [n + 1, samples] peak at the first k ends in this order; row 0: none
+    after: (
+        Ints  # [n + 1, samples] peak at the others, were one empty answer more there; row n: none
+    )
+
+    def peaks_with(self, used: int, remaining: Ints) -> Ints:
+        """Peaks if one more answer ran: remaining [samples] -> [samples]. O(log n) a sample.
+
+        Ends up to the candidate's own find it there, with `used` and a token a step; later ends
+        do not know of it; and its own end is a new place where the peak may be.
+        """
+        longer = _num_above(self.ends, remaining)  # answers that end after the candidate
+        at = np.arange(len(remaining))
+        later = self.before[longer, at]
+        own = self.sums[longer, at] + used + (longer + 1) * remaining
+        earlier = np.where(longer < len(self.ends), self.after[longer, at] + used, 0)
+        peaks: Ints = np.maximum(np.maximum(later, own), earlier)
+        return peaks
+
+
+def index_of(used: Ints, remaining: Ints) -> PeakIndex:
+    """Sort the running answers: used [n], remaining [n, samples]. O(n log n) a sample."""
+    num, samples = remaining.shape
+    order = np.argsort(-remaining, axis=0, kind="stable")
+    ends = np.take_along_axis(remaining, order, 0)
+    none = np.zeros((1, samples), np.int64)
+    sums = np.concatenate((none, np.cumsum(used[order], axis=0)))
+    at_end = sums[1:] + np.arange(1, num + 1)[:, None] * ends
+    before = np.concatenate((none, np.maximum.accumulate(at_end, axis=0)))
+    after = np.maximum.accumulate((at_end + ends)[::-1], axis=0)[::-1]
+    return PeakIndex(ends, sums, before, np.concatenate((after, none)))
+
+
+def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
+    """The peak of one future, [n] each, where answers start late or stop growing.
+
+    `delay`: steps until the first token (a prefill that waits or is chunked), its memory held from
+    now on. `ceiling`: tokens that a rolling cache (sinks and window) never exceeds; what is used
+    already stays. Events in the order of time: growth begins, growth ends, the answer ends.
+    """
+    growth = np.maximum(0, np.minimum(remaining, ceiling - used))
+    times = np.concatenate((delay, delay + growth, delay + remaining))
+    kinds = np.repeat([0, 1, 2], len(used))
+    who = np.tile(np.arange(len(used)), 3)
+    total = peak = int(used.sum())
+    slope = now = 0
+    for j in np.lexsort((kinds, times)).tolist():
+        total += slope * (int(times[j]) - now)
+        now = int(times[j])
+        if kinds[j] == 0:
+            slope += 1
+        elif kinds[j] == 1:
+            slope -= 1
+        else:
+            peak = max(peak, total)
+            total -= int(used[who[j]] + growth[who[j]])
+    return peak
+
+
+def horizons_of(longest: int) -> Ints:
+    """[NUM_HORIZONS] steps from 0 to `longest`, log-spaced: where the Gaussian grid looks.
+
+    A peak between two of them is not seen, and the largest quantile over time is below the
+    quantile of the largest use: with heavy tails the grid was 11 to 12 % below the sampled rule.
+    """
+    spaced = np.geomspace(1.0, max(longest, NUM_HORIZONS), NUM_HORIZONS - 1)
+    return np.concatenate(([0], np.maximum(np.round(spaced), np.arange(1, NUM_HORIZONS)))).astype(
+        np.int64
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UseGrid:
+    """Mean and variance of the memory in use at each horizon; answers are independent.
+
+    An answer that is alive with probability S holds m = min(used + horizon, ceiling) tokens: mean
+    S m, variance S (1 - S) m^2. Sums of them go up and down as answers come and go.
+    """
+
+    horizons: Ints  # [horizons]
+    mean: Floats  # [horizons]
+    variance: Floats  # [horizons]
+
+    def adding(self, used: int, alive: Floats, ceiling: int | None = None) -> UseGrid:
+        """With one answer more; alive [horizons] = P(more than horizon - 1 tokens still come)."""
+        mean, variance = self._share(used, alive, ceiling)
+        return UseGrid(self.horizons, self.mean + mean, self.variance + variance)
+
+    def removing(self, used: int, alive: Floats, ceiling: int | None = None) -> UseGrid:
+        """Without an answer that was added with the same figures."""
+        mean, variance = self._share(used, alive, ceiling)
+        left = np.maximum(self.variance - variance, 0.0)
+        return UseGrid(self.horizons, np.maximum(self.mean - mean, 0.0), left)
+
+    def peak(self, deviations: float) -> float:
+        """The largest mean + deviations * standard deviation over all horizons; 1.645 is 95 %."""
+        return float((self.mean + deviations * np.sqrt(self.variance)).max())
+
+    def _share(self, used: int, alive: Floats, ceiling: int | None) -> tuple[Floats, Floats]:
+        bound = math.inf if ceiling is None else float(max(ceiling, used))
+        holds = np.minimum(used + self.horizons.astype(np.float64), bound)
+        return alive * holds, alive * (1.0 - alive) * holds**2
+
+
+def empty_grid(horizons: Ints) -> UseGrid:
+    """Nothing runs."""
+    zero = np.zeros(len(horizons))
+    return UseGrid(horizons, zero, zero)
+
+
+def _num_above(ends: Ints, values: Ints) -> Ints:
+    """How many of each column exceed its value; columns descend. Bisection of all at once."""
+    low = np.zeros(len(values), np.int64)
+    high = np.full(len(values), len(ends))
+    at = np.arange(len(values))
+    while (low < high).any():
+        middle = (low + high) // 2
+        above = (low < high) & (ends[np.minimum(middle, len(ends) - 1), at] > values)
+        low = np.where(above, middle + 1, low)
+        high = np.where(above | (low >= high), high, middle)
+    return low

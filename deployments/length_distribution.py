@@ -1,0 +1,206 @@
+"""How long an answer will be, as a law and not as a number: survival over log-spaced bins.
+
+Everything that admission asks of a law is here: quantiles, means, sampled futures, and all of it
+again for an answer that is already `generated` tokens long. Knows nothing of who makes a law.
+
+Bin k holds the lengths KNOTS[k] < L <= KNOTS[k + 1]; inside a bin all lengths are equally likely.
+A law is kept as its cumulative hazard -ln P(L > KNOTS), which stays exact in the far tail, where
+long-running answers live: the conditional law P(L > t + s | L > t) is a difference of two of them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_LENGTH = 1 << 20
+GROWTH = 1.22
+MIN_HAZARD, MAX_HAZARD = 1e-7, 1.0 - 1e-7
+_ROW = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
+_TINY = 1e-300
+_SLACK = 1e-6  # of a token: rounding must not push a quantile to the next length
+
+
+def _make_knots() -> Ints:
+    knots = [0, 1]
+    while knots[-1] < MAX_LENGTH:
+        knots.append(min(MAX_LENGTH, max(knots[-1] + 1, round(GROWTH * knots[-1]))))
+    return np.array(knots, np.int64)
+
+
+KNOTS = _make_knots()  # [bins + 1]
+WIDTHS = np.diff(KNOTS)  # [bins]
+NUM_BINS = len(WIDTHS)
+_KNOTS = KNOTS.astype(np.float64)
+_WIDTHS = WIDTHS.astype(np.float64)
+_KNOT_LIST: list[int] = KNOTS.tolist()  # one law at a time is faster in plain numbers
+
+
+def _width(k: int) -> int:
+    return _KNOT_LIST[k + 1] - _KNOT_LIST[k]
+
+
+def bin_of(length: int) -> int:
+    """The bin whose lengths include `length`; lengths outside of 1..MAX_LENGTH go to the ends."""
+    return int(np.searchsorted(KNOTS, min(max(length, 1), MAX_LENGTH), side="left")) - 1
+
+
+def cumulative_hazard(hazards: Floats) -> Floats:
+    """[..., bins] hazards P(L in bin | L reaches it) -> [..., bins + 1], 0 at the left end."""
+    steps = -np.log1p(-np.clip(hazards, MIN_HAZARD, MAX_HAZARD))
+    total = np.zeros((*hazards.shape[:-1], NUM_BINS + 1))
+    np.cumsum(steps, axis=-1, out=total[..., 1:])
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """The law of one answer's length in tokens, cut at `max_tokens`, known to exceed `generated`.
+
+    Lengths are of the whole answer, what is generated already included. With `max_tokens` the law
+    is that of min(L, max_tokens); up to `min_tokens` no answer ends. A law is immutable: `given`
+    makes another.
+    """
+
+    cumulative: Floats  # [bins + 1] of the natural length, neither cut nor conditioned
+    max_tokens: int | None = None
+    generated: int = 0
+    min_tokens: int = 0
+
+    def given(self, generated: int) -> LengthDistribution:
+        """The law once so many tokens are out and the answer has not ended. No inference."""
+        if generated < 0:
+            raise ValueError(f"generated must be 0 or more, not {generated}")
+        return replace(self, generated=generated)
+
+    def survival(self, length: int) -> float:
+        """P(answer longer than `length`)."""
+        if length < max(self.generated, self.min_tokens):
+            return 1.0
+        if self.max_tokens is not None and length >= self.max_tokens:
+            return 0.0
+        return math.exp(self._hazard_at(self._now) - self._hazard_at(min(length, MAX_LENGTH)))
+
+    def quantile(self, level: float) -> int:
+        """The smallest length that the answer stays within with probability `level` (0 to 1)."""
+        if not 0.0 <= level <= 1.0:
+            raise ValueError(f"the level of a quantile is between 0 and 1, not {level}")
+        return self.ceiling if level == 1.0 else self.sample(level)
+
+    def sample(self, u: float) -> int:
+        """The length that inverse transform gives for a uniform number 0 <= u < 1."""
+        target = self._hazard_at(self._now) - math.log1p(-u)
+        k = int(np.searchsorted(self.cumulative, target, side="right")) - 1
+        k = min(max(k, 0), NUM_BINS - 1)
+        low, died = self._bin(k)
+        share = min(-math.expm1(low - target) / max(died, _TINY), 1.0)
+        length = math.ceil(_KNOT_LIST[k] + share * _width(k) - _SLACK)
+        return max(min(max(length, self._now + 1), self.ceiling), self.generated)
+
+    @property
+    def ceiling(self) -> int:
+        """No answer is longer than this."""
+        bound = MAX_LENGTH if self.max_tokens is None else self.max_tokens
+        return max(bound, self.generated)
+
+    @property
+    def mean(self) -> float:
+        """The expected length."""
+        if self.ceiling == self.generated:
+            return float(self.generated)
+        start = min(max(self.generated, self.min_tokens), self.ceiling)
+        first, last = np.searchsorted(KNOTS, start, "right"), np.searchsorted(KNOTS, self.ceiling)
+        points = np.array([start, *KNOTS[first:last], self.ceiling])
+        ends = (self._hazard_at(self._now), self._hazard_at(min(self.ceiling, MAX_LENGTH)))
+        alive = np.exp(ends[0] - np.array([ends[0], *self.cumulative[first:last], ends[1]]))
+        # Sum of P(L > s) over whole s, which is linear between points.
+        steps = np.diff(points)
+        inside = steps * (alive[:-1] + alive[1:]) / 2 + (alive[:-1] - alive[1:]) / 2
+        return start + float(inside.sum())
+
+    @property
+    def _now(self) -> int:
+        """The length up to which it is certain that the answer goes on."""
+        return min(max(self.generated, self.min_tokens), MAX_LENGTH)
+
+    def _bin(self, k: int) -> tuple[float, float]:
+        """Cumulative hazard at the bin's left end, and P(ends in it | reaches it)."""
+        low = float(self.cumulative[k])
+        return low, -math.expm1(low - float(self.cumulative[k + 1]))
+
+    def _hazard_at(self, length: int) -> float:
+        k = min(bisect_right(_KNOT_LIST, length) - 1, NUM_BINS - 1)
+        low, died = self._bin(k)
+        share = (length - _KNOT_LIST[k]) / _width(k)
+        return low - math.log1p(-min(share * died, MAX_HAZARD))
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLaws:
+    """The laws of n answers side by side, for questions about all of them in one call."""
+
+    flat: Floats  # [n * (bins + 1)] cumulative hazards, _ROW higher in each row: one sorted array
+    max_tokens: Ints  # [n], MAX_LENGTH where there is no limit
+    min_tokens: Ints  # [n]
+
+    def take(self, rows: Ints) -> StackedLaws:
+        """The laws of these rows, in this order."""
+        table = self.flat.reshape(-1, NUM_BINS + 1)[rows]
+        moved = table + _ROW * (np.arange(len(rows)) - rows)[:, None]
+        return StackedLaws(moved.ravel(), self.max_tokens[rows], self.min_tokens[rows])
+
+    def sample_remaining(self, generated: Ints, u: Floats) -> Ints:
+        """Tokens still to come: inverse transform of P(L > t + s | L > t).
+
+        generated [n], u [n, samples] in [0, 1) -> [n, samples] whole tokens, at least 1 for an
+        answer below its limit and 0 at it. The same `u` at every call makes futures that only
+        shrink as tokens come (common random numbers).
+        """
+        now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
+        first = (NUM_BINS + 1) * np.arange(len(u))[:, None]
+        target = self._hazard_at(now) - np.log1p(-u)  # [n, samples], with the row's offset
+        place = np.searchsorted(self.flat, target.ravel(), side="right").reshape(u.shape) - 1
+        place = np.minimum(np.maximum(place, first), first + NUM_BINS - 1)
+        low = self.flat[place]
+        died = -np.expm1(low - self.flat[place + 1])
+        share = np.minimum(-np.expm1(low - target) / np.maximum(died, _TINY), 1.0)
+        k = place - first
+        length = np.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK).astype(np.int64)
+        ends = np.minimum(np.maximum(length, now + 1), self.max_tokens[:, None])
+        return np.maximum(ends - generated[:, None], 0)
+
+    def survival_after(self, generated: Ints, ahead: Ints) -> Floats:
+        """P(more than `ahead` tokens still come), [n], [horizons] -> [n, horizons]; 1 below 0."""
+        later = generated[:, None] + ahead
+        now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
+        then = np.minimum(np.maximum(later, now), MAX_LENGTH)
+        alive = np.exp(self._hazard_at(now) - self._hazard_at(then))
+        return np.where(later < self.max_tokens[:, None], alive, 0.0)
+
+    def _hazard_at(self, lengths: Ints) -> Floats:
+        """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, with the offset."""
+        k = np.minimum(np.searchsorted(KNOTS, lengths, side="right") - 1, NUM_BINS - 1)
+        place = k + (NUM_BINS + 1) * np.arange(len(lengths))[:, None]
+        low = self.flat[place]
+        died = -np.expm1(low - self.flat[place + 1])
+        share = (lengths - _KNOTS[k]) / _WIDTHS[k]
+        return low - np.log1p(-np.minimum(share * died, MAX_HAZARD))
+
+
+def stack(laws: Sequence[LengthDistribution]) -> StackedLaws:
+    """Laws side by side; what they have generated is told at each question instead."""
+    limits = [MAX_LENGTH if law.max_tokens is None else law.max_tokens for law in laws]
+    table = np.array([law.cumulative for law in laws]).reshape(len(laws), NUM_BINS + 1)
+    return StackedLaws(
+        (table + _ROW * np.arange(len(laws))[:, None]).ravel(),
+        np.array(limits, np.int64),
+        np.array([law.min_tokens for law in laws], np.int64),
+    )
