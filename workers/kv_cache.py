@@ -85,10 +85,11 @@ class KVCache:
         most = min(seq.num_tokens, computed + self.block_size)
         if self.blocks_for(most) - swapped.num_rolled_blocks > self.pool.num_available:
             return False
+        held = swap.hold(seq)  # or what growing evicts could push it out of host memory
         seq.num_rolled_blocks = swapped.num_rolled_blocks
         grown = self.grow(seq, most)
         assert grown, "there were enough blocks a moment ago"
-        swap.swap_in(seq, swapped)
+        swap.swap_in(seq, swapped, held)
         return True
 
     def advance(self, seq: Sequence) -> int:

@@ -104,10 +104,14 @@ class HostSwap:
             return None
         return found
 
-    def swap_in(self, seq: Sequence, found: Swapped) -> None:
-        """Load all blocks of `seq`, which are in its table already, while it waits."""
+    def hold(self, seq: Sequence) -> Held:
+        """Keep what is `swapped` of `seq` from being evicted, until `swap_in`."""
         held = self.tier.hold_private(_owner(seq))
         assert held is not None, "it was there when it was asked for"
+        return held
+
+    def swap_in(self, seq: Sequence, found: Swapped, held: Held) -> None:
+        """Load all blocks of `seq`, which are in its table already, while it waits."""
         seq.num_rolled_blocks = found.num_rolled_blocks
         seq.block_keys = list(found.block_keys)
         outs = [self._block(b) for b in seq.block_table[: len(held.slots)]]

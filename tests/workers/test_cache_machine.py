@@ -1,4 +1,4 @@
-"""Scheduler, block pool, prefix cache, rolls, deferrals and swaps together, against a simple model.
+"""Scheduler, pool, prefix cache, loans, rolls, deferrals and swaps together, against a simple model.
 
 Instead of K and V, a slot holds a digest of all tokens up to its own. So in each step it can be
 seen of every row whether the block table leads to just the keys that its policy lets it see,
@@ -19,7 +19,7 @@ from penstock.workers.block_pool import BlockPool
 from penstock.workers.deferral import Deferral
 from penstock.workers.host_tier import HostTier
 from penstock.workers.kv_cache import KVCache
-from penstock.workers.link_thread import LinkThread
+from penstock.workers.link_thread import Transfer
 from penstock.workers.policies import FULL, SinkWindow
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.restore import RestoreRule
@@ -48,6 +48,39 @@ def digest(token_ids):
     return int.from_bytes(raw, "big")
 
 
+class HeldTransfer(Transfer):
+    """Ends when the link says so, or at once when nobody wants it any more."""
+
+    def cancel(self):
+        super().cancel()
+        self._end()
+
+
+class HeldLink:
+    """A link whose loads arrive when the machine says, so that a run can be repeated."""
+
+    def __init__(self):
+        self.transfers = []
+
+    def submit(self, pairs):
+        transfer = HeldTransfer(list(pairs))
+        self.transfers.append(transfer)
+        return transfer
+
+    def bytes_per_s(self):
+        return None
+
+    def arrive(self, num):
+        """So many of the oldest loads are done."""
+        arrived, self.transfers = self.transfers[:num], self.transfers[num:]
+        for transfer in arrived:
+            if not transfer.is_done:
+                for source, out in transfer._pairs:
+                    out.copy_(source)
+                    transfer.num_done += 1
+                transfer._end()
+
+
 class Machine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from((1, 2, 4)),
@@ -63,7 +96,7 @@ class Machine(RuleBasedStateMachine):
         num_scratch = 6 if deferral else 0
         # The last blocks are scratch: their ids follow those of the pool.
         self.memory = torch.full((num_blocks + num_scratch, block_size), POISON)
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, num_tail=num_blocks // 4)
         self.cache = KVCache(self.pool, block_size, prefix_cache=prefix_cache, salt=b"salt")
         self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=max_tokens)
         self.coins = CoinRule()
@@ -80,17 +113,11 @@ class Machine(RuleBasedStateMachine):
     def add_host_memory(self, num_slots, restore):
         block_bytes = 8 * self.size
         tier = HostTier(num_slots * block_bytes, block_bytes)
-        self.link = LinkThread()
+        self.link = HeldLink()
         rule = RestoreRule(1e9, 1e6, block_bytes, self.size, mode=restore)
         bytes_of = self.memory.view(torch.uint8).view(self.memory.shape[0], -1)
         self.cache.swap = HostSwap(tier, self.link, lambda: rule, lambda i: bytes_of[i])
         self.pool.on_evict = self.cache.swap.keep
-
-    def teardown(self):
-        if getattr(self, "link", None) is not None:
-            for seq in list(self.live):
-                self.scheduler.remove(seq)
-            self.link.close()
 
     @precondition(lambda self: len(self.live) < 8)
     @rule(
@@ -129,21 +156,28 @@ class Machine(RuleBasedStateMachine):
     @rule(
         coins=st.lists(st.booleans(), min_size=1, max_size=4),
         times=st.integers(1, 6),
-        waits=st.booleans(),
+        arrivals=st.integers(0, 2),
+        borrows=st.integers(0, 12),
     )
-    def step(self, coins, times, waits):
+    def step(self, coins, times, arrivals, borrows):
         self.coins.coins = coins
         for _ in range(times):
             plan = self.scheduler.schedule()
             if not plan.chunks:
                 if self.live:
-                    assert self.cache.swap is not None, "there is work, and nothing is done"
-                    assert self.cache.swap.wait(5), "nobody waits for a load"
+                    assert self.link is not None, "there is work, and nothing is done"
+                    assert not all(t.is_done for t in self.link.transfers), "nobody waits"
+                    self.link.arrive(len(self.link.transfers))
                 continue
+            # The step's activations overwrite the free tail, cached blocks there included.
+            first = self.pool.lend(self.pool.num_lendable(borrows))
+            self.memory[first : self.pool.num_blocks] = POISON
+            self.pool.check([seq.block_table for seq in self.live])
             self.run(plan)
+            self.pool.give_back()
             self.commit(plan)
-            if waits and self.cache.swap is not None:
-                self.cache.swap.wait(5)
+            if self.link is not None:
+                self.link.arrive(arrivals)
 
     def run(self, plan):
         """All K and V are written, then all rows look at what they see."""
@@ -207,7 +241,7 @@ class Machine(RuleBasedStateMachine):
             self.cache.swap.tier.check()
 
 
-# 150 runs of up to 120 rules, most of which are several steps: over 30,000 steps of the scheduler.
+# So many runs of up to 120 rules, most of which are several steps of the scheduler.
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=40,
