@@ -108,6 +108,7 @@ class Machine(RuleBasedStateMachine):
         if num_slots:
             self.add_host_memory(num_slots, restore)
         self.live: list[Sequence] = []
+        self.known: dict[int, list[int]] = {}
         self.num_added = 0
 
     def add_host_memory(self, num_slots, restore):
@@ -155,7 +156,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(
         coins=st.lists(st.booleans(), min_size=1, max_size=4),
-        times=st.integers(1, 6),
+        times=st.integers(1, 25),
         arrivals=st.integers(0, 2),
         borrows=st.integers(0, 12),
     )
@@ -190,16 +191,23 @@ class Machine(RuleBasedStateMachine):
                 block, offset = self.place(chunk, tables[id(chunk)], p)
                 assert (block, offset) not in written, "two rows write to one slot"
                 written.add((block, offset))
-                self.memory[block, offset] = digest(chunk.seq.token_ids[: p + 1])
+                self.memory[block, offset] = self.digests(chunk.seq)[p]
+        memory = self.memory.tolist()
         for chunk in plan.chunks:
-            tokens, context = chunk.seq.token_ids, chunk.seq.context
+            context, digests = chunk.seq.context, self.digests(chunk.seq)
             for t in range(chunk.start, chunk.start + chunk.length):
                 ends, starts, _ = context.rows(torch.tensor([t]).numpy())
                 for p in range(t + 1):
                     if p < ends[0] or p >= starts[0]:
                         block, offset = self.place(chunk, tables[id(chunk)], p)
-                        seen = int(self.memory[block, offset])
-                        assert seen == digest(tokens[: p + 1]), f"row {t} misses key {p}"
+                        assert memory[block][offset] == digests[p], f"row {t} misses key {p}"
+
+    def digests(self, seq):
+        """Of the tokens of `seq` up to each of them."""
+        known = self.known.setdefault(seq.order, [])
+        while len(known) < seq.num_tokens:
+            known.append(digest(seq.token_ids[: len(known) + 1]))
+        return known
 
     def place(self, chunk, table, position):
         page = position // self.size
@@ -241,10 +249,10 @@ class Machine(RuleBasedStateMachine):
             self.cache.swap.tier.check()
 
 
-# So many runs of up to 120 rules, most of which are several steps of the scheduler.
+# About 24,000 steps of the scheduler.
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=40,
+    max_examples=80,
     stateful_step_count=120,
     deadline=None,
     derandomize=True,
