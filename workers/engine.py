@@ -172,6 +172,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         pool, cache = self.pool, self.cache
+        tier = None if cache.swap is None else cache.swap.tier
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -187,6 +188,9 @@ class Engine:
             num_preemptions_avoided=self.scheduler.num_preemptions_avoided,
             num_deferred_tokens=self._num_deferred_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens,
+            num_host_blocks=0 if tier is None else tier.num_slots,
+            num_host_blocks_used=0 if tier is None else tier.num_used,
+            num_loaded_tokens=0 if cache.swap is None else cache.swap.num_loaded_tokens,
             num_rolled_blocks=cache.num_rolled_blocks,
             num_shortened_steps=self.scheduler.num_shortened_steps,
             num_prefix_queried_tokens=cache.num_queried_tokens,

@@ -216,11 +216,16 @@ class HostTier:
 
     # -- the ledger
 
+    @property
+    def num_used(self) -> int:
+        """Slots that hold something."""
+        return self.num_slots - len(self._free)
+
     def stats(self) -> TierStats:
         num_content = sum(isinstance(name, bytes) for name in self._entries)
         return TierStats(
             num_slots=self.num_slots,
-            num_used=self.num_slots - len(self._free),
+            num_used=self.num_used,
             num_content=num_content,
             num_private=len(self._entries) - num_content,
             bytes_in=self._bytes_in,

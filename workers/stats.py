@@ -46,6 +46,9 @@ class EngineStats:
     num_preemptions_avoided: int = 0  # times a sequence went on without a free block
     num_deferred_tokens: int = 0  # computed in a step, and not stored
     num_recomputed_tokens: int = 0  # token-passes which that cost in later steps
+    num_host_blocks: int = 0  # KV blocks that host memory has room for
+    num_host_blocks_used: int = 0
+    num_loaded_tokens: int = 0  # that came back from there instead of being computed again
     num_rolled_blocks: int = 0  # given back by sink windows that moved on
     num_shortened_steps: int = 0  # whose prompt chunks were cut because the free tail was short
     num_prefix_queried_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Scheduler, pool, prefix cache, loans, rolls, deferrals and swaps together, against a simple model.
+"""Scheduler, pool, prefix cache, loans, rolls, deferrals, swaps together, against a simple model.
 
 Instead of K and V, a slot holds a digest of all tokens up to its own. So in each step it can be
 seen of every row whether the block table leads to just the keys that its policy lets it see,

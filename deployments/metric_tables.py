@@ -1,0 +1,115 @@
+"""Which figures are told to Prometheus, and under which names: vLLM's where they fit.
+
+Tables only; metrics.py gives them out. docs/metrics.md says what each means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.workers.stats import EngineStats
+
+# attribute of EngineCounts, name, help
+REQUEST_HISTOGRAMS = (
+    ("first_token", "vllm:time_to_first_token_seconds", "From the call to its first token."),
+    ("token_gap", "vllm:inter_token_latency_seconds", "From a token to the next one."),
+    (
+        "time_per_token",
+        "vllm:request_time_per_output_token_seconds",
+        "Mean time from a token to the next one, by request.",
+    ),
+    ("total", "vllm:e2e_request_latency_seconds", "From the call to the end of its answer."),
+    ("queue", "vllm:request_queue_time_seconds", "From the worker's door to the first step."),
+    ("prefill", "vllm:request_prefill_time_seconds", "From the first step to the first token."),
+    ("decode", "vllm:request_decode_time_seconds", "From the first token to the last."),
+    ("prompt_length", "vllm:request_prompt_tokens", "Tokens of the prompt, by request."),
+    ("answer_length", "vllm:request_generation_tokens", "Tokens of the answer, by request."),
+)
+REQUEST_COUNTERS = (
+    ("num_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of requests that were begun."),
+    ("num_generated_tokens", "vllm:generation_tokens", "Tokens of answers."),
+)
+# name, help, value
+_Of = Callable[[EngineStats], float]
+WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
+    ("vllm:num_requests_running", "Requests in the batch.", lambda s: s.num_running),
+    ("vllm:num_requests_waiting", "Requests that wait for room.", lambda s: s.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Part of the KV blocks that running requests hold; 1 is all.",
+        lambda s: s.num_live_blocks / max(1, s.num_blocks),
+    ),
+    (
+        "penstock_tail_saved_bytes",
+        "Memory saved by lending the free tail of the KV pool to activations.",
+        lambda s: s.num_saved_bytes,
+    ),
+    (
+        "penstock_tail_saved_blocks",
+        "The same in KV blocks.",
+        lambda s: s.num_saved_blocks,
+    ),
+    (
+        "penstock_host_kv_usage_ratio",
+        "Part of the host memory for KV blocks that is in use (host_kv_gb).",
+        lambda s: s.num_host_blocks_used / max(1, s.num_host_blocks),
+    ),
+    (
+        "penstock_outstanding_tokens",
+        "Prompt tokens to compute and answer tokens still allowed.",
+        lambda s: s.num_outstanding_tokens,
+    ),
+)
+WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
+    (
+        "vllm:num_preemptions",
+        "Requests that gave their blocks back, to be computed again.",
+        lambda s: s.num_preemptions,
+    ),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens that were looked for in the prefix cache.",
+        lambda s: s.num_prefix_queried_tokens,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens that were found there.",
+        lambda s: s.num_prefix_hit_tokens,
+    ),
+    (
+        "vllm:corrupted_requests",
+        "Requests that ended because their logits were no numbers.",
+        lambda s: s.num_corrupted,
+    ),
+    ("penstock_steps", "Steps of the engine.", lambda s: s.num_steps),
+    (
+        "penstock_preemptions_avoided",
+        "Times a running request went on without a free KV block (kv_commit: deferred).",
+        lambda s: s.num_preemptions_avoided,
+    ),
+    (
+        "penstock_deferred_tokens",
+        "Tokens that were computed in a step and not stored.",
+        lambda s: s.num_deferred_tokens,
+    ),
+    (
+        "penstock_recomputed_tokens",
+        "Token-passes which that cost in later steps.",
+        lambda s: s.num_recomputed_tokens,
+    ),
+    (
+        "penstock_loaded_tokens",
+        "Tokens whose K and V came back from host memory instead of being computed again.",
+        lambda s: s.num_loaded_tokens,
+    ),
+    (
+        "penstock_rolled_blocks",
+        "KV blocks given back by sink windows that moved on.",
+        lambda s: s.num_rolled_blocks,
+    ),
+    (
+        "penstock_shortened_steps",
+        "Steps whose prompt chunks were cut because the free tail of the pool was short.",
+        lambda s: s.num_shortened_steps,
+    ),
+)
