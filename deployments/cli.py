@@ -39,7 +39,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that others can read
 
 GROUPS = {
-    "what to serve": ("served_model_name", "weights", "max_model_len", "seed"),
+    "what to serve": (
+        *("served_model_name", "weights", "max_model_len", "seed"),
+        "reasoning_marks",
+    ),
     "where to listen": (
         *("host", "http_port", "grpc_port", "api_keys_file"),
         *("metrics_port", "metrics_host"),
@@ -48,6 +51,12 @@ GROUPS = {
     "memory and batches": (
         *("kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
+        "activation_memory",
+    ),
+    "endless answers": ("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
+    "KV blocks under pressure": (
+        *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
+        *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
     ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
 }
