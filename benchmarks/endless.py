@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +222,10 @@ def flatness(found: dict[str, Any], policy: SinkWindow) -> dict[str, Any]:
     quarter = (len(arrivals) - first) // 4
     edges = [first + i * quarter for i in range(5)]
     edges[-1] = len(arrivals) - 1
-    times = [(arrivals[b] - arrivals[a]) / (b - a) for a, b in zip(edges, edges[1:])]
+    times = [(arrivals[b] - arrivals[a]) / (b - a) for a, b in pairwise(edges)]
     looks = [(each["num_tokens"], each["worker_cpu_s"]) for each in found["samples"]]
     used = [float(np.interp(edge, *zip(*looks))) for edge in edges]
-    used_per_token = [(b - a) / quarter for a, b in zip(used, used[1:])]
+    used_per_token = [(b - a) / quarter for a, b in pairwise(used)]
 
     def slope(name: str) -> float:
         return float(np.polyfit(at / 1000, [each[name] for each in samples], 1)[0])

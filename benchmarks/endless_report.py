@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ def report(found: dict[str, Any], num_stretches: int) -> str:
         "",
         *_table(found, num_stretches),
         "",
-        f"From the first roll (token {flat['first_roll_at']:,}) to the last, {flat['rolls']} rolls:",
+        f"From the first roll ({flat['first_roll_at']:,} tokens) to the end, {flat['rolls']} of "
+        "them:",
         f"  KV blocks of the answer alone: {low} to {high} in {flat['samples_alone']} samples (a "
         f"roll is {flat['blocks_of_a_roll'] - 1}, and one more may be partly filled); with "
         f"neighbours up to {flat['blocks_beside']}",
-        f"  worker's memory: {flat['rss_mib'][0]:.1f} MiB at first, {flat['rss_mib'][1]:.1f} in the "
-        f"end; fitted {1024 * flat['rss_slope_mib']:+.1f} KiB of RSS and "
-        f"{1024 * flat['pss_slope_mib']:+.1f} KiB of PSS each 1,000 tokens",
+        f"  worker's memory: {flat['rss_mib'][0]:.1f} MiB at first, {flat['rss_mib'][1]:.1f} in "
+        f"the end; fitted {1024 * flat['rss_slope_mib']:+.1f} KiB of RSS and "
+        f"{1024 * flat['pss_slope_mib']:+.1f} KiB of PSS each 1,000 tokens (PSS also moves "
+        "with who else maps the same pages)",
         f"  ingress's memory: {1024 * flat['ingress_slope_mib']:+.1f} KiB each 1,000 tokens",
         f"  ms per token by quarter: {quarters}; last over first {flat['time_ratio']:.2f}",
         f"  worker's CPU ms per token by quarter: {cpu}; last over first {flat['cpu_ratio']:.2f}",
@@ -60,7 +63,7 @@ def _table(found: dict[str, Any], num_stretches: int) -> list[str]:
     edges = [len(arrivals) * i // num_stretches for i in range(num_stretches + 1)]
     at = [each["num_tokens"] for each in samples]
     cpu = np.interp(edges, at, [each["worker_cpu_s"] for each in samples])
-    for i, (begin, end) in enumerate(zip(edges, edges[1:])):
+    for i, (begin, end) in enumerate(pairwise(edges)):
         inside = [each for each in samples if begin < each["num_tokens"] <= end]
         if not inside:
             continue
