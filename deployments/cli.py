@@ -40,8 +40,7 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that 
 
 GROUPS = {
     "what to serve": (
-        *("served_model_name", "weights", "max_model_len", "seed"),
-        "reasoning_marks",
+        *("served_model_name", "weights", "max_model_len", "seed", "reasoning_marks"),
     ),
     "where to listen": (
         *("host", "http_port", "grpc_port", "api_keys_file"),
@@ -50,11 +49,12 @@ GROUPS = {
     "how much of the machine": ("num_workers", "num_ingress", "device", "threads"),
     "memory and batches": (
         *("kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
-        *("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
-        "activation_memory",
+        *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
     ),
-    "endless answers": ("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
-    "KV blocks under pressure": (
+    "what requests see of their past": (
+        *("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
+    ),
+    "when KV blocks run out": (
         *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
     ),
