@@ -59,6 +59,16 @@ def test_readme_curl(live):
     assert any(json.loads(event)["choices"] for event in events[:-1])
 
 
+@pytest.mark.parametrize("index", range(2))
+def test_streaming_page(live, index):
+    code = on_ports_of(live, blocks("docs/streaming.md", "python")[index])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code, f"docs/streaming.md block {index}", "exec"), {})
+    num_tokens, num_evicted = re.findall(r"\d+", said.getvalue().splitlines()[-1])
+    assert int(num_tokens) == 300 > int(num_evicted) > 150
+
+
 def test_engine_page():
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
