@@ -45,7 +45,7 @@ class Deferral:
     num_scratch_blocks: int
 
     def stored(
-        self, *, length: int, fits: int, num_scheduled: int, num_at_stake: int
+        self, *, length: int, fits: int, num_scheduled: int, num_at_stake: float
     ) -> int | None:
         """Of the `length` pending tokens of a sequence, how many are stored in this step.
 

@@ -15,6 +15,8 @@ from penstock.workers.deferral import Deferral
 from penstock.workers.kv_cache import KVCache
 from penstock.workers.sequence import Sequence, SequenceState
 
+WEIGHT = 0.2  # of the newest in a running mean
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -93,6 +95,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_preemptions_avoided = 0  # sequences that went on without a block, times they did
+        self._recomputed: float | None = None  # tokens that a preemption costs: a running mean
         self._scratch: list[int] = []  # blocks that this step has not used yet
         self.num_shortened_steps = 0
 
@@ -192,7 +195,7 @@ class Scheduler:
             length=length,
             fits=fits,
             num_scheduled=num_others,
-            num_at_stake=self.running[-1].num_computed_tokens,
+            num_at_stake=self._num_at_stake(),
         )
         if stored is None:
             return False
@@ -211,6 +214,12 @@ class Scheduler:
         plan.add(Chunk(seq, start, length, length - stored, scratch))
         return True
 
+    def _num_at_stake(self) -> float:
+        """Tokens that a preemption now would make somebody compute again: all that the youngest
+        has, or what it has cost lately, for prefix hits and host memory spare much of that."""
+        most = self.running[-1].num_computed_tokens
+        return most if self._recomputed is None else min(most, self._recomputed)
+
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -218,11 +227,14 @@ class Scheduler:
                 return
             self.waiting.popleft()
             seq.state = SequenceState.RUNNING
+            length = self.cache.advance(seq)
             if seq.started_s is None:
                 seq.started_s = time.monotonic()
+            else:  # it was preempted before: that is what it costs
+                mean = length if self._recomputed is None else self._recomputed
+                self._recomputed = mean + WEIGHT * (length - mean)
             self._insert_by_age(seq)
-            length = min(self.cache.advance(seq), budget)
-            length = min(length, self.cache.room_for(seq) - seq.num_computed_tokens)
+            length = min(length, budget, self.cache.room_for(seq) - seq.num_computed_tokens)
             if length > 0:
                 self.cache.grow(seq, seq.num_computed_tokens + length)
                 plan.add(Chunk(seq, seq.num_computed_tokens, length))
