@@ -18,6 +18,7 @@ from penstock.deployments.anthropic_blocks import (
     text_of,
 )
 from penstock.deployments.bodies import Strict, json_object, known_only, validated, validated_at
+from penstock.deployments.body_limits import LIMITS, few_parts, within_limits
 from penstock.deployments.calls import ChatPrompt
 from penstock.deployments.openai_tools import only_one
 from penstock.deployments.tools import Tool, Toolset, toolset_of
@@ -163,6 +164,9 @@ RequestT = TypeVar("RequestT", bound=CountTokensRequest)
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
     values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
+    within_limits(values, LIMITS)
+    for name in ("system", "messages"):
+        few_parts(values.get(name), name)
     if isinstance(system := values.get("system"), list):
         values["system"] = known_blocks(system, "system", "system")
     if isinstance(messages := values.get("messages"), list):

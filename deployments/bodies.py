@@ -12,17 +12,56 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from penstock.workers.request import RequestError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
+def _fail_fast(schema: Any) -> None:
+    """Have all lists in a schema stop at their first problem."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Strict(BaseModel):
-    """A part of a body: no other fields, and no value is bent into another type."""
+    """A part of a body: no other fields, and no value is bent into another type.
+
+    One problem of each list is enough, and one unknown field: a client that sends a million of them
+    would have all others wait while they are written down.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, values: Any) -> Any:
+        fields = cls.model_fields
+        if not isinstance(values, dict) or len(values) <= len(fields):
+            return values
+        known = {each.alias or name for name, each in fields.items()}
+        unknown = next(name for name in values if name not in known)
+        return {name: values[name] for name in (*known, unknown) if name in values}
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from penstock.deployments.bodies import Strict, json_object, known_only, validated
+from penstock.deployments.body_limits import LIMITS, few_parts, within_limits
 from penstock.deployments.calls import ChatPrompt
 from penstock.deployments.core import MAX_PROMPTS
 from penstock.deployments.openai_messages import ChatMessage, known_message
@@ -221,7 +222,7 @@ class CompletionRequest(_GenerationRequest):
         }
 
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """One per choice of the answer. Raises RequestError if there are none, or too many."""
+        """One per choice of the answer. Raises RequestError if there are none."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -229,9 +230,15 @@ class CompletionRequest(_GenerationRequest):
             raise RequestError("the prompt is empty", param="prompt")
         if isinstance(prompt[0], int):
             return [tuple(prompt)]
-        if len(prompt) > MAX_PROMPTS:
-            raise RequestError(f"send at most {MAX_PROMPTS} prompts in one call", param="prompt")
         return [each if isinstance(each, str) else tuple(each) for each in prompt]
+
+
+def _few_prompts(prompt: Any) -> None:
+    """Raises RequestError for more prompts than are served; token ids are one prompt."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"send at most {MAX_PROMPTS} prompts in one call", param="prompt")
 
 
 def _bias(item: tuple[str, float]) -> tuple[int, float]:
@@ -248,7 +255,10 @@ RequestT = TypeVar("RequestT", bound=_GenerationRequest)
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
     values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
+    within_limits(values, LIMITS)
+    _few_prompts(values.get("prompt"))
     messages = values.get("messages")
+    few_parts(messages, "messages")
     if isinstance(messages, list):
         values["messages"] = [known_message(i, message) for i, message in enumerate(messages)]
     request = validated(kind, values)

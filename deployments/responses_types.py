@@ -19,6 +19,7 @@ from penstock.deployments.bodies import (
     refuse_unless_neutral,
     validated,
 )
+from penstock.deployments.body_limits import LIMITS, few_parts, within_limits
 from penstock.deployments.calls import ChatPrompt
 from penstock.deployments.openai_tools import only_one
 from penstock.deployments.responses_items import Item, Message, known_item, messages_of
@@ -190,6 +191,8 @@ class ResponsesRequest(Strict):
 def parse(body: bytes) -> ResponsesRequest:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
     values = known_only(json_object(body), ResponsesRequest.model_fields, UNSUPPORTED, IGNORED)
+    within_limits(values, {**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")})
+    few_parts(values.get("input"), "input")
     if isinstance(items := values.get("input"), list):
         values["input"] = [known_item(f"input[{i}]", item) for i, item in enumerate(items)]
     if isinstance(tools := values.get("tools"), list):

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.workers.request import RequestError
 from penstock.workers.structured import (
+    MAX_SPEC_BYTES,
     StructuredKind,
     StructuredSpec,
     json_in_grammar,
@@ -20,6 +21,7 @@ from penstock.workers.structured import (
 )
 
 MAX_TOOLS = 128
+MAX_SCHEMA_CHARS = 256 << 10  # of the arguments of all tools together, to look through at once
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -63,6 +65,18 @@ class Toolset:
         if not 1 <= len(self.tools) <= MAX_TOOLS:
             raise RequestError(f"tools has 1 to {MAX_TOOLS} entries", param="tools")
         names = [tool.name for tool in self.tools]
+        params = [f"tools[{i}].{within}{schema}" for i in range(len(self.tools))]
+        shapes = [
+            json_schema(tool.as_json()["function"]["parameters"], param=param)
+            for tool, param in zip(self.tools, params)
+        ]
+        # One that is too long by itself is refused by its own name, and not looked through.
+        lengths = (len(shape.text) for shape in shapes)
+        if sum(each for each in lengths if each <= MAX_SPEC_BYTES) > MAX_SCHEMA_CHARS:
+            raise RequestError(
+                f"tools: their schemas have together at most {MAX_SCHEMA_CHARS} characters",
+                param="tools",
+            )
         for i, tool in enumerate(self.tools):
             if _NAME.fullmatch(tool.name) is None:
                 raise RequestError(
@@ -73,10 +87,8 @@ class Toolset:
                 raise RequestError(
                     f"tools[{i}]: there is another one of that name", param=f"tools[{i}]"
                 )
-            param = f"tools[{i}].{within}{schema}"
-            shape = json_schema(tool.as_json()["function"]["parameters"], param=param)
-            if (problem := shape.problem()) is not None:
-                raise RequestError(f"{param} {problem}", param=param)
+            if (problem := shapes[i].problem()) is not None:
+                raise RequestError(f"{params[i]} {problem}", param=params[i])
             try:
                 (tool.description or "").encode()
             except UnicodeEncodeError:

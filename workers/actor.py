@@ -50,8 +50,14 @@ class Worker:
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
         )
+        # Whoever waits for an engine that has failed hears of it now; Serve's health check, which
+        # replaces this worker, comes later.
         self._engine_thread = EngineThread(
-            engine, self._channel.deliver, num_threads=config.threads, grammars=grammars
+            engine,
+            self._channel.deliver,
+            num_threads=config.threads,
+            grammars=grammars,
+            on_failure=self._channel.break_off,
         )
         # What is here by now stays; looking through it again and again would hold up steps.
         gc.collect()

@@ -123,8 +123,16 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
     def stop(self, timeout_s: float = 5.0) -> None:
         """Close the port and every link."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            self.break_off()
             self._thread.join(timeout_s)
+
+    def break_off(self) -> None:
+        """Have the port and every link closed at once; from any thread, never waits.
+
+        Ingresses take it for the loss of this worker: they end what it began, and have the rest
+        done elsewhere.
+        """
+        self._loop.call_soon_threadsafe(self._stopping.set)
 
     @property
     def alive(self) -> bool:

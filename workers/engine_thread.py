@@ -53,11 +53,16 @@ class EngineThread:
         *,
         num_threads: int | None = None,
         grammars: GrammarCompiler | None = None,
+        on_failure: Callable[[], None] | None = None,
     ):
-        """Without `grammars`, requests that want one are refused. They are closed by `stop`."""
+        """Without `grammars`, requests that want one are refused. They are closed by `stop`.
+
+        `on_failure` is called on the engine thread, at most once: no request gets a delta any more.
+        """
         self._engine = engine
         self._deliver = deliver
         self._num_threads = num_threads
+        self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._intake = None if grammars is None else GrammarIntake(grammars, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
@@ -113,6 +118,8 @@ class EngineThread:
         except Exception:
             self._failed = True
             log.exception("the engine stopped; this worker must be replaced")
+            if self._on_failure is not None:
+                self._on_failure()
 
     def _turn(self) -> bool:
         """Take in what has arrived, run one step, hand out. False once `stop` was called."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
@@ -43,7 +44,9 @@ class Node:
     def __init__(self, model: Any, **options: Any):
         self.engine = Engine(CONFIG, model)
         self.channel = ChannelServer("127.0.0.1", "test", self.engine.max_model_len, **options)
-        self.thread = EngineThread(self.engine, self.channel.deliver, num_threads=1)
+        self.thread = EngineThread(
+            self.engine, self.channel.deliver, num_threads=1, on_failure=self.channel.break_off
+        )
         self.channel.start(self.thread)
 
     def stop(self) -> None:
@@ -273,6 +276,52 @@ def test_what_a_lost_worker_had_not_begun_is_done_elsewhere(model, run):
     for each, (ids, last) in zip(asked, answers):
         assert last.finish_reason is FinishReason.LENGTH, last
         assert ids == alone(model, each)
+
+
+def test_a_failed_engine_is_a_lost_worker_at_once(model, run, monkeypatch):
+    failing, live = Node(model), Node(model)
+    hold, held, fail = threading.Event(), threading.Event(), threading.Event()
+    step = failing.engine.step
+
+    def step_or_fail():
+        if hold.is_set():
+            held.set()
+            fail.wait(30)
+            raise RuntimeError("out of step")
+        return step()
+
+    monkeypatch.setattr(failing.engine, "step", step_or_fail)
+    for node in (failing, live):
+        node.thread.start()
+    begun, waiting = request(1, max_tokens=1500), request(2)
+
+    async def scenario():
+        async with pool_of(failing) as pool:
+            stream = pool.generate(begun)
+            seen = [await anext(stream)]
+            hold.set()
+            await asyncio.to_thread(held.wait, 30)
+            elsewhere = asyncio.ensure_future(collect(pool, waiting))
+            async with asyncio.timeout(30):
+                while failing.channel.num_requests < 2:
+                    await asyncio.sleep(0.005)
+                pool.update([failing.channel.info, live.channel.info])
+                while pool.num_connected < 2:
+                    await asyncio.sleep(0.005)
+                assert not elsewhere.done()
+                fail.set()  # nothing but the failure itself tells the pool
+                seen += [delta async for delta in stream]
+                return seen, await elsewhere
+
+    seen, (ids, last) = run(scenario())
+    began = [token_id for delta in seen for token_id in delta.token_ids]
+    assert began == alone(model, begun)[: len(began)]
+    assert (seen[-1].finish_reason, seen[-1].error) == (FinishReason.ERROR, "worker_lost")
+    assert (ids, last.finish_reason) == (alone(model, waiting), FinishReason.LENGTH)
+    assert not failing.thread.alive  # which is what the health check asks
+    for node in (failing, live):
+        node.stop()
+    assert not failing.channel.alive
 
 
 def test_without_a_worker_the_answer_is_an_error(run):
