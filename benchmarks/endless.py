@@ -88,7 +88,9 @@ class Watch:
         while True:
             await asyncio.sleep(SAMPLE_S)
             worker = (await self._http.get("/v1/penstock/status")).json()["workers"][0]
-            memory = memory_mib(self._worker)
+            # In a thread: it waits for the process's memory map, and tokens come meanwhile.
+            memory = await asyncio.to_thread(memory_mib, self._worker)
+            of_ingress = await asyncio.to_thread(memory_mib, self._ingress)
             self.samples.append(
                 Sample(
                     len(self._arrivals),
@@ -97,7 +99,7 @@ class Watch:
                     worker["num_cached_blocks"],
                     memory["Rss"],
                     memory["Pss"],
-                    memory_mib(self._ingress)["Rss"],
+                    of_ingress["Rss"],
                     cpu_s(self._worker),
                 )
             )
@@ -214,6 +216,7 @@ def flatness(found: dict[str, Any], policy: SinkWindow) -> dict[str, Any]:
     """From the first roll to the end of the answer."""
     first = policy.full_tokens - found["prompt_tokens"]
     arrivals = found["arrivals_s"]
+    pauses = [b - a for a, b in pairwise(arrivals)]
     samples = [each for each in found["samples"] if each["num_tokens"] > first + policy.roll]
     if len(samples) < 8:
         raise SystemExit("endless: too few tokens after the first roll to say anything")
@@ -243,6 +246,7 @@ def flatness(found: dict[str, Any], policy: SinkWindow) -> dict[str, Any]:
         "ingress_slope_mib": slope("ingress_rss_mib"),
         "rss_mib": [samples[0]["worker_rss_mib"], samples[-1]["worker_rss_mib"]],
         "ms_by_quarter": [1e3 * each for each in times],
+        "pause_s": {"p99": float(np.quantile(pauses, 0.99)), "longest": max(pauses)},
         "time_ratio": times[-1] / times[0],
         "cpu_ms_by_quarter": [1e3 * each for each in used_per_token],
         "cpu_ratio": used_per_token[-1] / used_per_token[0],

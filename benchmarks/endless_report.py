@@ -42,6 +42,8 @@ def report(found: dict[str, Any], num_stretches: int) -> str:
         "with who else maps the same pages)",
         f"  ingress's memory: {1024 * flat['ingress_slope_mib']:+.1f} KiB each 1,000 tokens",
         f"  ms per token by quarter: {quarters}; last over first {flat['time_ratio']:.2f}",
+        f"  between tokens of the answer: p99 {1e3 * flat['pause_s']['p99']:.0f} ms, longest pause "
+        f"{flat['pause_s']['longest']:.2f} s, at the client",
         f"  worker's CPU ms per token by quarter: {cpu}; last over first {flat['cpu_ratio']:.2f}",
         f"Neighbours: {neighbours['finished']} of {neighbours['num']} finished, "
         f"{neighbours['same_ids']} with the ids that they get alone",

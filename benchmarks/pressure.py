@@ -197,65 +197,70 @@ def break_even_bytes_per_s(model: Decoder, num_blocks: int) -> float:
     return rate
 
 
-def measure_link(
-    model: Decoder, bytes_per_s: float, mode: str, args: argparse.Namespace, bar: Any
-) -> dict[str, Any]:
-    """Prompts that come back one at a time, each with its blocks in host memory alone."""
-    num_blocks = PROMPT_LEN // 16 + 8  # one prompt's, and so none of the one before
+def returning_engine(model: Decoder, bytes_per_s: float, mode: str) -> Engine:
+    """A pool that holds one prompt's blocks and so none of the one before; a throttled link."""
     swap.LinkThread = functools.partial(  # type: ignore[misc,assignment]
         LinkThread, bytes_per_s=bytes_per_s
     )
     try:
-        config = EngineConfig(
-            **{**COMMON, "num_blocks": num_blocks, "host_kv_gb": HOST_GB, "kv_restore": mode}
-        )
-        engine = Engine(config, model)
+        settings = {**COMMON, "num_blocks": PROMPT_LEN // 16 + 8, "host_kv_gb": HOST_GB}
+        return Engine(EngineConfig(**settings, kv_restore=mode), model)
     finally:
         swap.LinkThread = LinkThread  # type: ignore[misc]
+
+
+def visit(engine: Engine, request: Request) -> dict[str, Any]:
+    """One prompt comes back; how long until its first token, and what that took."""
     host = engine.cache.swap
     assert host is not None
+    before, choices = counts_of(engine), dict(host.num_restores)
+    began_s = time.perf_counter()
+    ids = run(engine, [request])
+    seconds = time.perf_counter() - began_s
+    counts = {key: value - before[key] for key, value in counts_of(engine).items()}
+    return {
+        "ids": ids,
+        "seconds": seconds,
+        "loaded": counts["num_loaded_tokens"],
+        "computed": counts["num_prompt_tokens"],
+        "chosen": [name for name, num in host.num_restores.items() if num > choices[name]],
+    }
+
+
+def measure_link(
+    model: Decoder, bytes_per_s: float, args: argparse.Namespace, bar: Any
+) -> list[dict[str, Any]]:
+    """Prompts that come back one at a time; every kv_restore in turn."""
+    engines = {mode: returning_engine(model, bytes_per_s, mode) for mode in MODES}
     rng = random.Random(7)
     prompts = [
         tuple(rng.randrange(3, 8000) for _ in range(PROMPT_LEN + 1)) for _ in range(NUM_PROMPTS)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    visits: list[dict[str, Any]] = []
-    firsts: list[list[int]] = []
-    # One turn to compute them, one in which the engine comes to know its link, then what counts.
+    visits: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    # One turn to compute them, one in which each engine comes to know its link, then what counts.
     for turn in range(2 + args.turns):
         for i, prompt in enumerate(prompts):
-            before, choices = counts_of(engine), dict(host.num_restores)
-            began_s = time.perf_counter()
-            ids = run(engine, [Request(f"{turn}-{i}", prompt, params)])
-            seconds = time.perf_counter() - began_s
-            counts = {key: value - before[key] for key, value in counts_of(engine).items()}
-            chosen = [name for name, num in host.num_restores.items() if num > choices[name]]
-            firsts.append(ids[f"{turn}-{i}"])
-            if turn > 1:
-                visits.append(
-                    {
-                        "seconds": seconds,
-                        "loaded": counts["num_loaded_tokens"],
-                        "computed": counts["num_prompt_tokens"],
-                        "chosen": chosen,
-                    }
-                )
-        bar.update()
-    engine.close()
-    median = {
-        key: statistics.median(visit[key] for visit in visits)
-        for key in ("seconds", "loaded", "computed")
-    }
-    median["least_seconds"] = min(visit["seconds"] for visit in visits)
-    chosen = sorted({name for visit in visits for name in visit["chosen"]})
-    return {
-        "mode": mode,
-        "bytes_per_s": bytes_per_s,
-        "chosen": chosen,
-        "firsts": firsts,
-        "visits": visits,
-        **median,
-    }
+            for mode, engine in engines.items():
+                visits[mode].append(visit(engine, Request(f"{turn}-{i}", prompt, params)))
+                ids, expected = (visits[each][-1]["ids"] for each in (mode, MODES[0]))
+                same(ids, expected, f"kv_restore {mode} over {bytes_per_s / 1e6:.1f} MB/s")
+            bar.update()
+    found = []
+    for mode, engine in engines.items():
+        engine.close()
+        counted = visits[mode][2 * NUM_PROMPTS :]
+        keys = ("seconds", "loaded", "computed")
+        found.append(
+            {"mode": mode, "bytes_per_s": bytes_per_s}
+            | {key: statistics.median(each[key] for each in counted) for key in keys}
+            | {
+                "least_seconds": min(each["seconds"] for each in counted),
+                "chosen": sorted({name for each in counted for name in each["chosen"]}),
+                "visits": [{key: each[key] for key in (*keys, "chosen")} for each in counted],
+            }
+        )
+    return found
 
 
 def measure_links(model: Decoder, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -264,15 +269,11 @@ def measure_links(model: Decoder, args: argparse.Namespace) -> list[dict[str, An
         links = {f"{rate:g} MB/s": 1e6 * rate for rate in args.link_mb_per_s}
     else:
         links = {name: even * times for name, times in LINKS.items()}
-    found: list[dict[str, Any]] = []
-    with tqdm(total=len(links) * len(MODES) * (2 + args.turns), unit="turn") as bar:
+    found = []
+    with tqdm(total=len(links) * NUM_PROMPTS * (2 + args.turns), unit="prompt") as bar:
         for name, rate in links.items():
-            for mode in MODES:
-                found.append({"link": name, **measure_link(model, rate, mode, args, bar)})
-                same(found[-1]["firsts"], found[0]["firsts"], f"kv_restore {mode}, link {name}")
-    for each in found:
-        del each["firsts"]
-        each["break_even_bytes_per_s"] = even
+            rows = measure_link(model, rate, args, bar)
+            found += [{"link": name, "break_even_bytes_per_s": even, **row} for row in rows]
     return found
 
 
