@@ -20,20 +20,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from endless_report import plot, report
+from endless_report import flatness, plot, report
 from server_process import cpu_s, served
 from tqdm import tqdm
 
@@ -210,47 +208,6 @@ def answer_alone(prompt: list[int], args: argparse.Namespace) -> list[int]:
                 ids += delta.token_ids
                 bar.update(len(delta.token_ids))
     return ids
-
-
-def flatness(found: dict[str, Any], policy: SinkWindow) -> dict[str, Any]:
-    """From the first roll to the end of the answer."""
-    first = policy.full_tokens - found["prompt_tokens"]
-    arrivals = found["arrivals_s"]
-    pauses = [b - a for a, b in pairwise(arrivals)]
-    samples = [each for each in found["samples"] if each["num_tokens"] > first + policy.roll]
-    if len(samples) < 8:
-        raise SystemExit("endless: too few tokens after the first roll to say anything")
-    alone = [each["num_live_blocks"] for each in samples if each["num_running"] == 1]
-    at = np.array([each["num_tokens"] for each in samples])
-    quarter = (len(arrivals) - first) // 4
-    edges = [first + i * quarter for i in range(5)]
-    edges[-1] = len(arrivals) - 1
-    times = [(arrivals[b] - arrivals[a]) / (b - a) for a, b in pairwise(edges)]
-    looks = [(each["num_tokens"], each["worker_cpu_s"]) for each in found["samples"]]
-    used = [float(np.interp(edge, *zip(*looks))) for edge in edges]
-    used_per_token = [(b - a) / quarter for a, b in pairwise(used)]
-
-    def slope(name: str) -> float:
-        return float(np.polyfit(at / 1000, [each[name] for each in samples], 1)[0])
-
-    return {
-        "first_roll_at": first,
-        "rolls": int((len(arrivals) - first) // policy.roll + 1),
-        "blocks_alone": [min(alone), max(alone)],
-        "blocks_beside": max(each["num_live_blocks"] for each in samples),
-        "blocks_of_a_roll": math.ceil(policy.roll / policy.block_size) + 1,
-        "samples_alone": len(alone),
-        "samples": len(samples),
-        "rss_slope_mib": slope("worker_rss_mib"),
-        "pss_slope_mib": slope("worker_pss_mib"),
-        "ingress_slope_mib": slope("ingress_rss_mib"),
-        "rss_mib": [samples[0]["worker_rss_mib"], samples[-1]["worker_rss_mib"]],
-        "ms_by_quarter": [1e3 * each for each in times],
-        "pause_s": {"p99": float(np.quantile(pauses, 0.99)), "longest": max(pauses)},
-        "time_ratio": times[-1] / times[0],
-        "cpu_ms_by_quarter": [1e3 * each for each in used_per_token],
-        "cpu_ratio": used_per_token[-1] / used_per_token[0],
-    }
 
 
 def main() -> None:

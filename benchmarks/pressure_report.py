@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
+
+
+def summary(pool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each variant: medians over the rounds of ratios within a round, and sums of counts."""
+    first = next(iter(pool["rows"].values()))
+    found = []
+    for name, rows in pool["rows"].items():
+        entry: dict[str, Any] = {"name": name}
+        for key in ("seconds", "cpu_s"):
+            ratios = [a[key] / b[key] for a, b in zip(first, rows)]
+            entry[f"speed_{key}"] = statistics.median(ratios)
+            entry[f"speed_{key}_range"] = [min(ratios), max(ratios)]
+        counts = [key for key in rows[0] if key not in ("seconds", "cpu_s")]
+        entry |= {key: sum(row[key] for row in rows) for key in counts}
+        entry["tokens_per_s"] = entry["num_generated_tokens"] / sum(row["seconds"] for row in rows)
+        found.append(entry)
+    return found
 
 
 def report(found: dict[str, Any]) -> str:

@@ -65,7 +65,14 @@ class Deferral:
         if self._may_wait(num_waiting, num_scheduled + fits):
             return fits
         passes = num_waiting * (num_waiting + 1) // 2
-        return fits if num_waiting <= self.max_tokens and passes <= num_at_stake else None
+        if num_waiting > self.max_tokens or passes > num_at_stake:
+            return None
+        log.debug(
+            "%d pending tokens stay uncommitted all the same: %d token-passes against a preemption "
+            "of %d computed tokens",
+            *(num_waiting, passes, num_at_stake),
+        )
+        return fits
 
     def _may_wait(self, num_pending: int, num_scheduled: int) -> bool:
         decision = self.rule.decide(num_pending, num_scheduled=num_scheduled)
