@@ -112,7 +112,7 @@ class World:
             rows = [Running(n, t) for n, (w, t, _) in self.running.items() if w == worker]
             report = Report(ledger.spec.epoch, self.sequence, tuple(rows), 1.0)
             self.gate.report(worker, report, now)
-        if self.rng.random() < 0.1:
+        if self.offered and self.rng.random() < 0.1:
             name = f"r{self.rng.randrange(self.offered)}"
             if self.gate.cancel(name, now):
                 self.end(name, "cancelled")
