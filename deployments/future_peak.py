@@ -74,6 +74,34 @@ def index_of(used: Ints, remaining: Ints) -> PeakIndex:
     return PeakIndex(ends, sums, before, np.concatenate((after, none)))
 
 
+def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:
+    """Peaks where answers may stop growing: used and remaining [n, samples], ceiling [n].
+
+    An answer never exceeds its ceiling (what is used already stays), so it grows until step g and
+    from then on holds what it has. Use at step e = what all that end at e or later will have held,
+    less what those that still grow have not yet reached (g - e each). Largest at some end.
+    O(n log n) a sample; `used` is per sample, for an answer may be over in one future and not in
+    another (then it has 0 and 0).
+    """
+    num, samples = remaining.shape
+    if num == 0:
+        return np.zeros(samples, np.int64)
+    grown = np.minimum(remaining, np.maximum(ceiling[:, None] - used, 0))
+    order = np.argsort(-remaining, axis=0, kind="stable")
+    ends = np.take_along_axis(remaining, order, 0)
+    held = np.cumsum(np.take_along_axis(used + grown, order, 0), axis=0)
+    # Per column: how many still grow at each end, and the sum of where they stop. One sorted array
+    # for all columns: each is lifted above the one before.
+    lift = (int(remaining.max()) + 1) * np.arange(samples)
+    rising = np.sort(grown, axis=0)
+    stopped = np.searchsorted((rising + lift).T.ravel(), (ends + lift).ravel(), side="left")
+    stopped = stopped.reshape(num, samples) - num * np.arange(samples)
+    sums = np.concatenate((np.zeros((1, samples), np.int64), np.cumsum(rising, axis=0)))
+    to_come = (sums[-1] - np.take_along_axis(sums, stopped, 0)) - (num - stopped) * ends
+    peaks: Ints = (held - to_come).max(axis=0)
+    return peaks
+
+
 def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
     """The peak of one future, [n] each, where answers start late or stop growing.
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.deployments.future_peak import (
     NUM_HORIZONS,
     empty_grid,
+    held_peaks,
     horizons_of,
     index_of,
     sampled_peaks,
@@ -86,6 +87,20 @@ def test_swept_peak(answers):
         np.zeros(0, np.int64)
     ] * 4
     assert swept_peak(*columns) == walked_peak(answers)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(answer, min_size=3, max_size=3), max_size=7), st.integers(0, 60))
+def test_peaks_of_answers_that_stop_growing(rows, ceiling):
+    """Three futures at once; an answer's ceiling is the same in all of them."""
+    used = np.array([[a for a, *_ in row] for row in rows], np.int64).reshape(-1, 3)
+    remaining = np.array([[r for _, r, *_ in row] for row in rows], np.int64).reshape(-1, 3)
+    ceilings = np.array([row[0][3] if i % 2 else ceiling for i, row in enumerate(rows)], np.int64)
+    expected = [
+        walked_peak(list(zip(used[:, s], remaining[:, s], [0] * len(rows), ceilings)))
+        for s in range(3)
+    ]
+    assert held_peaks(used, remaining, ceilings).tolist() == expected
 
 
 def test_sweep_is_the_formula_where_nothing_waits_or_rolls():

@@ -1,0 +1,352 @@
+"""The gate: who may come in, when, and on which worker. Pure: a simulator drives what serves.
+
+Requests wait here, not at the workers, and are bound to one when it has room (late binding): by
+the quantile rule of gate_room, in the order of gate_queue, against the books of gate_ledger. Behind
+a first one that does not fit, a few later ones may pass if they leave its reservation alone (EASY
+backfill). A request that would wait too long is told so at once.
+
+One owner calls it; nothing is locked. The clock is told, never read: `now` is in seconds and never
+goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told laws.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from penstock.deployments.gate_ledger import Demand, Ledger, Report, Running, WorkerSpec
+from penstock.deployments.gate_queue import GateQueue, Waiting
+from penstock.deployments.gate_room import Candidate, Room
+from penstock.deployments.gate_types import (
+    Expiry,
+    GateRequest,
+    GateSettings,
+    Outcome,
+    Refusal,
+    Ticket,
+    Wait,
+)
+from penstock.deployments.length_distribution import Floats, LengthDistribution, cumulative_hazard
+from penstock.deployments.length_histogram import length_prior
+
+
+class Gate:
+    """Waiting requests and the books of the workers; all of one model."""
+
+    SHARE = 0.9  # of all memory that is in use when the queue is not empty
+    STEP = 0.05  # by which one admission corrects the predicted waits
+
+    def __init__(self, settings: GateSettings | None = None, *, seed: int = 0) -> None:
+        self.settings = settings or GateSettings()
+        self.queue = GateQueue(self.settings.queue)
+        self.ledgers: dict[str, Ledger] = {}
+        self.wait_factor = 1.0  # seconds waited per second of memory ahead
+        self._seed = seed
+        self._number = 0
+        self._capacity = 1 << 16  # of all workers, when last there were any
+        self._displaced: list[Refusal] = []
+        self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
+        self._first_fits_at: float | None = None
+        self._stranger = LengthDistribution(cumulative_hazard(length_prior()))
+
+    def add_worker(self, spec: WorkerSpec) -> list[str]:
+        """A worker, or a new life of one; returns what was admitted to the old life."""
+        known = self.ledgers.get(spec.name)
+        if known is not None and known.spec == spec:
+            return []
+        lost = self.remove_worker(spec.name)
+        self.ledgers[spec.name] = Ledger(spec)
+        self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
+        return lost
+
+    def remove_worker(self, name: str) -> list[str]:
+        """A worker is gone; returns what was admitted to it, for whoever sends it elsewhere."""
+        if self.ledgers.pop(name, None) is None:
+            return []
+        lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
+        for each in lost:
+            del self._admitted[each]
+        if self.ledgers:
+            self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
+        return lost
+
+    def offer(
+        self,
+        request: GateRequest,
+        law: LengthDistribution,
+        now: float,
+        *,
+        holding: LengthDistribution | None = None,
+    ) -> Refusal | None:
+        """A request comes: it waits (None), and `tick` will tell; or is refused at once.
+
+        `law` is of the answer's length, for order and charges; `holding` of how long its memory is
+        held, clients that leave included (None: the same). Raises ValueError for an id that waits
+        or runs already.
+        """
+        name = request.request_id
+        running = (name in each for each in self.ledgers.values())
+        if name in self.queue or name in self._admitted or any(running):
+            raise ValueError(f"request_id {name!r} is already here: give each request its own")
+        demand = Demand(
+            name, request.prompt_tokens, holding or law, self._dice(name), request.ceiling
+        )
+        entry = self._entry(request, demand, law, now)
+        if self.ledgers and not self._could_fit(demand):
+            return _never(entry, max(each.spec.capacity for each in self.ledgers.values()))
+        fixed = max((self._first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
+        ahead = self.queue.area_ahead(entry, now) / Gate.SHARE
+        wait = fixed + self.wait_factor * ahead
+        room_s = self.settings.longest_wait_s
+        if request.deadline is not None:
+            room_s = min(room_s, request.deadline - now)
+        if wait > room_s:
+            text = f"it would wait {wait:.1f} s, and may {max(room_s, 0.0):.1f} s"
+            return self._refuse(entry, "too_long", text, wait - room_s / 2)
+        if len(self.queue) >= self.settings.queue.max_waiting:
+            leaves = self.queue.displaced_by(request.tenant)
+            if leaves is None:
+                return self._refuse(entry, "queue_full", f"{len(self.queue)} requests wait", wait)
+            self.queue.remove(leaves.request_id)
+            text = "the queue is full, and its tenant has the most waiting"
+            later = sum(leaves.predicted_wait)
+            self._displaced.append(self._refuse(leaves, "displaced", text, later))
+        entry.predicted_wait = (fixed, ahead)
+        self.queue.add(entry)
+        return None
+
+    def cancel(self, request_id: str, now: float) -> bool:
+        """The client left; True if it waited (a running one ends with `completed`)."""
+        return self.queue.remove(request_id) is not None
+
+    def started(self, request_id: str, now: float) -> None:
+        """The worker has the request: the lease becomes a holding."""
+        if request_id in self._admitted:
+            self.ledgers[self._admitted[request_id][0]].started(request_id, now)
+
+    def declined(self, request_id: str, now: float) -> bool:
+        """The worker had no room: back to the queue, and no more for it until it reports."""
+        if request_id not in self._admitted:
+            return False
+        worker, entry = self._admitted.pop(request_id)
+        self.ledgers[worker].withdraw(request_id)
+        self.ledgers[worker].is_open = False
+        self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+        entry.returned = True
+        self.queue.add(entry)
+        return True
+
+    def completed(self, request_id: str, generated: int, now: float) -> None:
+        """An answer ended after so many tokens, for whatever reason: its memory is free."""
+        for ledger in self.ledgers.values():
+            if request_id in ledger:  # or it came past the gate
+                ledger.ended(request_id, now)
+                ledger.headroom.count(completions=1)
+        if request_id not in self._admitted:
+            return
+        _, entry = self._admitted.pop(request_id)
+        settings = self.queue.settings
+        owed = settings.charge(entry.tenant, entry.demand.prompt_tokens, generated)
+        self.queue.counters.charge(entry.tenant, owed - self.queue.charge_of(entry))
+
+    def report(self, worker: str, report: Report, now: float) -> None:
+        """A worker says what it runs. Workers that are not known are not listened to."""
+        ledger = self.ledgers.get(worker)
+        if ledger is None:
+            return
+        strangers = {each.request_id: self._adopt(each) for each in ledger.unknown(report)}
+        for gone in ledger.report(report, now, strangers):
+            self._admitted.pop(gone, None)  # its charge stays: how long it became is not known
+
+    def tick(self, now: float) -> list[Outcome]:
+        """Whatever was decided by now: tickets, and those that leave the queue without one."""
+        outcomes: list[Outcome] = [*self._displaced]
+        self._displaced = []
+        for entry in self.queue.take_expired(now):
+            outcomes.append(Expiry(entry.request_id, now - entry.arrived))
+        for ledger in self.ledgers.values():
+            for name in ledger.expire(now):
+                _, entry = self._admitted.pop(name)
+                self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+        if self.ledgers:
+            outcomes.extend(self._admit(now))
+        return outcomes
+
+    def explain(self, now: float, limit: int = 32) -> list[Wait]:
+        """Why the first of those that wait do, and until when. Changes nothing."""
+        rooms = self._rooms(now)
+        waits: list[Wait] = []
+        first_s: float | None = None
+        for position, entry in enumerate(islice(self.queue.order(now), limit)):
+            waited = now - entry.arrived
+            if position == 0:
+                wait = self._explain_first(entry, rooms, now)
+                first_s = wait.expected_s
+            else:
+                expected = None
+                if first_s is not None:
+                    ahead = self.queue.area_ahead(entry, now) / Gate.SHARE
+                    expected = first_s + self.wait_factor * ahead
+                reason = "behind" if rooms else "no_worker"
+                wait = Wait(entry.request_id, entry.tenant, position, reason, waited, expected)
+            waits.append(wait)
+        return waits
+
+    def _admit(self, now: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        rooms = self._rooms(now)
+        order = self.queue.order(now)
+        self._first_fits_at = None
+        for entry in order:
+            if not self._could_fit(entry.demand):  # the worker that could is gone
+                self.queue.remove(entry.request_id)
+                outcomes.append(_never(entry, max(r.capacity for r in rooms.values())))
+                continue
+            worker = self._choose(entry, rooms)
+            if worker is not None:
+                outcomes.append(self._grant(entry, worker, rooms, now))
+                continue
+            outcomes.extend(self._backfill(entry, order, rooms, now))
+            break
+        return outcomes
+
+    def _backfill(
+        self, first: Waiting, order: Iterator[Waiting], rooms: dict[str, Room], now: float
+    ) -> list[Outcome]:
+        """Later ones that fit and leave the first one's reservation alone."""
+        reserved = self._soonest(first, rooms)
+        if reserved is None:
+            return []
+        steps, kept = reserved
+        self._first_fits_at = now + steps * self.ledgers[kept].step_s
+        outcomes: list[Outcome] = []
+        own = self._candidate(first, kept)
+        max_wait_s = self.settings.queue.max_wait_s
+        for entry in islice(order, self.settings.max_passes):
+            if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
+                break
+            safe = {
+                name: room
+                for name, room in rooms.items()
+                if name != kept
+                or room.joined_by(self._candidate(entry, name)).admits_after(steps, own)
+            }
+            worker = self._choose(entry, safe)
+            if worker is not None:
+                first.num_passed += 1
+                outcomes.append(self._grant(entry, worker, rooms, now))
+        return outcomes
+
+    def _choose(self, entry: Waiting, rooms: dict[str, Room]) -> str | None:
+        """Of the workers with room the one whose predicted peak is the smallest share of it."""
+        best: tuple[float, str] | None = None
+        for name, room in rooms.items():
+            candidate = self._candidate(entry, name)
+            if room.admits(candidate):
+                peak = room.peak_with(candidate) / room.capacity
+                best = min(best, (peak, name)) if best is not None else (peak, name)
+        return None if best is None else best[1]
+
+    def _soonest(self, entry: Waiting, rooms: dict[str, Room]) -> tuple[int, str] | None:
+        """Where it fits soonest, and after how many steps there."""
+        best: tuple[float, int, str] | None = None
+        for name, room in rooms.items():
+            steps = room.fits_after(self._candidate(entry, name))
+            if steps is not None:
+                found = (steps * self.ledgers[name].step_s, steps, name)
+                best = min(best, found) if best is not None else found
+        return None if best is None else best[1:]
+
+    def _grant(self, entry: Waiting, worker: str, rooms: dict[str, Room], now: float) -> Ticket:
+        ledger = self.ledgers[worker]
+        until = now + self.settings.lease_s
+        rooms[worker] = rooms[worker].joined_by(self._candidate(entry, worker))
+        ledger.lease(entry.demand, until)
+        self.queue.remove(entry.request_id)
+        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
+        self._admitted[entry.request_id] = (worker, entry)
+        waited = now - entry.arrived
+        fixed, ahead = entry.predicted_wait
+        if ahead > 0:
+            ratio = min(max((waited - fixed) / ahead, 0.1), 10.0)
+            self.wait_factor += Gate.STEP * (ratio - self.wait_factor)
+        return Ticket(entry.request_id, worker, ledger.spec.epoch, waited, until)
+
+    def _explain_first(self, entry: Waiting, rooms: dict[str, Room], now: float) -> Wait:
+        waited = now - entry.arrived
+        soonest = self._soonest(entry, rooms)
+        if soonest is None:
+            reason = "slots" if rooms else "no_worker"
+            return Wait(entry.request_id, entry.tenant, 0, reason, waited, None)
+        steps, name = soonest
+        room = rooms[name]
+        peak = room.peak_with(self._candidate(entry, name))
+        reason = "slots" if room.slots < 1 else "memory"
+        seconds = steps * self.ledgers[name].step_s
+        return Wait(
+            entry.request_id, entry.tenant, 0, reason, waited, seconds, name, peak, room.limit
+        )
+
+    def _entry(
+        self, request: GateRequest, demand: Demand, law: LengthDistribution, now: float
+    ) -> Waiting:
+        """With its expected length, and the tokens x seconds of KV that it will take."""
+        self._number += 1
+        steps = demand.candidate(1).remaining.astype(np.float64)
+        area = float((request.prompt_tokens * steps + steps**2 / 2).mean())
+        paces = [each.step_s for each in self.ledgers.values()] or [0.03]
+        return Waiting(
+            demand=demand,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrived=now,
+            number=self._number,
+            expected=law.mean,
+            area=area * float(np.mean(paces)) / self._capacity,
+            deadline=request.deadline,
+        )
+
+    def _rooms(self, now: float) -> dict[str, Room]:
+        level, samples = self.settings.level, self.settings.num_samples
+        return {name: each.room(now, level, samples) for name, each in self.ledgers.items()}
+
+    def _candidate(self, entry: Waiting, worker: str) -> Candidate:
+        return entry.candidate(self.ledgers[worker].spec.block_size)
+
+    def _could_fit(self, demand: Demand) -> bool:
+        return any(
+            demand.longest(each.spec.block_size) <= each.spec.capacity
+            for each in self.ledgers.values()
+        )
+
+    def _dice(self, request_id: str) -> Floats:
+        """[samples] stratified uniform numbers of a request's own: they do not hang on others."""
+        rng = np.random.default_rng([self._seed, zlib.crc32(request_id.encode())])
+        samples = self.settings.num_samples
+        u: Floats = (rng.permutation(samples) + rng.random(samples)) / samples
+        return u
+
+    def _adopt(self, running: Running) -> Demand:
+        """A demand for an answer that came past the gate: the broad law of the beginning."""
+        law = LengthDistribution(self._stranger.cumulative, running.max_tokens)
+        name = running.request_id
+        return Demand(name, running.prompt_tokens, law, self._dice(name))
+
+    def _refuse(self, entry: Waiting, reason: str, text: str, after_s: float) -> Refusal:
+        """Its own dice spread the time to stay away by a fifth: not all come back at once."""
+        least, most = self.settings.retry_s
+        spread = 0.8 + 0.4 * float(entry.demand.u[0])
+        after = min(max(after_s, least), most) * spread
+        return Refusal(entry.request_id, reason, f"refused for now: {text}", after)
+
+
+def _never(entry: Waiting, capacity: int) -> Refusal:
+    text = (
+        f"prompt_tokens ({entry.demand.prompt_tokens}) and max_tokens "
+        f"({entry.demand.law.max_tokens}) exceed the {capacity} KV tokens of the largest worker: "
+        "ask for fewer tokens"
+    )
+    return Refusal(entry.request_id, "never_fits", text)

@@ -1,0 +1,283 @@
+"""What a worker holds, as the gate knows it between the worker's reports.
+
+Answers promised to it (leases), running on it (with progress dead-reckoned from the last report:
+without that, reports a second old spoil the gate) and over; and how much headroom its past asks
+for. The worker's own memory is the truth: it may refuse what was granted, and its reports correct
+this book. The clock is told, never read; knows nothing of queues, tenants, Ray or gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.deployments.gate_room import UNBOUNDED, Candidate, Room
+from penstock.deployments.length_distribution import (
+    MAX_LENGTH,
+    Floats,
+    Ints,
+    LengthDistribution,
+    StackedLaws,
+    stack,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker and what it has. `epoch` names one life of it."""
+
+    name: str
+    epoch: str
+    capacity: int  # tokens of KV that fit its pool
+    block_size: int = 16  # tokens
+    slots: int = 256  # answers at once
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "block_size", "slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an answer asks of a worker's memory, and its share of the dice.
+
+    `u` is drawn once per request (common random numbers): a request that was turned away gets no
+    luckier by asking again, and its futures only shrink as tokens come.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    law: LengthDistribution  # of how long its memory is held
+    u: Floats  # [samples] in [0, 1)
+    ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
+
+    def used(self, generated: int, block_size: int) -> int:
+        """Tokens held: the last block may be empty but for one."""
+        return self._capped(self.prompt_tokens + generated + block_size - 1)
+
+    def longest(self, block_size: int) -> int:
+        """Tokens held, in whole blocks, by the longest answer it may become; one, if unlimited."""
+        limit = self.law.max_tokens
+        total = self.prompt_tokens + (1 if limit is None else limit)
+        return self._capped(-(-total // block_size) * block_size)
+
+    def candidate(self, block_size: int) -> Candidate:
+        remaining = stack([self.law]).sample_remaining(np.zeros(1, np.int64), self.u[None, :])[0]
+        return Candidate(
+            used=self.used(0, block_size),
+            remaining=remaining,
+            ceiling=UNBOUNDED if self.ceiling is None else self.ceiling,
+            longest=self.longest(block_size),
+        )
+
+    def _capped(self, tokens: int) -> int:
+        return tokens if self.ceiling is None else min(tokens, self.ceiling)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One answer in a worker's report."""
+
+    request_id: str
+    generated: int  # 0: its prompt is not yet computed
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that runs on a worker. `sequence` rises within an epoch; late ones are dropped."""
+
+    epoch: str
+    sequence: int
+    running: tuple[Running, ...]
+    step_s: float  # seconds that a step takes of late
+    num_preemptions: int = 0  # since the worker started
+
+
+@dataclass(slots=True)
+class Headroom:
+    """The share of a worker's memory that is kept free, from how often it had to preempt.
+
+    After each 100 completions: more than 3 preemptions, a hundredth more; else a little less. It
+    repairs a predictor that says half of the truth.
+    """
+
+    share: float = 0.0
+    completions: int = 0
+    preemptions: int = 0
+
+    WINDOW = 100
+    TOLERATED = 3
+    UP, DOWN = 0.01, 0.004
+    LARGEST = 0.3
+
+    def count(self, *, completions: int = 0, preemptions: int = 0) -> None:
+        self.completions += completions
+        self.preemptions += preemptions
+        if self.completions >= Headroom.WINDOW:
+            much = self.preemptions > Headroom.TOLERATED
+            moved = self.share + (Headroom.UP if much else -Headroom.DOWN)
+            self.share = min(max(moved, 0.0), Headroom.LARGEST)
+            self.completions = self.preemptions = 0
+
+
+@dataclass(slots=True)
+class _Holding:
+    demand: Demand
+    lease_until: float | None  # None: the worker has said that it has it
+    generated: int = 0
+    reported_at: float = 0.0  # or when it started, as long as no report has listed it
+    listed: bool = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """One worker's book."""
+
+    spec: WorkerSpec
+    step_s: float = 0.03  # until it reports
+    headroom: Headroom = field(default_factory=Headroom)
+    is_open: bool = True  # closed after a veto, until it reports what it really has
+    _sequence: int = -1
+    _num_preemptions: int = 0
+    _held: dict[str, _Holding] = field(default_factory=dict)
+    _over: dict[str, float] = field(default_factory=dict)  # ended of late: id -> when
+    _laws: StackedLaws | None = None
+
+    REMEMBER_S = 10.0  # a report may be so late and still list what is over
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._held
+
+    def lease(self, demand: Demand, until: float) -> None:
+        """Promise room until then; afterwards the worker must have said that it started."""
+        if demand.request_id in self._held:
+            raise ValueError(f"request {demand.request_id!r} already is on {self.spec.name}")
+        self._over.pop(demand.request_id, None)
+        self._held[demand.request_id] = _Holding(demand, until)
+        self._laws = None
+
+    def started(self, request_id: str, now: float) -> None:
+        """The worker has it. Unknown ones (an expired lease) come back with the next report."""
+        holding = self._held.get(request_id)
+        if holding is not None and holding.lease_until is not None:
+            holding.lease_until, holding.reported_at = None, now
+
+    def withdraw(self, request_id: str) -> None:
+        """The worker did not take it: as if it had never been promised."""
+        if self._held.pop(request_id, None) is not None:
+            self._laws = None
+
+    def ended(self, request_id: str, now: float) -> bool:
+        """Its memory is free; False if it was not in the book."""
+        self._over[request_id] = now
+        self._laws = None
+        return self._held.pop(request_id, None) is not None
+
+    def expire(self, now: float) -> list[str]:
+        """Take back the leases that ran out without a start; forget what ended long ago."""
+        gone = [
+            name
+            for name, each in self._held.items()
+            if each.lease_until is not None and each.lease_until <= now
+        ]
+        for name in gone:
+            del self._held[name]
+            self._laws = None
+        self._over = {name: at for name, at in self._over.items() if now - at < Ledger.REMEMBER_S}
+        return gone
+
+    def report(self, report: Report, now: float, strangers: dict[str, Demand]) -> list[str]:
+        """Set the book right; returns what was running and is no longer listed.
+
+        `strangers`: demands for those listed that the book lacks (the gate was restarted, or an
+        ingress went past it). A late report, or one of another life, changes nothing.
+        """
+        if report.epoch != self.spec.epoch or report.sequence <= self._sequence:
+            return []
+        self._sequence, self.is_open = report.sequence, True
+        if report.step_s > 0:
+            self.step_s = report.step_s
+        preempted = report.num_preemptions - self._num_preemptions
+        self._num_preemptions = report.num_preemptions
+        self.headroom.count(preemptions=max(preempted, 0))
+        listed = {each.request_id for each in report.running}
+        gone = [
+            name for name, each in self._held.items() if name not in listed and _is_over(each, now)
+        ]
+        for name in gone:
+            self.ended(name, now)
+        for each in report.running:
+            if each.request_id in self._over:
+                continue  # it ended while the report was under way
+            holding = self._held.get(each.request_id)
+            if holding is None:
+                holding = _Holding(strangers[each.request_id], None)
+                self._held[each.request_id] = holding
+                self._laws = None
+            holding.lease_until = None
+            holding.generated, holding.reported_at, holding.listed = each.generated, now, True
+        return gone
+
+    def unknown(self, report: Report) -> list[Running]:
+        """Those of a report that the book lacks and that are not over."""
+        return [
+            each
+            for each in report.running
+            if each.request_id not in self._held and each.request_id not in self._over
+        ]
+
+    def generated(self, now: float) -> Ints:
+        """[n] tokens out by now: a token a step since the last report, short of the limit."""
+        counts = np.zeros(len(self._held), np.int64)
+        for i, each in enumerate(self._held.values()):
+            steps = 0
+            if each.generated > 0:  # with its prompt under way nothing comes
+                steps = max(int((now - each.reported_at) / self.step_s), 0)
+            limit = each.demand.law.max_tokens or MAX_LENGTH
+            counts[i] = max(min(each.generated + steps, limit - 1), each.generated)
+        return counts
+
+    def room(self, now: float, level: float, num_samples: int) -> Room:
+        """The worker as it should look now."""
+        demands = [each.demand for each in self._held.values()]
+        generated = self.generated(now)
+        remaining = np.zeros((0, num_samples), np.int64)
+        if demands:
+            if self._laws is None:
+                self._laws = stack([each.law for each in demands])
+            u = np.array([each.u for each in demands])
+            # At its limit an answer still has this step to go: its memory is not free yet.
+            remaining = np.maximum(self._laws.sample_remaining(generated, u), 1)
+        return Room(
+            capacity=self.spec.capacity,
+            limit=int((1.0 - self.headroom.share) * self.spec.capacity),
+            level=level,
+            slots=self.spec.slots - len(demands) if self.is_open else 0,
+            used=_used(demands, generated, self.spec.block_size),
+            remaining=remaining,
+            ceilings=np.array(
+                [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
+            ),
+        )
+
+
+def _is_over(holding: _Holding, now: float) -> bool:
+    """Is an answer over that a report does not list? The report may be older than its start."""
+    if holding.lease_until is not None:
+        return False
+    return holding.listed or now - holding.reported_at > Ledger.REMEMBER_S
+
+
+def _used(demands: Sequence[Demand], generated: Ints, block_size: int) -> Ints:
+    return np.array(
+        [each.used(count, block_size) for each, count in zip(demands, generated.tolist())],
+        np.int64,
+    )
