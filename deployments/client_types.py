@@ -239,7 +239,7 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
             used.evicted_tokens,
             used.reasoning_tokens,
         )
-    is_chat = isinstance(message, pb.ChatResponse)
+    chat = message if isinstance(message, pb.ChatResponse) else None
     return Piece(
         text=message.text,
         token_ids=tuple(message.token_ids),
@@ -249,8 +249,8 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
         choice=message.choice,
         logprobs=tuple(map(_logprob_of, message.logprobs)),
         prompt_logprobs=tuple(map(_logprob_of, message.prompt_logprobs)),
-        tool_calls=_calls_of(message) if is_chat else (),
-        reasoning=message.reasoning if is_chat else "",
+        tool_calls=() if chat is None else _calls_of(chat),
+        reasoning="" if chat is None else chat.reasoning,
     )
 
 
