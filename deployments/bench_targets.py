@@ -244,12 +244,13 @@ class GrpcTarget:
             async with aclosing(stream) as pieces:
                 async for piece in pieces:
                     num_tokens = len(piece.token_ids)
+                    num_chars = len(piece.text) + len(piece.reasoning)
                     if piece.usage is None:
-                        yield TargetPiece(len(piece.text), num_tokens)
+                        yield TargetPiece(num_chars, num_tokens)
                     else:
                         used = piece.usage
                         yield TargetPiece(
-                            len(piece.text), num_tokens, used.prompt_tokens, used.completion_tokens
+                            num_chars, num_tokens, used.prompt_tokens, used.completion_tokens
                         )
         except ClientError as error:
             raise TargetError(error.code, error.message) from None

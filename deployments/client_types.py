@@ -23,7 +23,7 @@ _MODES = {
 }
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]  # role, content; for tools also tool_calls, tool_call_id
+Message = Mapping[str, Any]  # role, content; also tool_calls, tool_call_id, reasoning
 
 
 class Sampling(TypedDict, total=False):
@@ -121,20 +121,23 @@ class TokenLogprob:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache; a sink window
-    has put `evicted_tokens` out of sight for good."""
+    has put `evicted_tokens` out of sight for good; `reasoning_tokens` are part of the completion.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     timings: Timings | None = None  # where asked for
     evicted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A piece of an answer; the last one has finish_reason and usage, the first one request_id.
 
-    `choice` tells which of several answers it belongs to; usage comes with the last piece of all.
+    `reasoning` is a conversation's, and comes before all text of its choice. `choice` tells which
+    of several answers it belongs to; usage comes with the last piece of all.
     """
 
     text: str
@@ -146,13 +149,15 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A whole answer; with `n`, the first one, and `others` are the rest. `usage` is of all.
 
-    An answer that called tools ends with STOP, and has its calls in `tool_calls`.
+    An answer that called tools ends with STOP, and has its calls in `tool_calls`. What the model
+    reasoned before it is in `reasoning`, not in `text`; completions have it in their text.
     """
 
     text: str
@@ -164,6 +169,7 @@ class Answer:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     others: tuple[Answer, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +237,9 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
             used.cached_tokens,
             timings,
             used.evicted_tokens,
+            used.reasoning_tokens,
         )
+    chat = message if isinstance(message, pb.ChatResponse) else None
     return Piece(
         text=message.text,
         token_ids=tuple(message.token_ids),
@@ -241,7 +249,8 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
         choice=message.choice,
         logprobs=tuple(map(_logprob_of, message.logprobs)),
         prompt_logprobs=tuple(map(_logprob_of, message.prompt_logprobs)),
-        tool_calls=_calls_of(message) if isinstance(message, pb.ChatResponse) else (),
+        tool_calls=() if chat is None else _calls_of(chat),
+        reasoning="" if chat is None else chat.reasoning,
     )
 
 
@@ -268,6 +277,7 @@ def _choice(pieces: Sequence[Piece], usage: Usage, request_id: str) -> Answer:
         logprobs=tuple(each for piece in pieces for each in piece.logprobs),
         prompt_logprobs=pieces[0].prompt_logprobs,
         tool_calls=_joined(call for piece in pieces for call in piece.tool_calls),
+        reasoning="".join(piece.reasoning for piece in pieces),
     )
 
 

@@ -30,6 +30,9 @@ def answer_message(kind: type[AnswerT], choice: int, piece: TextDelta) -> Answer
         answer.logprobs.extend(map(_logprob, piece.scores))
     if piece.prompt_scores:
         answer.prompt_logprobs.extend(map(_logprob, piece.prompt_scores))
+    if piece.reasoning:
+        assert isinstance(answer, pb.ChatResponse), "only conversations have it apart"
+        answer.reasoning = piece.reasoning
     if piece.tool_calls:
         assert isinstance(answer, pb.ChatResponse), "only conversations have tools"
         for call in piece.tool_calls:
@@ -54,6 +57,7 @@ def usage_message(usages: Sequence[Usage]) -> pb.Usage:
         completion_tokens=total.completion_tokens,
         cached_tokens=total.cached_tokens,
         evicted_tokens=total.evicted_tokens,
+        reasoning_tokens=total.reasoning_tokens,
     )
     timings = [usage.timings for usage in usages if usage.timings is not None]
     if timings:

@@ -109,6 +109,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             call = Call(
                 prompt,
                 sampling(request.sampling, prompt.tools),
+                splits_reasoning=True,
                 **self._about(request, request_id, context),
             )
             await self._answer(call, request, context, pb.ChatResponse)

@@ -36,7 +36,7 @@ _SAMPLING_FIELDS = (
 MAX_CALLS = 1024  # of tools, in one message
 T = TypeVar("T")
 
-_ROLE_FIELDS = (("tool_calls", "assistant"), ("tool_call_id", "tool"))
+_ROLE_FIELDS = (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("reasoning", "assistant"))
 
 
 def text_prompt(request: pb.GenerateRequest) -> str | tuple[int, ...]:
@@ -151,6 +151,7 @@ def _plain(message: pb.Message, where: str) -> dict[str, Any]:
             f"{where}.tool_calls has at most {MAX_CALLS} entries", param=f"{where}.tool_calls"
         )
     rest = {"name": message.name, "tool_call_id": message.tool_call_id}
+    rest["reasoning_content"] = message.reasoning
     calls = [_called(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     given = {name: value for name, value in (*rest.items(), ("tool_calls", calls)) if value}
     return {"role": message.role, "content": message.content, **given}
