@@ -67,7 +67,7 @@ class HostTier:
         if self.num_slots < 1:
             raise ConfigError(
                 f"host_kv_gb: {capacity_bytes} bytes hold no block of {block_bytes} bytes; give "
-                "more, or 0 to do without host memory"
+                "more, or leave it out to do without host memory"
             )
         self.block_bytes = block_bytes
         self.is_pinned = pin and torch.cuda.is_available()
