@@ -1,0 +1,202 @@
+"""Number formats of weights, activations and KV: what a code means, and how it is made.
+
+Knows matrices; nothing of kernels, checkpoints or layers. Everything here is plain PyTorch and runs
+on any device: it quantises at load, and it is what every kernel is compared with.
+
+Formulas and epsilons are those of the PPL.LLM server (W8A8 "online_i8i8", INT4 "i4f16", KV INT8);
+NF4 is Dettmers et al. 2023 (QLoRA), appendix E; FP8 is E4M3, scaled to its largest value, 448.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
+INT4_GROUP = 128
+NF4_GROUP = 64
+FP8_MAX = 448.0
+MIN_SCALE = 1e-7  # of weights and activations: a row of zeros divides by it
+MIN_KV_SCALE = 1e-5  # an fp16 subnormal
+MAX_KV_SCALE = 65504.0  # the largest finite fp16
+# Quantiles of a normal distribution, normalised to [-1, 1], with an exact 0.
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight [N, K] as codes and fp32 scales.
+
+    int8, fp8: `codes` [N, K] (int8, float8_e4m3fn), `scales` [N]; w = code * scale.
+    int4: `codes` uint8 [N, ceil(K / 2)], the even k in the low nibble; `scales` [N, G] of G =
+    ceil(K / group) groups; w = (nibble - zero) * scale, where zero is 8, or the group's own in
+    `zeros` uint8 [N, G]. nf4: the same with w = NF4_VALUES[nibble] * scale. The last nibble of an
+    odd K is the code of 0.
+    """
+
+    format: WeightFormat
+    codes: Tensor
+    scales: Tensor
+    in_features: int
+    group: int | None = None
+    zeros: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zeros."""
+        parts = [self.codes, self.scales] + ([] if self.zeros is None else [self.zeros])
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def quantize_weight(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
+    """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration."""
+    wide = weight.float()
+    if format == "int8":
+        codes, scales = quantize_rows_int8(wide)
+        return QuantizedWeight("int8", codes, scales, weight.shape[1])
+    if format == "fp8":
+        codes, scales = quantize_rows_fp8(wide)
+        return QuantizedWeight("fp8", codes, scales, weight.shape[1])
+    if format == "int4":
+        return _quantize_int4(wide)
+    return _quantize_nf4(wide)
+
+
+def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
+    """The weight that the codes stand for: fp32 [N, K]."""
+    if quantized.format in ("int8", "fp8"):
+        return quantized.codes.float() * quantized.scales[:, None]
+    assert quantized.group is not None
+    nibbles = unpack_nibbles(quantized.codes)[:, : quantized.in_features].long()
+    columns = torch.arange(quantized.in_features, device=nibbles.device) // quantized.group
+    if quantized.format == "nf4":
+        values = torch.tensor(NF4_VALUES, device=nibbles.device)[nibbles]
+    elif quantized.zeros is None:
+        values = (nibbles - 8).float()
+    else:
+        values = (nibbles - quantized.zeros.long()[:, columns]).float()
+    return values * quantized.scales[:, columns]
+
+
+def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` [M, K] -> int8 [M, K] in [-127, 127] and fp32 scales [M]; half goes to even.
+
+    A row that holds NaN or an infinity has the scale NaN, so that all made of it is NaN.
+    """
+    wide = x.float()
+    largest = _row_max(wide)
+    scales = (largest / 127.0).clamp(min=MIN_SCALE)
+    codes = (wide / scales[:, None]).round().clamp(-127, 127)
+    return codes.nan_to_num(0.0).to(torch.int8), scales
+
+
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` [M, K] -> float8_e4m3fn [M, K] and fp32 scales [M]; NaN as in `quantize_rows_int8`."""
+    wide = x.float()
+    scales = (_row_max(wide) / FP8_MAX).clamp(min=MIN_SCALE)
+    codes = (wide / scales[:, None]).clamp(-FP8_MAX, FP8_MAX).nan_to_num(0.0)
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+def linear_reference(x: Tensor, quantized: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """The truth of a quantised linear: `x` [M, K] -> [M, N] in `x.dtype`, rounded once.
+
+    int8 and fp8 quantise each row of x too (W8A8); int4 and nf4 are weight-only. The sums are
+    exact for int8 and in fp64 for the others.
+    """
+    if quantized.format == "int8":
+        rows, scales = quantize_rows_int8(x)
+        total = rows.double() @ quantized.codes.double().T
+        y = total * scales.double()[:, None] * quantized.scales.double()
+    elif quantized.format == "fp8":
+        rows, scales = quantize_rows_fp8(x)
+        total = rows.double() @ quantized.codes.double().T
+        y = total * scales.double()[:, None] * quantized.scales.double()
+    else:
+        y = x.double() @ dequantize_weight(quantized).double().T
+    if bias is not None:
+        y = y + bias.double()
+    return y.to(x.dtype)
+
+
+def pack_nibbles(nibbles: Tensor, fill: int) -> Tensor:
+    """uint8 [N, K] with values 0-15 -> uint8 [N, ceil(K / 2)], the even k in the low nibble."""
+    if nibbles.shape[1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=fill)
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+
+
+def unpack_nibbles(codes: Tensor) -> Tensor:
+    """The reverse: uint8 [N, B] -> uint8 [N, 2 * B]."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
+    """`x` [..., D] -> codes [..., D] in `dtype`, and fp16 scales [..., D / group].
+
+    `dtype` is int8 or float8_e4m3fn; `group` divides D. The scale is rounded to fp16 before a value
+    is divided by it. A group that holds NaN or an infinity has the scale NaN.
+    """
+    groups = x.float().unflatten(-1, (-1, group))
+    top = 127.0 if dtype == torch.int8 else FP8_MAX
+    largest = _finite_max(groups)
+    scales = (largest / top).clamp(MIN_KV_SCALE, MAX_KV_SCALE).to(torch.float16)
+    codes = (groups / scales.float()[..., None]).nan_to_num(0.0)
+    codes = codes.round().clamp(-127, 127) if dtype == torch.int8 else codes.clamp(-top, top)
+    return codes.to(dtype).flatten(-2), scales
+
+
+def dequantize_kv(codes: Tensor, scales: Tensor) -> Tensor:
+    """The stored values: fp32 [..., D]."""
+    groups = codes.float().unflatten(-1, (scales.shape[-1], -1))
+    return (groups * scales.float()[..., None]).flatten(-2)
+
+
+def _quantize_int4(weight: Tensor) -> QuantizedWeight:
+    groups = _groups(weight, INT4_GROUP)
+    place = groups.abs().argmax(-1, keepdim=True)
+    extreme = groups.gather(-1, place).squeeze(-1)
+    divisor = torch.where(extreme < 0, 8.0, 7.0)  # the codes reach from -8 to 7
+    scales = (extreme.abs() / divisor).clamp(min=MIN_SCALE)
+    nibbles = (groups / scales[..., None]).round().clamp(-8, 7).add(8).to(torch.uint8)
+    codes = pack_nibbles(nibbles.flatten(1)[:, : weight.shape[1]], fill=8)
+    return QuantizedWeight("int4", codes, scales, weight.shape[1], INT4_GROUP)
+
+
+def _quantize_nf4(weight: Tensor) -> QuantizedWeight:
+    groups = _groups(weight, NF4_GROUP)
+    scales = groups.abs().amax(-1).clamp(min=MIN_SCALE)
+    table = torch.tensor(NF4_VALUES, device=weight.device)
+    middles = (table[1:] + table[:-1]) / 2
+    nibbles = torch.bucketize(groups / scales[..., None], middles).to(torch.uint8)
+    codes = pack_nibbles(nibbles.flatten(1)[:, : weight.shape[1]], fill=7)
+    return QuantizedWeight("nf4", codes, scales, weight.shape[1], NF4_GROUP)
+
+
+def _groups(weight: Tensor, group: int) -> Tensor:
+    """[N, K] -> [N, ceil(K / group), group], zeros behind the end."""
+    spare = -weight.shape[1] % group
+    return torch.nn.functional.pad(weight, (0, spare)).unflatten(1, (-1, group))
+
+
+def _row_max(x: Tensor) -> Tensor:
+    return _finite_max(x) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def _finite_max(x: Tensor) -> Tensor:
+    """Largest magnitude over the last dimension; NaN where something is not finite."""
+    largest = x.abs().amax(-1)
+    return torch.where(torch.isfinite(largest), largest, float("nan"))

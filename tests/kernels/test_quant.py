@@ -1,0 +1,91 @@
+"""Number formats: the codes are the nearest, the scales as published, the edges defined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels import quant
+
+SHAPES = [(1, 1), (3, 17), (5, 64), (7, 128), (4, 129), (2, 300), (33, 257)]
+
+
+def _weight(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", quant.WEIGHT_FORMATS)
+def test_no_other_code_is_nearer(format: quant.WeightFormat, shape: tuple[int, int]) -> None:
+    weight = _weight(shape)
+    quantized = quant.quantize_weight(weight, format)
+    error = (quant.dequantize_weight(quantized) - weight).abs()
+    if format in ("int8", "fp8"):
+        scales = quantized.scales[:, None].expand(shape)
+        table = (
+            torch.arange(-127, 128).float()
+            if format == "int8"
+            else torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        )
+        table = table[table.isfinite()]
+    else:
+        assert quantized.group is not None
+        scales = quantized.scales[:, torch.arange(shape[1]) // quantized.group]
+        table = torch.tensor(quant.NF4_VALUES) if format == "nf4" else torch.arange(-8, 8).float()
+    nearest = (weight[..., None] - table * scales[..., None]).abs().amin(-1)
+    assert torch.allclose(error, nearest, atol=1e-6)
+
+
+def test_int4_scale_uses_the_eighth_code_of_the_negative_side() -> None:
+    weight = torch.tensor([[-8.0, 3.0], [7.0, -3.0]])
+    quantized = quant.quantize_weight(weight, "int4")
+    assert quantized.scales.flatten().tolist() == [1.0, 1.0]
+    assert torch.equal(quant.dequantize_weight(quantized), weight)
+
+
+@pytest.mark.parametrize("format", quant.WEIGHT_FORMATS)
+def test_zeros_stay_zero_and_extremes_stay_finite(format: quant.WeightFormat) -> None:
+    weight = torch.zeros(4, 200)
+    weight[1] = 3e38
+    weight[2, 5] = -3e38
+    weight[3] = 1e-30
+    back = quant.dequantize_weight(quant.quantize_weight(weight, format))
+    assert torch.isfinite(back).all()
+    assert not back[0].any() and not back[3].abs().gt(1e-6).any()
+    assert torch.allclose(back[1], weight[1], rtol=1e-3)
+
+
+def test_zeros_of_groups_shift_the_codes() -> None:
+    nibbles = torch.randint(0, 16, (3, 40), dtype=torch.uint8)
+    scales, zeros = torch.rand(3, 5) + 0.1, torch.randint(0, 16, (3, 5), dtype=torch.uint8)
+    packed = quant.QuantizedWeight("int4", quant.pack_nibbles(nibbles, 8), scales, 40, 8, zeros)
+    expected = (nibbles.float() - zeros.float().repeat_interleave(8, 1)) * (
+        scales.repeat_interleave(8, 1)
+    )
+    assert torch.equal(quant.dequantize_weight(packed), expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_nan_and_alone(bad: float) -> None:
+    x = torch.ones(3, 64)
+    x[1, 7] = bad
+    for quantize in (quant.quantize_rows_int8, quant.quantize_rows_fp8):
+        codes, scales = quantize(x)
+        assert scales.isnan().tolist() == [False, True, False]
+        assert torch.equal(codes.float()[0] * scales[0], codes.float()[2] * scales[2])
+    codes, kv_scales = quant.quantize_kv(x, torch.int8, 32)
+    assert kv_scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
+    assert quant.dequantize_kv(codes, kv_scales)[1, :32].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("group", [8, 32, 64])
+def test_kv_is_within_half_a_step(dtype: torch.dtype, group: int) -> None:
+    x = _weight((6, 64)) * torch.tensor([[1e-3], [1.0], [50.0], [0.0], [1e4], [1e-9]])
+    codes, scales = quant.quantize_kv(x, dtype, group)
+    assert codes.shape == x.shape and scales.shape == (6, 64 // group)
+    assert scales.dtype == torch.float16 and codes.dtype == dtype
+    error = (quant.dequantize_kv(codes, scales) - x).abs().unflatten(-1, (-1, group))
+    wide = scales.float()[..., None]
+    step = 0.5 if dtype == torch.int8 else 16.0  # E4M3 has steps of 32 at its top
+    assert (error <= wide * step * 1.01 + wide * 127 * 2**-11).all()
