@@ -18,6 +18,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Attention, AttentionInputs, KvLayer, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
+from penstock.workers.models.weight_facts import weight_facts
 from penstock.workers.workspace import Workspace, activation_plan
 
 
@@ -50,6 +51,7 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.plan = activation_plan(config, self.dtype)
+        self.weights = weight_facts(self)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normed by whoever comes next; whether that one takes
         # int8 rows, the norm that feeds it makes them at once.

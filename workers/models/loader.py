@@ -88,6 +88,7 @@ def load_model(
         decoder = build_decoder(config, source, plan)
         bar.update(total - bar.n)
     source.warn_of_unused()
+    log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
 
 
