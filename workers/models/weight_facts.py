@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """`format`: that of most of the layers' linears; `bytes_of`: all weights, by format.
+    """`format`: that of most weights of the layers' linears; `bytes_of`: all weights, by format.
 
     The embedding counts once where the head reads the same memory, and twice where it was packed.
     """
@@ -40,11 +40,11 @@ class WeightFacts:
 
 def weight_facts(decoder: Decoder) -> WeightFacts:
     """Count the weights of `decoder`, as they lie in memory."""
-    linears: Counter[str] = Counter()
+    total, linears = Counter[str](), Counter[str]()
     for packed in _linears(decoder):
-        linears[packed.format] += packed.num_bytes
+        total[packed.format] += packed.num_bytes
+        linears[packed.format] += packed.in_features * packed.out_features
     format, _ = linears.most_common(1)[0]
-    total = linears.copy()
     for tensor in _tensors(decoder):
         total[FLOAT_FORMATS[tensor.dtype]] += tensor.numel() * tensor.element_size()
     if decoder.lm_head.payload is not decoder.embedding:
