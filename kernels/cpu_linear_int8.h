@@ -146,28 +146,29 @@ void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t*
     const int32_t* x = block.tiles.data() + row * block.quads;
     vi acc[R][2] = {};
     for (int64_t at = 0; at < block.quads; ++at) {
-        vi w[2];
-        std::memcpy(w, weights + at * 4 * PANEL8, sizeof w);
-        __builtin_prefetch(weights + at * 4 * PANEL8 + 2048);
-        __builtin_prefetch(weights + at * 4 * PANEL8 + 2048 + VECTOR_BYTES);
+        const uint8_t* pair = weights + at * 4 * PANEL8;
+        __builtin_prefetch(pair + 2048);
+        __builtin_prefetch(pair + 2048 + VECTOR_BYTES);
+        const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
         UNROLL for (int r = 0; r < R; ++r) {
             const vi codes = x[at * R + r] - vi{};
             acc[r][0] = add_products(acc[r][0], w[0], codes);
             acc[r][1] = add_products(acc[r][1], w[1], codes);
         }
     }
-    std::memcpy(out, acc, sizeof acc);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < 2; ++n)
+            std::memcpy(out + r * PANEL8 + n * W, &acc[r][n], sizeof(vi));
     for (int64_t r = 0; SPLITS && r < rows; ++r) {
         const Quad* rest = block.rest.data() + (row + r) * block.quads;
-        vi more[2];
-        std::memcpy(more, out + r * PANEL8, sizeof more);
-        for (int i = 0; i < block.num_rest[row + r]; ++i) {
-            vi w[2];
-            std::memcpy(w, weights + (int64_t)rest[i].at * 4 * PANEL8, sizeof w);
-            more[0] = add_products(more[0], w[0], rest[i].codes - vi{});
-            more[1] = add_products(more[1], w[1], rest[i].codes - vi{});
+        for (int n = 0; n < 2; ++n) {
+            vi sum = load_bits(out + r * PANEL8 + n * W);
+            for (int i = 0; i < block.num_rest[row + r]; ++i) {
+                const int64_t at = (int64_t)rest[i].at * 4 * PANEL8 + n * VECTOR_BYTES;
+                sum = add_products(sum, load_bits(weights + at), rest[i].codes - vi{});
+            }
+            std::memcpy(out + r * PANEL8 + n * W, &sum, sizeof sum);
         }
-        std::memcpy(out + r * PANEL8, more, sizeof more);
     }
 }
 
@@ -180,9 +181,7 @@ INLINE void finish_int8(const Int8LinearArgs& a, const Int8Block& block, int64_t
     for (int n = 0; n < 2; ++n) {
         const int64_t at = panel * PANEL8 + n * W, left = a.columns - at;
         if (left <= 0) break;
-        vi sum;
-        std::memcpy(&sum, sums + n * W, sizeof sum);
-        vf y = __builtin_convertvector(sum - shift, vf) *
+        vf y = __builtin_convertvector(load_bits(sums + n * W) - shift, vf) *
                (block.scales[row] * load_up_to(a.scales + at, left));
         if (a.bias) y += load_up_to(a.bias + at, left);
         store_up_to(out + at, y, left);

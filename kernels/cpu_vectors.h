@@ -53,6 +53,11 @@ INLINE vf load(const bf16* p) {
     std::memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
+INLINE vi load_bits(const void* p) {
+    vi v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
 INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 INLINE vh round_bf16(vf v) {  // to nearest even; NaN stays NaN
     vu u = (vu)v;
