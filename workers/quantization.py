@@ -85,7 +85,9 @@ def read_scheme(stated: Any) -> StoredScheme | None:
         raise _refused(f"method {method!r} is not supported; supported are {', '.join(METHODS)}")
     try:
         return readers[method](stated)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"quantization_config is unusable: {error!r}") from error
 
 
@@ -102,7 +104,8 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> StoredScheme:
         formats.append(found)
         if found == "int4":
             weights = group["weights"]
-            groups.append(weights["group_size"] if weights["strategy"] == "group" else None)
+            is_grouped = weights["strategy"] == "group"
+            groups.append(_checked_group(weights["group_size"]) if is_grouped else None)
     if not formats:
         raise _refused("no config_groups: nothing says how the weights are stored")
     ignore = tuple(str(each) for each in stated.get("ignore") or ())
@@ -169,8 +172,16 @@ def _bitsandbytes(stated: Mapping[str, Any]) -> StoredScheme:
 
 
 def _group(stated: Mapping[str, Any], other: str = "group_size") -> int | None:
-    size = int(stated.get("group_size", stated.get(other, 128)))
-    return None if size == -1 else size
+    return _checked_group(stated.get("group_size", stated.get(other, 128)))
+
+
+def _checked_group(value: Any) -> int | None:
+    size = int(value)
+    if size == -1:
+        return None
+    if size < 8:
+        raise _refused(f"groups of {size} weights are not supported; 8 are the fewest")
+    return size
 
 
 def _not_converted(stated: Mapping[str, Any]) -> tuple[str, ...]:
