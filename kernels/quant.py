@@ -80,7 +80,7 @@ class Int8Rows:
         `memory` may hold what they will be made of: `rowwise` reads a value before it writes there.
         """
         codes = memory.view(torch.int8)[:, : memory.shape[1]]
-        scales = torch.empty(memory.shape[0], device=memory.device)
+        scales = torch.empty(memory.shape[0], dtype=torch.float32, device=memory.device)
         return cls(codes, scales, memory.dtype)
 
     @property
