@@ -34,6 +34,7 @@ OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 
 EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }

@@ -82,7 +82,8 @@ class Int8Rows:
         """
         codes = memory.view(torch.int8)[:, : memory.shape[1]]
         if scales is None:
-            scales = torch.empty(memory.shape[0], device=memory.device)
+            num_rows, fp32 = memory.shape[0], torch.float32
+            scales = torch.empty(num_rows, dtype=fp32, device=memory.device)
         return cls(codes, scales.view(-1), memory.dtype)
 
     @property
