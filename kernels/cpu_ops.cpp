@@ -10,6 +10,7 @@
 
 #include "cpu_decode.h"
 #include "cpu_linear.h"
+#include "cpu_linear_int8.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
 #include "cpu_sampling.h"
@@ -25,6 +26,7 @@
 
 OPERATOR(pack, PackArgs)
 OPERATOR(linear, LinearArgs)
+OPERATOR(linear_int8, Int8LinearArgs)
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
@@ -34,5 +36,6 @@ OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
 OPERATOR(combine, CombineArgs)
 
+EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }
