@@ -56,7 +56,9 @@ KERNELS = {
         rows._silu_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
         {"DIM": 14336, "TILE": 16384}, 32, 3,
     ),
-    "quantize": (rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"}, SIZES | {"FP8": False}, 8, 3),
+    "quantize": (
+        rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"}, SIZES | {"FP8": False}, 8, 3,
+    ),
     "quantize fp8": (
         rows._quantize_kernel, {"x_ptr": "bf16", "codes_ptr": "u8", "scales_ptr": "fp32"},
         SIZES | {"FP8": True}, 8, 3,
