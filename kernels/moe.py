@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.kernels import native
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.rowwise import silu_mul
+from penstock.kernels.quant import Int8Rows
+from penstock.kernels.rowwise import silu_mul, silu_mul_int8
 
 _COMBINE = struct.Struct("9q")
 
@@ -69,6 +70,8 @@ def gated_mlp(
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
+    if down.format == "int8":
+        return linear(silu_mul_int8(both, out=Int8Rows.inside(gate)), down, out=out)
     return linear(silu_mul(both, out=gate), down, out=out)
 
 

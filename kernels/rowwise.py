@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import native
+from penstock.kernels.quant import Int8Rows, quantize_rows_int8
 
 _RMS_NORM = struct.Struct("14qdq")
 _ROPE = struct.Struct("13q")
@@ -66,6 +67,49 @@ def rms_norm(
     if lib is not None:
         return _native_rms_norm(lib, x, weight, eps, residual, out, total)
     return _torch_rms_norm(x, weight, eps, residual, out, total)
+
+
+def rms_norm_int8(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Int8Rows | None = None,
+    total: Tensor | None = None,
+) -> Int8Rows:
+    """`rms_norm` of `x` [T, D], and its rows quantised, in one pass: the codes and the scales that
+    `quantize_rows_int8(rms_norm(...))` gives, bit for bit, the roundings to `x.dtype` included.
+
+    With `residual` [T, D], h = x + residual is written to `total` (which may be `residual` itself)
+    and normed; without, `total` must be None. `out` may be `Int8Rows.inside` any memory but that of
+    `weight`, `total` and `residual`; that of `x` is allowed.
+    """
+    assert x.dim() == 2 and x.stride(1) == 1 and weight.dtype == x.dtype
+    assert (residual is None) == (total is None)
+    assert total is None or (total.is_contiguous() and total.shape == x.shape)
+    if out is None:
+        out = _new_rows(x, x.shape[1])
+    if residual is None or total is None:
+        return _quantize(rms_norm(x, weight, eps), out)
+    return _quantize(rms_norm(x, weight, eps, residual=residual, total=total)[0], out)
+
+
+def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
+    """`silu_mul` of `gate_up` [T, 2I], and its rows [T, I] quantised, in one pass: the codes and
+    the scales that `quantize_rows_int8(silu_mul(gate_up))` gives, bit for bit.
+
+    `out` may be `Int8Rows.inside` the gate half itself.
+    """
+    assert gate_up.stride(-1) == 1
+    if out is None:
+        out = _new_rows(gate_up, gate_up.shape[1] // 2)
+    return _quantize(silu_mul(gate_up), out)
+
+
+def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
+    """The rows of `x` [T, D] as `quantize_rows_int8` makes them, for linears that share them."""
+    return _quantize(x, _new_rows(x, x.shape[1]) if out is None else out)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -122,6 +166,18 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     if lib is not None:
         return _native_silu_mul(lib, gate_up, out)
     return out.copy_(silu_mul_reference(gate_up))
+
+
+def _new_rows(x: Tensor, num_columns: int) -> Int8Rows:
+    codes = torch.empty(x.shape[0], num_columns, dtype=torch.int8, device=x.device)
+    return Int8Rows(codes, torch.empty(x.shape[0], device=x.device), x.dtype)
+
+
+def _quantize(x: Tensor, out: Int8Rows) -> Int8Rows:
+    codes, scales = quantize_rows_int8(x)
+    out.codes.copy_(codes)
+    out.scales.copy_(scales)
+    return out
 
 
 def _native_rms_norm(
