@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import matmul_quant, native
+from penstock.kernels.matmul_quant import NativeWeight
 from penstock.kernels.quant import Int8Rows, QuantizedWeight
 
 # Which CPU path, decided here alone. Microseconds, lowest of interleaved runs, weights out of
@@ -98,6 +99,8 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
         from penstock.kernels import matmul_triton
 
         return matmul_triton.linear(x, packed.payload, out)
+    if isinstance(packed.payload, NativeWeight) and x.dtype in native.DTYPES:
+        return matmul_quant.native_linear(x, packed.payload, out)
     if isinstance(packed.payload, QuantizedWeight):
         y = matmul_quant.plain_linear(x, packed.payload, packed.bias)
         return y if out is None else out.copy_(y)
@@ -124,6 +127,8 @@ def _pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedLinea
         from penstock.kernels import matmul_triton
 
         layout, payload = "triton", matmul_triton.pack(weight, bias)
+    elif (packed := matmul_quant.pack_native(weight, bias)) is not None:
+        layout, payload = "native", packed
     return PackedLinear(
         payload, bias, weight.in_features, weight.out_features, weight.num_bytes, weight.format,
         layout,

@@ -90,6 +90,10 @@ def rms_norm_int8(
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if out is None:
         out = _new_rows(x, x.shape[1])
+    if x.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        return rowwise_quant_triton.rms_norm_int8(x, weight, eps, residual, out, total)
     if residual is None or total is None:
         return _quantize(rms_norm(x, weight, eps), out)
     return _quantize(rms_norm(x, weight, eps, residual=residual, total=total)[0], out)
@@ -104,12 +108,23 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     assert gate_up.stride(-1) == 1
     if out is None:
         out = _new_rows(gate_up, gate_up.shape[1] // 2)
+    if gate_up.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        return rowwise_quant_triton.silu_mul_int8(gate_up, out)
     return _quantize(silu_mul(gate_up), out)
 
 
 def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     """The rows of `x` [T, D] as `quantize_rows_int8` makes them, for linears that share them."""
-    return _quantize(x, _new_rows(x, x.shape[1]) if out is None else out)
+    if out is None:
+        out = _new_rows(x, x.shape[1])
+    if x.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        rowwise_quant_triton.quantize_rows(x, out.codes, out.scales)
+        return out
+    return _quantize(x, out)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

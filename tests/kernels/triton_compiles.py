@@ -99,6 +99,10 @@ def quantised(capability: int):
     yield kv_triton._write_kv_kernel, fp8_home, WRITE_SIZES, 4, 3
 
 
+# Numbers that Triton finds to be multiples of 16 at a launch with the sizes of a real model.
+SIXTEENS = {"inputs_a_split", "num_inputs", "num_outputs"}
+
+
 def compile_for(capability: int, kernel, pointers, constants, num_warps: int, num_stages: int):
     optional = {name for name in kernel.arg_names if name.endswith(("_ptr", "_at"))}
     absent = optional - set(pointers)
@@ -114,7 +118,9 @@ def compile_for(capability: int, kernel, pointers, constants, num_warps: int, nu
         return "i64" if name in STRIDES_64 else "i32"
 
     names = kernel.arg_names
-    aligned = [i for i, n in enumerate(names) if n in pointers or n.endswith("stride")]
+    aligned = [
+        i for i, n in enumerate(names) if n in pointers or n.endswith("stride") or n in SIXTEENS
+    ]
     source = ASTSource(
         fn=kernel,
         signature={name: type_of(name) for name in names},
