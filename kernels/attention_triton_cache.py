@@ -53,8 +53,10 @@ def _widen(codes):
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        return half.to(tl.float32) * 256.0
-    return codes.to(tl.float32)
+        wide = half.to(tl.float32) * 256.0
+    else:
+        wide = codes.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -64,14 +66,15 @@ def score(
 ):  # fmt: skip
     """q . k [rows, keys]. A scale that is the key's only one multiplies the product."""
     k = _load_stored(side, block, row, seen, dims, num_blocks, HEAD_DIM)
-    if GROUPS == 0:
-        return tl.dot(q, tl.trans(k), input_precision="ieee")
-    scales = _load_scales(side, block, row, seen, num_blocks, GROUPS, GROUPS_TILE)
+    if GROUPS > 1:
+        k = _dequantise(k, _load_scales(side, block, row, seen, num_blocks, GROUPS, GROUPS_TILE))
+    elif GROUPS == 1:
+        k = _widen(k)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if GROUPS == 1:
-        k = _widen(k).to(q.dtype)
-        return tl.dot(q, tl.trans(k), input_precision="ieee") * tl.trans(scales)
-    k = _dequantise(k, scales).to(q.dtype)
-    return tl.dot(q, tl.trans(k), input_precision="ieee")
+        scales = _load_scales(side, block, row, seen, num_blocks, GROUPS, GROUPS_TILE)
+        scores *= tl.trans(scales)
+    return scores
 
 
 @triton.jit
@@ -80,10 +83,10 @@ def load_values(
     HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
     v = _load_stored(side, block, row, seen, dims, num_blocks, HEAD_DIM)
-    if GROUPS == 0:
-        return v
-    scales = _load_scales(side, block, row, seen, num_blocks, GROUPS, GROUPS_TILE)
-    return _dequantise(v, scales).to(dtype)
+    if GROUPS > 0:
+        scales = _load_scales(side, block, row, seen, num_blocks, GROUPS, GROUPS_TILE)
+        v = _dequantise(v, scales).to(dtype)
+    return v
 
 
 @triton.jit

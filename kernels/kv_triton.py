@@ -198,9 +198,10 @@ def _quantise(x, FP8: tl.constexpr):
     y = tl.where(lost, 0.0, tl.minimum(tl.maximum(y, -top), top))
     scales = tl.where(lost, float("nan"), scales.to(tl.float32)).to(tl.float16)
     if FP8:
-        return _round_to_e4m3(y), scales
-    # Below 2^22 in size, the sum has no bits for a fraction: it rounds, half to even.
-    return (y + 12582912.0 - 12582912.0).to(tl.int8), scales
+        codes = _round_to_e4m3(y)
+    else:  # from 2^23 on a float has no bits for a fraction: the sum is rounded, half to even
+        codes = (y + 12582912.0 - 12582912.0).to(tl.int8)
+    return codes, scales
 
 
 @triton.jit

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import matmul_quant, native
-from penstock.kernels.quant import Int8Rows, QuantizedWeight
 from penstock.kernels.matmul_quant import NativeWeight
+from penstock.kernels.quant import Int8Rows, QuantizedWeight
 
 # Which CPU path, decided here alone. Microseconds, lowest of interleaved runs, weights out of
 # cache, one core of an AMD EPYC (Zen 4, AVX-512, BF16), torch 2.13:

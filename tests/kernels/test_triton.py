@@ -43,11 +43,11 @@ def test_every_kernel_against_its_reference():
     )
     summary = output.splitlines()[-1]
     passed = re.search(r"\b(\d+) passed", summary)
-    assert passed and int(passed[1]) >= 54, summary
+    assert passed and int(passed[1]) >= 80, summary
     assert "skipped" not in summary
 
 
 def test_every_kernel_compiles_for_a_gpu():
     """To machine code for sm_80 and sm_90; that needs no GPU."""
     lines = run([str(HERE / "triton_compiles.py")], interpret=False).splitlines()
-    assert len(lines) == 28
+    assert len(lines) == 38

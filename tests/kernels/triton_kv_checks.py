@@ -1,5 +1,6 @@
-"""The Triton kernels over quantised caches: what is written, bit for bit, and attention over it. Run
-by test_triton.py, in a process of its own like triton_checks.py."""
+"""The Triton kernels over quantised caches: what is written, bit for bit, and attention over it.
+
+Run by test_triton.py, in a process of its own like triton_checks.py."""
 
 from __future__ import annotations
 
