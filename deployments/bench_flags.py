@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from penstock.workers.config import WEIGHTS
+
 ARRIVALS = ("poisson", "bursty", "constant", "trace", "at-once")
 SERVE_EXAMPLES = """\
 examples:
@@ -204,7 +206,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "model_path", nargs="?", default="builtin", metavar="MODEL", help="(default: builtin)"
     )
     group = parser.add_argument_group("engine")
-    group.add_argument("--weights", choices=("auto", "fp32", "bf16"), default="auto")
+    group.add_argument("--weights", choices=WEIGHTS, default="auto")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--threads", type=_positive_int, metavar="N", help="(default: all cores)")
     group.add_argument("--max-num-seqs", type=_positive_int, default=64, metavar="N")

@@ -23,6 +23,7 @@ from penstock.deployments.config import (
     settings,
 )
 from penstock.deployments.plan_command import add_plan, run_plan
+from penstock.deployments.quantize_command import add_quantize, run_quantize
 from penstock.workers.config import ConfigError
 
 SERVE_EXAMPLES = """\
@@ -40,7 +41,8 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that 
 
 GROUPS = {
     "what to serve": (
-        *("served_model_name", "weights", "max_model_len", "seed", "reasoning_marks"),
+        *("served_model_name", "weights", "quantize_o", "quantize_lm_head"),
+        *("max_model_len", "seed", "reasoning_marks"),
     ),
     "where to listen": (
         *("host", "http_port", "grpc_port", "api_keys_file"),
@@ -91,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_complete(commands)
     add_bench(commands, _add_server_flags, run_serve=_bench_serve, run_offline=_bench_offline)
     add_plan(commands, run_plan)
+    add_quantize(commands, run_quantize)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)

@@ -75,7 +75,12 @@ class Engine:
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
             rule = commit_rule or rule_of(
-                config, facts, run_rows, most_rows=most_rows, is_cuda=is_cuda
+                config,
+                facts,
+                run_rows,
+                most_rows=most_rows,
+                is_cuda=is_cuda,
+                weights=model.weights.format,
             )
             self.scheduler.deferral = deferral_of(config, rule)
             scratch = num_scratch_blocks(config) * 2 * layout.half_bytes

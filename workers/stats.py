@@ -26,6 +26,8 @@ class WorkerInfo:
     pid: int
     model: str
     max_model_len: int  # prompt + answer, in tokens
+    weights: str = ""  # their number format
+    weight_bytes: int = 0  # all of them, as they lie in memory
 
 
 @dataclass(frozen=True, slots=True)
