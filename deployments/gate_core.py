@@ -228,13 +228,17 @@ class Gate:
         for entry in islice(order, self.settings.max_passes):
             if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
                 break
-            safe = {
+            able = {  # first what is asked cheaply
                 name: room
                 for name, room in rooms.items()
-                if name != kept
-                or room.joined_by(self._candidate(entry, name)).admits_after(steps, own)
+                if room.admits(self._candidate(entry, name))
             }
-            worker = self._choose(entry, safe)
+            kept_room = able.get(kept)
+            if kept_room is not None:
+                joined = kept_room.joined_by(self._candidate(entry, kept))
+                if not joined.admits_after(steps, own):
+                    del able[kept]
+            worker = self._choose(entry, able)
             if worker is not None:
                 first.num_passed += 1
                 outcomes.append(self._grant(entry, worker, rooms, now))
