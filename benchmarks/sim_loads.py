@@ -82,7 +82,9 @@ class Shape:
     text: TextDigest | None = None
 
 
-def jobs_of(load: Load, seed: int, folder: Path, *, workers: int = 1, scale: float = 1.0) -> list[Job]:
+def jobs_of(
+    load: Load, seed: int, folder: Path, *, workers: int = 1, scale: float = 1.0
+) -> list[Job]:
     """The requests of one run, in the order of their arrival. The same seed, the same requests."""
     rng = np.random.default_rng(seed)
     num = load.num_requests * workers

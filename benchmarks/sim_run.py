@@ -18,8 +18,8 @@ from sim_policies import Policy, report_of
 from sim_worker import Job, SimWorker
 
 HOP_S = 0.002  # an actor call, at leisure
-REPORT_S = 0.5
-TICK_S = 0.01  # what happens within it is decided together
+REPORT_S = 1.0
+TICK_S = 0.02  # what happens within it is decided together
 
 
 @dataclass
@@ -38,6 +38,8 @@ class Simulation:
     num_declined: int = 0
     num_ended: int = 0
     most_waiting: int = 0
+    tokens_at: list[int] = field(default_factory=list)  # of answers, at each of `marks`
+    marks: tuple[float, ...] = ()  # seconds
     _heap: list[tuple[float, int, Callable[..., None], tuple]] = field(default_factory=list)
     _numbers: Any = field(default_factory=itertools.count)
     _tick_at: float | None = None
@@ -51,6 +53,8 @@ class Simulation:
         self._paces = [(0, 0.0)] * len(self.workers)
         for job in self.jobs:
             self._at(job.arrived, self._arrive, job)
+        for mark in self.marks:
+            self._at(mark, self._mark)
         if self.policy.wants_reports:
             for i in range(len(self.workers)):
                 self._at(self.report_s * (i + 1) / len(self.workers), self._report, i)
@@ -156,6 +160,9 @@ class Simulation:
             self._at(self.now + self.hop_s, self._told, self.policy.completed, job)
         else:
             self._look(job.worker)
+
+    def _mark(self) -> None:
+        self.tokens_at.append(sum(each.tokens_by(self.now) for each in self.workers))
 
     def _end(self, job: Job, outcome: str) -> None:
         assert not job.outcome, f"{job.job_id} ended twice: {job.outcome}, {outcome}"

@@ -27,9 +27,7 @@ class StepModel:
     prefill: float  # c3: of each token of a prefill chunk
 
     def seconds(self, rows: int, kv_tokens: int, prefill_tokens: int) -> float:
-        return (
-            self.base + self.row * rows + self.kv * kv_tokens + self.prefill * prefill_tokens
-        )
+        return self.base + self.row * rows + self.kv * kv_tokens + self.prefill * prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,8 @@ class SimWorker:
     free: int = 0  # blocks
     num_preemptions: int = 0
     num_steps: int = 0
+    num_tokens: int = 0  # of answers
+    num_prefilled: int = 0
     busy_s: float = 0.0
     _leap: _Leap | None = None
     _order: int = 0
@@ -168,6 +168,7 @@ class SimWorker:
         self.num_steps += leap.steps
         self.busy_s += now - leap.began
         last_step = leap.first + leap.slope * (leap.steps - 1)
+        self.num_tokens += leap.steps * len(leap.decode)
         over = []
         for job in leap.decode:
             job.computed += leap.steps
@@ -177,8 +178,10 @@ class SimWorker:
             over += self._token(job, now, gap)
         for job, length in leap.chunks:
             job.computed += length
+            self.num_prefilled += length
             if job.computed == job.known:
                 job.generated += 1
+                self.num_tokens += 1
                 over += self._token(job, now, now - job.last_at)
         for job in over:
             self.running.remove(job)
@@ -199,6 +202,11 @@ class SimWorker:
             (each, each.generated + (steps if id(each) in decoding else 0))
             for each in [*self.running, *self.waiting]
         ]
+
+    def tokens_by(self, now: float) -> int:
+        """Tokens of answers that are out, what was computed again not counted twice."""
+        leap = self._leap
+        return self.num_tokens + (0 if leap is None else leap.done_by(now) * len(leap.decode))
 
     @property
     def _kept(self) -> int:
