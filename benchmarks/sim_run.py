@@ -18,7 +18,7 @@ from sim_policies import Policy, report_of
 from sim_worker import Job, SimWorker
 
 HOP_S = 0.002  # an actor call, at leisure
-REPORT_S = 1.0
+REPORT_S = 2.0
 TICK_S = 0.02  # what happens within it is decided together
 
 
