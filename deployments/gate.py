@@ -48,8 +48,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
     def __init__(self) -> None:
         self._token = secrets.token_hex(32)
         self._links: dict[str, _Link] = {}
-        self._keeper: GateKeeper | None = None
+        self.keeper: GateKeeper | None = None
         self._address: str | None = None
+        self._server: Any = None
         self._wake = asyncio.Event()
         self._offer_s = 0.001  # that an offer takes, of late
         self._tick_s = 0.001  # and a tick
@@ -60,14 +61,14 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def where(self, setup: GateSetup) -> GateAddress:
         """Where to connect. The first caller of a life, or one with another setup, starts it."""
         async with self._starting:
-            if self._keeper is None or self._keeper.setup != setup:
+            if self.keeper is None or self.keeper.setup != setup:
                 await self._start(setup)
         assert self._address is not None
         return GateAddress(self._address, self._token, os.getpid())
 
     async def _start(self, setup: GateSetup) -> None:
-        predictor = self._keeper.predictor if self._keeper else _load(setup.snapshot_file)
-        self._keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
+        predictor = self.keeper.predictor if self.keeper else _load(setup.snapshot_file)
+        self.keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
         for link in self._links.values():
             link.left.set()  # they come again, and say what workers run
         if self._address is None:
@@ -98,24 +99,31 @@ class GateServer(gate_pb2_grpc.GateServicer):
                 task.cancel()
             if self._links.get(link.ingress) is link:
                 del self._links[link.ingress]
-                if self._keeper is not None:
-                    self._keeper.leaves(link.ingress)
+                if self.keeper is not None:
+                    self.keeper.leaves(link.ingress)
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         await self._check(context)
-        assert self._keeper is not None
-        return self._keeper.explain(time.monotonic(), min(request.limit or 32, 1000))
+        assert self.keeper is not None
+        return self.keeper.explain(time.monotonic(), min(request.limit or 32, 1000))
+
+    async def close(self) -> None:
+        """End, for tests: Ray kills the process."""
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            await self._server.stop(0)
 
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
-        if self._keeper is None or not hmac.compare_digest(
+        if self.keeper is None or not hmac.compare_digest(
             str(shown).encode(), self._token.encode()
         ):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong gate token")
 
     async def _read(self, link: _Link, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
-            keeper = self._keeper
+            keeper = self.keeper
             assert keeper is not None
             if not link.ingress:
                 link.ingress = message.ingress_id
@@ -138,8 +146,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await link.filled.wait()
             link.filled.clear()
             message, link.message = link.message, pb.ToIngress()
-            if link.ingress and self._keeper is not None:
-                message.passes.CopyFrom(self._keeper.passes(link.ingress, time.monotonic()))
+            if link.ingress and self.keeper is not None:
+                message.passes.CopyFrom(self.keeper.passes(link.ingress, time.monotonic()))
             await context.write(message)
 
     def _outgoing(self, ingress: str) -> pb.ToIngress:
@@ -153,7 +161,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _work(self) -> None:
         """Offers that came faster than they could be judged; and those that wait."""
         while True:
-            keeper = self._keeper
+            keeper = self.keeper
             assert keeper is not None
             timeout_s = WAITING_TICK_S if keeper.num_waiting else BEAT_S
             with contextlib.suppress(TimeoutError):
@@ -171,7 +179,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     def _turn(self) -> None:
         """Judge offers for a slice of time."""
-        keeper = self._keeper
+        keeper = self.keeper
         assert keeper is not None
         began_s = now_s = time.monotonic()
         num = 0
@@ -181,9 +189,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
             self._offer_s += 0.1 * ((now_s - began_s) / num - self._offer_s)
 
     def _tick(self) -> None:
-        assert self._keeper is not None
+        assert self.keeper is not None
         began_s = time.monotonic()
-        self._keeper.tick(began_s)
+        self.keeper.tick(began_s)
         self._ticked_at = time.monotonic()
         self._tick_s = self._ticked_at - began_s
 
@@ -196,7 +204,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            keeper = self._keeper
+            keeper = self.keeper
             assert keeper is not None
             figures = keeper.figures()
             for link in self._links.values():
@@ -206,7 +214,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _learn(self) -> None:
         while True:
             await asyncio.sleep(LABELS_S)
-            keeper, began_s = self._keeper, time.monotonic()
+            keeper, began_s = self.keeper, time.monotonic()
             assert keeper is not None
             while time.monotonic() - began_s < SLICE_S and keeper.learn():
                 pass
@@ -215,7 +223,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
         saved = 0
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            keeper = self._keeper
+            keeper = self.keeper
             assert keeper is not None
             file, learnt = keeper.setup.snapshot_file, keeper.counts.learnt
             if file is None or learnt == saved:

@@ -96,6 +96,7 @@ class GateClient:
         self._answer_s = answer_s
         self._clock = clock
         self._asking: dict[str, _Asking] = {}
+        self._entered: list[tuple[AskedRequest, int]] = []  # with a pass; the gate is to be told
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs of which the gate has not the newest
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
@@ -132,10 +133,12 @@ class GateClient:
         epoch: int | None
         if not again and (epoch := self._pass(request, epochs, now)) is not None:
             self.num_passed += 1
-            # After the request itself has gone: reading its text takes a moment.
-            asyncio.get_running_loop().call_soon(self._offer, request, epoch)
+            # Told after the request itself has gone: reading its text takes a moment.
+            self._entered.append((request, epoch))
+            asyncio.get_running_loop().call_soon(self._tell_entered)
             return epoch
         self.num_asked += 1
+        self._tell_entered()  # before this one: it must be judged beside them
         asking = self._asking[request.request_id] = _Asking()
         if again:
             self._outgoing.declined.append(request.request_id)
@@ -241,6 +244,11 @@ class GateClient:
         except TimeoutError:
             return False
         return True
+
+    def _tell_entered(self) -> None:
+        entered, self._entered = self._entered, []
+        for request, epoch in entered:
+            self._offer(request, epoch)
 
     def _offer(self, request: AskedRequest, entered: int | None = None) -> None:
         if not self._is_connected:
