@@ -53,6 +53,9 @@ GROUPS = {
         *("kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
     ),
+    "who may come in": (
+        *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
+    ),
     "what requests see of their past": (
         *("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
     ),

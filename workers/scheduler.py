@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.workers.deferral import Deferral
 from penstock.workers.kv_cache import KVCache
+from penstock.workers.policies import Context
 from penstock.workers.sequence import Sequence, SequenceState
 
 WEIGHT = 0.2  # of the newest in a running mean
@@ -101,6 +102,19 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
+
+    def has_room_for(self, num_tokens: int, context: Context) -> bool:
+        """Whether a prompt of so many tokens could come in now, behind those that wait already.
+
+        What it may find in the prefix cache is not counted: cheap, and on the safe side.
+        """
+        most = context.full_tokens
+        if most is not None:
+            num_tokens = min(num_tokens, most + self.cache.block_size)
+        if len(self.running) + len(self.waiting) >= self.max_num_seqs:
+            return False
+        ahead = sum(self.cache.blocks_for(self.cache.tokens_to_begin(seq)) for seq in self.waiting)
+        return ahead + self.cache.blocks_for(num_tokens) <= self.cache.pool.num_available
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out wherever it is, and its blocks back."""
