@@ -9,6 +9,9 @@ context, and a slot that nobody has written, may hold anything: neither is ever 
 
 `scratch`, where given, is a K and a V view of further blocks in the same layout. Block id
 num_blocks + i is scratch block i, in slots and in tables.
+
+A cache of int8 or float8_e4m3fn holds codes, and `scales` what a code of 1 is worth (`quant.py`);
+q, k and v are of the model's dtype all the same. Attention reads what is stored, nothing else.
 """
 
 from __future__ import annotations
@@ -50,6 +53,22 @@ class Rolling:
     max_visible_len: int  # >= context_len - window_start of every row; sizes the launch on a GPU
 
 
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """fp16 scales of quantised caches, one for each `group` values along the head dimension.
+
+    Each is [num_blocks, num_kv_heads, block_size, head_dim / group], a view with any stride over
+    the blocks and dense blocks. The scales of a slot that was never written may be anything, too.
+    """
+
+    k: Tensor
+    v: Tensor
+    scratch: tuple[Tensor, Tensor] | None = None  # of the scratch blocks, beside `scratch`
+
+
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+
+
 def write_kv(
     k: Tensor,
     v: Tensor,
@@ -58,26 +77,28 @@ def write_kv(
     slots: Tensor,
     *,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Store `k`, `v` [T, KV, D] at `slots` int64 [T]; a negative slot is skipped.
 
-    k and v may be views of one fused projection (any stride over T), in the dtype of the cache.
+    k and v may be views of one fused projection (any stride over T), in the dtype of the cache, or
+    in that of the model where `scales` is given: they are quantised as `quant.quantize_kv` does.
     """
     assert native.rows_are_dense(k) and native.rows_are_dense(v)
-    assert k.dtype == v.dtype == k_cache.dtype == v_cache.dtype and slots.dtype == torch.int64
-    _check_scratch(k_cache, v_cache, scratch)
+    assert k.dtype == v.dtype and slots.dtype == torch.int64
+    _check_cache(k.dtype, k_cache, v_cache, scratch, scales)
     if k.is_cuda:
         from penstock.kernels import attention_triton
 
-        attention_triton.write_kv(k, v, k_cache, v_cache, slots, scratch)
+        attention_triton.write_kv(k, v, k_cache, v_cache, slots, scratch, scales)
         return
     lib = native.usable(k)
-    if lib is not None:
+    if lib is not None and scales is None:
         _native_write_kv(lib, k, v, k_cache, v_cache, slots, scratch)
     else:
         from penstock.kernels import attention_torch
 
-        attention_torch.write_kv(k, v, k_cache, v_cache, slots, scratch)
+        attention_torch.write_kv(k, v, k_cache, v_cache, slots, scratch, scales)
 
 
 def decode_attention(
@@ -92,6 +113,7 @@ def decode_attention(
     max_context_len: int,
     rolling: Rolling | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over its blocks: `q` [B, H, D] -> [B, H, D], written to `out` if given.
@@ -103,16 +125,16 @@ def decode_attention(
     the context, the sinks of a rolled one before them, so that on the CPU a row has the same bits
     whatever the batch and the number of threads. The work is that of the visible keys.
     """
-    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, out)
+    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, scales, out)
     if q.is_cuda:
         from penstock.kernels import attention_triton
 
         return attention_triton.decode_attention(
             q, k_cache, v_cache, block_tables, context_lens, scale, window, max_context_len, out,
-            rolling, scratch,
+            rolling, scratch, scales,
         )  # fmt: skip
     lib = native.usable(q)
-    if lib is not None:
+    if lib is not None and scales is None:
         arguments = _native_arguments(
             q, k_cache, v_cache, block_tables, 0, context_lens, scale, window, rolling, scratch, out
         )
@@ -121,8 +143,9 @@ def decode_attention(
     from penstock.kernels import attention_torch
 
     return attention_torch.decode_attention(
-        q, k_cache, v_cache, block_tables, context_lens, scale, window, rolling, scratch, out
-    )
+        q, k_cache, v_cache, block_tables, context_lens, scale, window, rolling, scratch,
+        scales, out,
+    )  # fmt: skip
 
 
 def prefill_attention(
@@ -139,6 +162,7 @@ def prefill_attention(
     max_context_len: int,
     rolling: Rolling | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
@@ -151,16 +175,16 @@ def prefill_attention(
     however its prompt is cut into chunks. The work is that of the visible keys.
     """
     assert query_starts.dtype == torch.int32
-    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, out)
+    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, scales, out)
     if q.is_cuda:
         from penstock.kernels import attention_triton
 
         return attention_triton.prefill_attention(
             q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window,
-            max_query_len, out, rolling, scratch,
+            max_query_len, out, rolling, scratch, scales,
         )  # fmt: skip
     lib = native.usable(q)
-    if lib is not None:
+    if lib is not None and scales is None:
         arguments = _native_arguments(
             q, k_cache, v_cache, block_tables, query_starts.data_ptr(), context_lens, scale, window,
             rolling, scratch, out,
@@ -171,18 +195,19 @@ def prefill_attention(
 
     return attention_torch.prefill_attention(
         q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rolling,
-        scratch, out,
+        scratch, scales, out,
     )  # fmt: skip
 
 
 def _prepare(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor,
-    rolling: Rolling | None, scratch: tuple[Tensor, Tensor] | None, out: Tensor | None,
+    rolling: Rolling | None, scratch: tuple[Tensor, Tensor] | None, scales: KvScales | None,
+    out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Check what the kernels rely on, and give the tensor to write."""
-    assert native.rows_are_dense(q) and q.dtype == k_cache.dtype == v_cache.dtype
+    assert native.rows_are_dense(q)
     assert tables.dtype == lens.dtype == torch.int32 and tables.stride(1) == 1
-    _check_scratch(k_cache, v_cache, scratch)
+    _check_cache(q.dtype, k_cache, v_cache, scratch, scales)
     if rolling is not None:
         q_sink = rolling.q_sink
         assert native.rows_are_dense(q_sink) and q_sink.shape == q.shape and q_sink.dtype == q.dtype
@@ -199,9 +224,26 @@ def _prepare(
     return out
 
 
-def _check_scratch(k_cache: Tensor, v_cache: Tensor, scratch: tuple[Tensor, Tensor] | None) -> None:
+def _check_cache(
+    dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, scratch: tuple[Tensor, Tensor] | None,
+    scales: KvScales | None,
+) -> None:  # fmt: skip
+    assert k_cache.dtype == v_cache.dtype
+    assert k_cache.dtype == dtype if scales is None else k_cache.dtype in QUANTISED
+    _check_scratch((k_cache, v_cache), scratch)
+    if scales is None:
+        return
+    for cache, per_group in zip((k_cache, v_cache), (scales.k, scales.v), strict=True):
+        assert per_group.dtype == torch.float16 and per_group.shape[:3] == cache.shape[:3]
+        assert cache.shape[3] % per_group.shape[3] == 0 and per_group[0].is_contiguous()
+    assert scales.k.shape == scales.v.shape
+    assert (scratch is None) == (scales.scratch is None)
+    _check_scratch((scales.k, scales.v), scales.scratch)
+
+
+def _check_scratch(caches: tuple[Tensor, Tensor], scratch: tuple[Tensor, Tensor] | None) -> None:
     if scratch is not None:
-        for cache, more in zip((k_cache, v_cache), scratch, strict=True):
+        for cache, more in zip(caches, scratch, strict=True):
             assert more.shape[1:] == cache.shape[1:] and more.stride()[1:] == cache.stride()[1:]
             assert more.dtype == cache.dtype
 

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from penstock.kernels import attention_triton_kernels as programs
-from penstock.kernels.attention import Rolling
+from penstock.kernels.attention import KvScales, Rolling
 
 # Keys of one decode program. Fixed, so that a sequence's result does not depend on its batch-mates;
 # small, so that one sequence of 1,000 tokens and 8 kv heads already makes 32 programs.
@@ -21,8 +21,10 @@ Scratch = tuple[Tensor, Tensor] | None
 
 
 def write_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scratch: Scratch = None
-) -> None:
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scratch: Scratch = None,
+    scales: KvScales | None = None,
+) -> None:  # fmt: skip
+    assert scales is None
     num_tokens, num_kv_heads, head_dim = k.shape
     if not num_tokens:
         return
@@ -37,8 +39,9 @@ def write_kv(
 def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor,
     scale: float, window: int | None, max_context_len: int, out: Tensor,
-    rolling: Rolling | None = None, scratch: Scratch = None,
+    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
 ) -> Tensor:  # fmt: skip
+    assert scales is None
     batch, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     if not batch:
@@ -71,8 +74,9 @@ def decode_attention(
 def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor,
     context_lens: Tensor, scale: float, window: int | None, max_query_len: int, out: Tensor,
-    rolling: Rolling | None = None, scratch: Scratch = None,
+    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
 ) -> Tensor:  # fmt: skip
+    assert scales is None
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = k_cache.shape[1:3]
     batch = context_lens.shape[0]
