@@ -70,6 +70,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tokens_that_fit=self.memory.tokens_that_fit,
+            merges=config.merge_steps,
         )
         self.executor = Executor(model, self.arena.kv_layers(), config.block_size, self.memory)
         run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
