@@ -87,6 +87,9 @@ class EngineConfig:
         "where the activations of a prefill lie: in the free tail of the KV pool, or set apart",
         ("tail", "separate"),
     )
+    merge_steps: bool = option(
+        True, "prefill and decode in the same steps; off: in steps of their own, for comparisons"
+    )
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
     context_policy: str = option(
         "full",

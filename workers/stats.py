@@ -37,6 +37,8 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
+    block_size: int = 0  # tokens
+    max_num_seqs: int = 0
     num_live_blocks: int = 0
     num_cached_blocks: int = 0
     num_saved_bytes: int = 0  # by lending the tail of the pool to the activations of a step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.moe import gated_mlp, moe_mlp
+from penstock.kernels.moe import gated_mlp, moe_mlp, pack_experts
 from penstock.kernels.quant import Int8Rows
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Mlp
@@ -33,7 +33,7 @@ class MoeMlp:
         shared: Mlp | None,
     ):
         self.router = router
-        self.experts = experts
+        self.experts = pack_experts(experts)
         self.shared = shared
         self.num_experts = config.num_experts
         self.top_k = config.num_experts_per_token
