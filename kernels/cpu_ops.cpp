@@ -10,6 +10,7 @@
 
 #include "cpu_decode.h"
 #include "cpu_linear.h"
+#include "cpu_linear_codes.h"
 #include "cpu_linear_int8.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
@@ -27,6 +28,7 @@
 OPERATOR(pack, PackArgs)
 OPERATOR(linear, LinearArgs)
 OPERATOR(linear_int8, Int8LinearArgs)
+OPERATOR(linear_codes, CodesLinearArgs)
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
@@ -38,5 +40,6 @@ OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 
 EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
+EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }
