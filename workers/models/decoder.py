@@ -13,8 +13,9 @@ from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.rowwise import rms_norm
+from penstock.workers.memory import KvLayer
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import Attention, AttentionInputs, KvLayer, Mlp
+from penstock.workers.models.layers import Attention, AttentionInputs, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
 from penstock.workers.workspace import Workspace, activation_plan
@@ -59,17 +60,15 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         inputs: AttentionInputs,
-        kv_layers: Sequence[tuple[Tensor, Tensor]],
+        kv_layers: Sequence[KvLayer],
         workspace: Workspace | None = None,
-        scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
-        Writes K and V of all rows into `kv_layers` (one (K, V) pair of views a layer, of this
-        decoder's dtype) and reads the rest of each context from there. All that is as large as the
+        Writes K and V of all rows into `kv_layers` (one a layer, of this decoder's dtype or
+        quantised) and reads the rest of each context from there. All that is as large as the
         result, and the result itself, lies in `workspace` of T rows (by default in a fresh one).
-        `scratch`: K and V of the blocks whose ids come after those of `kv_layers`; every layer
-        overwrites what the one before it left.
+        Every layer overwrites what the one before it left in scratch blocks.
         """
         eps, ws, rolling = self.config.rms_norm_eps, workspace, inputs.rolling
         if ws is None:
@@ -81,10 +80,8 @@ class Decoder:
             )
         hidden = torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
         x = rms_norm(hidden, self.layers[0].input_norm, eps, out=ws.normed)
-        for layer, next_norm, (k_cache, v_cache) in zip(
-            self.layers, self._next_norms, kv_layers, strict=True
-        ):
-            y = layer.attention(x, ws, inputs, KvLayer(k_cache, v_cache, scratch))
+        for layer, next_norm, cache in zip(self.layers, self._next_norms, kv_layers, strict=True):
+            y = layer.attention(x, ws, inputs, cache)
             rms_norm(y, layer.post_attention_norm, eps, residual=hidden, out=x, total=hidden)
             y = layer.mlp(x, ws)
             rms_norm(y, next_norm, eps, residual=hidden, out=x, total=hidden)
