@@ -29,7 +29,8 @@ def run_ablate(args: argparse.Namespace) -> int:
     """`penstock bench ablate`; the exit status. Raises ConfigError, or LoadError."""
     import torch  # takes seconds, and `serve` does without
 
-    from penstock.workers.models.loader import load_model, resolve_model
+    from penstock.workers.models.folder import resolve_model
+    from penstock.workers.models.loader import load_model
     from penstock.workers.tokenizer import Tokenizer
 
     jobs = jobs_of(args)
