@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton_compiles import SHARED_BYTES, compile_for
 
 from penstock.kernels import matmul_triton_kernels as matmul
+from penstock.kernels import moe_triton, sampling_triton
 from penstock.kernels import rowwise_quant_triton as rows
 from penstock.kernels.matmul_tiles import choose_tiles
 
@@ -50,6 +51,16 @@ KERNELS = {
     "reduce routed": (
         matmul._reduce_kernel, CODES | {"partial_ptr": "i32"} | ROUTED,
         REDUCE_SIZES | {"FORMAT": "int8"}, 4, 3,
+    ),
+    "place": (
+        moe_triton._place_kernel,
+        {"ids_ptr": "i64", "places_ptr": "i64", "tokens_ptr": "i32", "starts_ptr": "i32"},
+        {"QUERIES": 64, "ROUTES": 128}, 4, 3,
+    ),
+    "sample": (
+        sampling_triton._sample_kernel,
+        {"logits_ptr": "fp32", "parameters_ptr": "fp64", "scratch_ptr": "fp32", "ids_ptr": "i64"},
+        {"TILE": 2048, "TILES": 64, "FILTERED": True}, 16, 1,
     ),
     "norm": (rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | {"ADD": True}, 8, 3),
     "silu_mul": (
