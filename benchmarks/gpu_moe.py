@@ -36,10 +36,9 @@ def check_grouped(dtype: torch.dtype) -> Triples:
             out = torch.empty(2 * num_tokens, num_outputs, dtype=dtype, device=DEVICE)
             values, scales = matmul_triton.activations(x, weights[0])
             moe_triton.grouped_linear(values, scales, table, routes.starts, out, 0, routes.tokens)
-            want = torch.cat([
-                matmul_triton.linear(x[routes.tokens[low:high].long()], weights[e])
-                for e, (low, high) in enumerate(zip(routes.starts.tolist(), routes.starts[1:].tolist()))
-            ])  # fmt: skip
+            sizes = routes.starts.diff().tolist()
+            rows = x[routes.tokens.long()].split(sizes)
+            want = torch.cat([matmul_triton.linear(*pair) for pair in zip(rows, weights)])
             yield f"{format} {num_tokens} tokens", out, want
 
 

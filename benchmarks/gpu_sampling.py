@@ -47,11 +47,10 @@ def works(tiny: bool) -> Iterator[Work]:
     for num_rows, vocab in ((1, 600), (3, 600)) if tiny else ((1, 128256), (64, 128256)):
         logits = torch.randn(num_rows, vocab, device=DEVICE) * 3
         for name in FILTERS:
+            rows = rows_of(num_rows, name)
             yield Work(
                 "sample",
                 f"{name}, {num_rows} x {vocab}",
-                lambda logits=logits, rows=rows_of(num_rows, name): sampling_triton.sample(
-                    logits, rows
-                ),
+                lambda logits=logits, rows=rows: sampling_triton.sample(logits, rows),
                 4 * logits.numel(),
             )

@@ -4,9 +4,9 @@
 // unsigned by signed, and 128 times the sum of a row's codes is taken off again. int32 wraps, so that
 // only the true sum has to fit: K <= 133,000.
 //
-// Without VNNI the products of two neighbours are added in int16, which holds them if the two codes of
-// x are at most 128 together. Few are more. From those 64 is left in the pair, and the rest is
-// multiplied apart: three instructions for 64 products where exact int16 arithmetic takes four.
+// Without VNNI the products of two neighbours are added in int16, which holds them unless the two codes
+// of x add up to more than 128 either way. Few do. At most 64 of each is left in such a pair, and the
+// rest is multiplied apart: three instructions for 64 products where exact int16 sums take four.
 
 #pragma once
 
@@ -88,12 +88,12 @@ struct Int8Block {
     }
 };
 
-// Leaves at most 128 in each pair of codes; what is taken away is returned.
+// Leaves pairs of codes that int16 holds, times 255; what is taken away is returned.
 INLINE int32_t split_pairs(int32_t& quad) {
     int8_t kept[4], taken[4] = {};
     std::memcpy(kept, &quad, 4);
     for (int i = 0; i < 4; i += 2)
-        if (std::abs(kept[i]) + std::abs(kept[i + 1]) > 128)
+        if (std::abs(kept[i] + kept[i + 1]) > 128)
             for (int j = i; j < i + 2; ++j) {
                 const int8_t bounded = std::clamp<int8_t>(kept[j], -64, 64);
                 taken[j] = kept[j] - bounded;

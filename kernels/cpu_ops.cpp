@@ -36,6 +36,7 @@ OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 
 EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {

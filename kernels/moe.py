@@ -92,16 +92,24 @@ def moe_mlp(
 
 
 def gated_mlp(
-    x: Tensor, gate_up: PackedLinear, down: PackedLinear, inner: Tensor, out: Tensor
+    x: Tensor | Int8Rows,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    inner: Tensor,
+    out: Tensor,
+    *,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
+    `scales` fp32, T elements: for those of that product where `down` is int8, and `x` may have its
+    own there.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
     if down.format == "int8":
-        return linear(silu_mul_int8(both, out=Int8Rows.inside(gate)), down, out=out)
+        return linear(silu_mul_int8(both, out=Int8Rows.inside(gate, scales)), down, out=out)
     return linear(silu_mul(both, out=gate), down, out=out)
 
 
