@@ -14,7 +14,9 @@ from kernel_cases import assert_close
 from triton_interpreter import DEVICE, HALF
 
 from penstock.kernels import (
+    matmul,
     matmul_triton,
+    moe,
     moe_triton,
     quant,
     rowwise_quant_triton,
@@ -136,7 +138,8 @@ def test_rows_that_are_quantised_already():
     quantized, x = make_weight("int8", 20, 96), torch.randn(3, 96).to(DEVICE, HALF)
     packed = matmul_triton.pack(quantized)
     rows = Int8Rows(*(part.to(DEVICE) for part in quant.quantize_rows_int8(x.cpu())), x.dtype)
-    assert torch.equal(matmul_triton.linear(rows, packed), matmul_triton.linear(x, packed))
+    outer = PackedLinear(packed, None, 96, 20, packed.num_bytes, "int8", "triton")
+    assert torch.equal(matmul.linear(rows, outer), matmul_triton.linear(x, packed))
     with pytest.raises(ValueError, match="nf4 weights"):
         matmul_triton.linear(rows, matmul_triton.pack(make_weight("nf4", 20, 96)))
     assert matmul_triton.linear(x[:0], packed).shape == (0, 20)
@@ -198,7 +201,11 @@ def test_routed_experts(format, dtype, num_inner):
         for _ in range(num_experts)
     ]
     experts = [[packed_expert(format, weight) for weight in pair] for pair in weights]
-    table = moe_triton.expert_table([(gate_up[0], down[0]) for gate_up, down in experts])
+    packed = moe.GroupedExperts((gate_up[0], down[0]) for gate_up, down in experts)
+    if format == "plain":  # on a CPU these would stay as they are
+        packed.table = moe_triton.expert_table(packed)
+    else:
+        packed = moe.pack_experts(packed)
     x, gains = torch.randn(num_tokens, dim).to(DEVICE, dtype), torch.rand(num_tokens, 2).to(DEVICE)
     ids = torch.stack([torch.randperm(num_experts)[:2] for _ in range(num_tokens)]).to(DEVICE)
     ids[ids == 1] = 0
@@ -210,7 +217,7 @@ def test_routed_experts(format, dtype, num_inner):
         want[token] += gains[token, expert] * one_linear(product, down, of[1][1])[0].float()
     grouped = torch.full((2 * num_tokens, dim), math.nan).to(DEVICE, dtype)
     memory = torch.full((num_inner, 2 * inner), math.nan).to(DEVICE, dtype)
-    y = moe_triton.moe_mlp(x, ids, gains, table, grouped, memory, x)
+    y = moe.moe_mlp(x, ids, gains, packed, grouped=grouped, inner=memory, out=x)
     assert y is x
     assert_close(y, want.to(dtype))
 
