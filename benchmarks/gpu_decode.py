@@ -1,6 +1,6 @@
 """Decode of a Llama-3-8B-shaped random model: our engine against transformers' `generate`.
 
-    python benchmarks/gpu_decode.py [--weights bf16 int8] [--batch 32] [--tiny] [--json PATH]
+    python benchmarks/gpu_decode.py [--weights bf16 int8] [--kv auto] [--batch 32] [--tiny]
 
 One process, one device, shapes alike and weights random (each side draws its own), bf16, greedy,
 ends of sequence ignored. Prompts are all as long as each other, so that transformers pads nothing.
@@ -48,21 +48,18 @@ class Figures:
     def decode_tokens_per_s(self) -> float:
         return self.num_sequences * (self.num_new - 1) / (self.total_s - self.first_s)
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_sequences * self.num_new / self.total_s
-
 
 def shape_of(tiny: bool) -> transformers.LlamaConfig:
-    sizes = (
-        dict(hidden_size=128, num_hidden_layers=2, intermediate_size=448, vocab_size=1024)
-        if tiny
-        else dict(hidden_size=4096, num_hidden_layers=32, intermediate_size=14336, vocab_size=128256)
-    )  # fmt: skip
+    heads, hidden, inner, layers, vocab = (
+        (8, 128, 448, 2, 1024) if tiny else (32, 4096, 14336, 32, 128256)
+    )
     return transformers.LlamaConfig(
-        **sizes,
-        num_attention_heads=sizes["hidden_size"] // (16 if tiny else 128),
-        num_key_value_heads=8 if not tiny else 2,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        vocab_size=vocab,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
         max_position_embeddings=8192,
         rope_theta=500000.0,
         eos_token_id=None,
@@ -97,7 +94,7 @@ def time_transformers(
 
 def time_engine(
     shape: transformers.LlamaConfig, device: str, prompts: Prompts, num_new: int, runs: int,
-    weights: str,
+    weights: str, kv: str,
 ) -> Figures:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
@@ -108,6 +105,7 @@ def time_engine(
         max_num_seqs=len(prompts),
         max_model_len=len(prompts[0]) + num_new,
         prefix_cache=False,
+        **({} if kv == "auto" else {"kv": kv}),
         **({} if device == "cuda" else {"kv_cache_gb": 0.25}),
     )
     engine = Engine(config, model)
@@ -115,7 +113,7 @@ def time_engine(
     timed = [_drain(engine, prompts, num_new) for _ in range(runs)]
     engine.close()
     first, total = (statistics.median(each) for each in zip(*timed, strict=True))
-    return Figures(f"penstock {weights}", first, total, len(prompts), num_new)
+    return Figures(f"penstock {weights}, kv {kv}", first, total, len(prompts), num_new)
 
 
 def _drain(engine: Engine, prompts: Prompts, num_new: int) -> tuple[float, float]:
@@ -143,6 +141,7 @@ def wait(device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", nargs="+", default=["bf16", "int8"])
+    parser.add_argument("--kv", default="auto", help="number format of the KV cache")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--new", type=int, default=128, metavar="TOKENS")
@@ -157,12 +156,14 @@ def main() -> None:
         )
     transformers.logging.set_verbosity_error()
     shape, rng = shape_of(given.tiny), random.Random(0)
-    prompts = [[rng.randrange(shape.vocab_size) for _ in range(given.prompt)] for _ in range(given.batch)]  # fmt: skip
+    prompts = [
+        [rng.randrange(shape.vocab_size) for _ in range(given.prompt)] for _ in range(given.batch)
+    ]
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU (nothing is claimed)"
     print(
         f"{name}: batch {given.batch}, {given.prompt} + {given.new} tokens, median of {given.runs}"
     )
-    print(f"{'':<22}{'first s':>9}{'total s':>9}{'decode tok/s':>14}{'ratio':>8}{'ms a step':>11}")
+    print(f"{'':<26}{'first s':>9}{'total s':>9}{'decode tok/s':>14}{'ratio':>8}{'ms a step':>11}")
     base = time_transformers(shape, device, prompts, given.new, given.runs)
     found = [base]
     show(base, base)
@@ -170,20 +171,18 @@ def main() -> None:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        found.append(time_engine(shape, device, prompts, given.new, given.runs, weights))
+        figures = time_engine(shape, device, prompts, given.new, given.runs, weights, given.kv)
+        found.append(figures)
         show(found[-1], base)
     if given.json:
-        rows = [
-            asdict(f) | {"decode_tokens_per_s": f.decode_tokens_per_s, "tokens_per_s": f.tokens_per_s}
-            for f in found
-        ]  # fmt: skip
+        rows = [asdict(f) | {"decode_tokens_per_s": f.decode_tokens_per_s} for f in found]
         given.json.write_text(json.dumps({"device": name, "engines": rows}, indent=1) + "\n")
 
 
 def show(figures: Figures, base: Figures) -> None:
     rate = figures.decode_tokens_per_s
     print(
-        f"{figures.name:<22}{figures.first_s:>9.3f}{figures.total_s:>9.3f}{rate:>14.1f}"
+        f"{figures.name:<26}{figures.first_s:>9.3f}{figures.total_s:>9.3f}{rate:>14.1f}"
         f"{rate / base.decode_tokens_per_s:>8.2f}{1e3 * figures.num_sequences / rate:>11.2f}",
         flush=True,
     )
