@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "cpu_codes.h"
+#include "cpu_weight_codes.h"
 #include "cpu_quantize.h"
 #include "cpu_tiling.h"
 

@@ -6,7 +6,8 @@
 // - A row's result has one order of summation, whatever the other rows are and however many threads
 //   share the work: reductions are written out with explicit vectors, and work is cut at absolute
 //   positions, never by batch size or thread count.
-// - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements.
+// - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements. A KV cache
+//   may be of codes and fp16 scales (cpu_codes.h).
 
 #include "cpu_decode.h"
 #include "cpu_linear.h"
@@ -15,6 +16,7 @@
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
 #include "cpu_sampling.h"
+#include "cpu_write.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define OPERATOR(name, Args)                       \
@@ -39,6 +41,12 @@ OPERATOR(silu_mul, SiluMulArgs)
 OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 
+EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
+    if (args->write.dtype == 0)
+        rope_write_kv<float>(*args);
+    else
+        rope_write_kv<bf16>(*args);
+}
 EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
 EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }

@@ -21,6 +21,8 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+// One copy of what would else be compiled hundreds of times.
+#define RARELY inline __attribute__((noinline, cold))
 #define UNROLL _Pragma("GCC unroll 16")  // or accumulators live in memory, not in registers
 
 #if defined(__AVX512F__)
@@ -70,13 +72,13 @@ INLINE void store(bf16* p, vf v) {
     std::memcpy(p, &h, sizeof h);
 }
 template <class T>
-INLINE vf load_partial(const T* p, int64_t n) {  // lanes from n on are 0, and not read
+RARELY vf load_partial(const T* p, int64_t n) {  // lanes from n on are 0, and not read
     T lanes[W] = {};
     std::memcpy(lanes, p, n * sizeof(T));
     return load(lanes);
 }
 template <class T>
-INLINE void store_partial(T* p, vf v, int64_t n) {
+RARELY void store_partial(T* p, vf v, int64_t n) {
     T lanes[W];
     store(lanes, v);
     std::memcpy(p, lanes, n * sizeof(T));

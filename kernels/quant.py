@@ -74,14 +74,17 @@ class Int8Rows:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def inside(cls, memory: Tensor) -> Int8Rows:
+    def inside(cls, memory: Tensor, scales: Tensor | None = None) -> Int8Rows:
         """Rows to be filled, whose codes lie at the start of each row of `memory` [M, K].
 
         `memory` may hold what they will be made of: `rowwise` reads a value before it writes there.
+        `scales` fp32, M elements in a row; by default they are new.
         """
         codes = memory.view(torch.int8)[:, : memory.shape[1]]
-        scales = torch.empty(memory.shape[0], dtype=torch.float32, device=memory.device)
-        return cls(codes, scales, memory.dtype)
+        if scales is None:
+            num_rows, fp32 = memory.shape[0], torch.float32
+            scales = torch.empty(num_rows, dtype=fp32, device=memory.device)
+        return cls(codes, scales.view(-1), memory.dtype)
 
     @property
     def shape(self) -> torch.Size:

@@ -92,6 +92,10 @@ def rms_norm_int8(
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if out is None:
         out = _new_rows(x, x.shape[1])
+    if x.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        return rowwise_quant_triton.rms_norm_int8(x, weight, eps, residual, out, total)
     lib = native.usable(x)
     if lib is not None:
         _native_rms_norm(lib, x, weight, eps, residual, out, total)
@@ -110,6 +114,10 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     assert gate_up.stride(-1) == 1
     if out is None:
         out = _new_rows(gate_up, gate_up.shape[1] // 2)
+    if gate_up.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        return rowwise_quant_triton.silu_mul_int8(gate_up, out)
     lib = native.usable(gate_up)
     if lib is not None:
         _native_silu_mul(lib, gate_up, out)
@@ -121,6 +129,11 @@ def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     """The rows of `x` [T, D] as `quantize_rows_int8` makes them, for linears that share them."""
     if out is None:
         out = _new_rows(x, x.shape[1])
+    if x.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        rowwise_quant_triton.quantize_rows(x, out.codes, out.scales)
+        return out
     lib = native.usable(x)
     if lib is None:
         return _quantize(x, out)
