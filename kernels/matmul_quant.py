@@ -85,7 +85,13 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
 
 
 def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None) -> Tensor:
-    """What `matmul.linear` promises, for fp32 and bf16."""
+    """What `matmul.linear` promises; fp16 by way of fp32."""
+    if x.dtype not in native.DTYPES:
+        if isinstance(x, Int8Rows):
+            y = native_linear(Int8Rows(x.codes, x.scales), weight, None)
+        else:
+            y = native_linear(x.float(), weight, None)
+        return y.to(x.dtype) if out is None else out.copy_(y)
     rows = x.codes if isinstance(x, Int8Rows) else x
     if rows.stride(1) != 1:
         rows = rows.contiguous()

@@ -131,6 +131,20 @@ def test_int8_rows_are_taken_as_they_are(cpu_path, dtype):
     assert y.dtype == dtype and torch.equal(y, linear(x, packed))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_fp16(cpu_path, format):
+    quantized, bias = quantized_weight(format, 40, 129), torch.randn(40).half()
+    packed = pack_as(cpu_path, quantized, bias)
+    x = torch.randn(5, 129).half()
+    truth = quant.linear_reference(x, quantized, bias)
+    torch.testing.assert_close(linear(x, packed), truth, rtol=2e-3, atol=2e-3)
+    if format == "int8":
+        rows = rowwise.quantize_int8(x)
+        out = torch.empty(5, 40, dtype=torch.float16)
+        assert linear(rows, packed, out=out) is out
+        assert torch.equal(out, linear(x, packed))
+
+
 def test_int8_rows_want_int8_weights(cpu_path):
     packed = pack_as(cpu_path, quantized_weight("int4", 8, 16), None)
     with pytest.raises(AssertionError, match="int4"):
