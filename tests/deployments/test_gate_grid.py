@@ -74,9 +74,9 @@ def test_of_many_workers_the_least_loaded_are_looked_at():
     new = demand("new")
     for _ in range(4):  # each one that goes there makes it less attractive
         name = choice.near(new)[0]
-        ledgers[name].lease(demand(f"x{name}"), 1e9)
+        ledgers[name].lease(new, 1e9)
         choice.grant(name, new.candidate(16))
-        new = demand("new")
+        new = demand(f"new{_}")
     assert len(Choice({"a": ledgers["w1"]}, GateSettings(), 0.0).near(new)) == 1
 
 
