@@ -120,9 +120,39 @@ class Gate:
             text = "the queue is full, and its tenant has the most waiting"
             later = sum(leaves.predicted_wait)
             self._displaced.append(self._refuse(leaves, "displaced", text, later))
-        entry.predicted_wait = (fixed, ahead)
+        entry.predicted_wait, entry.told_s = (fixed, ahead), wait
         self.queue.add(entry)
         return None
+
+    def entered(
+        self,
+        request: GateRequest,
+        law: LengthDistribution,
+        worker: str,
+        now: float,
+        *,
+        holding: LengthDistribution | None = None,
+    ) -> None:
+        """A request that went in without asking, as it was allowed to: the books hear of it."""
+        name, ledger = request.request_id, self.ledgers.get(worker)
+        if ledger is None or name in self.queue or name in self._admitted:
+            return
+        demand = Demand(
+            name, request.prompt_tokens, holding or law, self._dice(name), request.ceiling
+        )
+        entry = self._entry(request, demand, law, now)
+        ledger.withdraw(name)  # a report was faster, and knows less
+        ledger.lease(demand, now + self.settings.lease_s)
+        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
+        self._admitted[name] = (worker, entry)
+
+    def is_admitted(self, request_id: str) -> bool:
+        """Whether it has a ticket or a pass, and its end is not known yet."""
+        return request_id in self._admitted
+
+    def spare(self) -> dict[str, tuple[int, int]]:
+        """By worker: tokens and slots that nobody will need, however long all answers become."""
+        return {name: each.spare() for name, each in self.ledgers.items()}
 
     def cancel(self, request_id: str, now: float) -> bool:
         """The client left; True if it waited (a running one ends with `completed`)."""
@@ -186,7 +216,9 @@ class Gate:
             for name in ledger.expire(now):
                 _, entry = self._admitted.pop(name)
                 self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
-        if self.ledgers:
+        if not len(self.queue):
+            self._first_fits_at = None
+        elif self.ledgers:
             outcomes.extend(self._admit(now))
         return outcomes
 
@@ -306,7 +338,8 @@ class Gate:
         if ahead > 0:
             ratio = min(max((waited - fixed) / ahead, 0.1), 10.0)
             self.wait_factor += Gate.STEP * (ratio - self.wait_factor)
-        return Ticket(entry.request_id, worker, ledger.spec.epoch, waited, until)
+        epoch = ledger.spec.epoch
+        return Ticket(entry.request_id, worker, epoch, waited, until, entry.told_s)
 
     def _explain_first(self, entry: Waiting, rooms: Choice, now: float) -> Wait:
         waited = now - entry.arrived

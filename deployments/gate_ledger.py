@@ -258,6 +258,17 @@ class Ledger:
             counts[i] = max(min(each.generated + steps, limit - 1), each.generated)
         return counts
 
+    def spare(self) -> tuple[int, int]:
+        """Tokens and slots that stay free even if each answer becomes as long as it may."""
+        size, limit = self.spec.block_size, int((1.0 - self.headroom.share) * self.spec.capacity)
+        for each in self._held.values():
+            demand = each.demand
+            if demand.law.max_tokens is None and demand.ceiling is None:
+                return 0, 0  # nobody knows
+            limit -= demand.longest(size) + size
+        slots = self.spec.slots - len(self._held)
+        return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
+
     @property
     def has_slots(self) -> bool:
         return self.is_open and len(self._held) < self.spec.slots

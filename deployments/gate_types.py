@@ -70,6 +70,7 @@ class Ticket:
     epoch: str
     waited_s: float
     lease_until: float
+    predicted_s: float = 0.0  # that it would wait, as it was thought when it came
 
 
 @dataclass(frozen=True, slots=True)
