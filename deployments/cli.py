@@ -58,6 +58,9 @@ GROUPS = {
         *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
     ),
+    "experts of a mixture-of-experts model": (
+        *("expert_cache_gb", "expert_prefetch", "expert_store_dir", "moe_mode"),
+    ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
 }
 

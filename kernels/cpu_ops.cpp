@@ -9,6 +9,7 @@
 // - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements.
 
 #include "cpu_decode.h"
+#include "cpu_experts.h"
 #include "cpu_linear.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
@@ -33,6 +34,7 @@ OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
 OPERATOR(combine, CombineArgs)
+OPERATOR(unpack_neurons, UnpackArgs)
 
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }

@@ -37,7 +37,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 FUNCTIONS = (
     "pack", "linear", "write_kv", "decode", "prefill", "rms_norm", "rope", "rope_to", "silu_mul",
-    "combine", "sample",
+    "combine", "unpack_neurons", "sample",
 )  # fmt: skip
 
 

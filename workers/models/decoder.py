@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.rowwise import rms_norm
+from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Attention, AttentionInputs, KvLayer, Mlp
 from penstock.workers.models.moe import MoeMlp
@@ -40,6 +41,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         lm_head: PackedLinear,
+        routed: RoutedExperts | None = None,
     ):
         self.config = config
         self.dtype = embedding.dtype
@@ -48,6 +50,7 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
+        self.routed = routed  # where experts come out of a cache
         self.plan = activation_plan(config, self.dtype)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normed by whoever comes next.

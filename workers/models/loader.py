@@ -18,10 +18,17 @@ from tqdm import tqdm
 
 from penstock.kernels.matmul import PackedLinear, pack_linear
 from penstock.workers.config import ConfigError
+from penstock.workers.experts.predictor import RoutedLayer
+from penstock.workers.experts.routed import (
+    CachedExperts,
+    ExpertSettings,
+    RoutedExperts,
+    open_experts,
+)
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.checkpoint import StoredTensor, open_checkpoint
+from penstock.workers.models.checkpoint import StoredTensor, find_tensor, open_checkpoint
 from penstock.workers.models.decoder import Decoder, DecoderLayer
-from penstock.workers.models.folder import LoadError, resolve_model
+from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
 
@@ -42,13 +49,19 @@ class WeightSource(Protocol):
 
 
 def load_model(
-    path_or_id: str | Path, *, weights: str = "auto", device: str = "cpu", progress: bool = True
+    path_or_id: str | Path,
+    *,
+    weights: str = "auto",
+    device: str = "cpu",
+    progress: bool = True,
+    experts: ExpertSettings | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
 
     `weights`: "fp32", "bf16", or "auto" (as the checkpoint, but fp16 becomes bf16 or fp32 on a
-    CPU). With `progress`, a bar of bytes on stderr. Raises ConfigError for an unusable config and
-    LoadError, naming file and tensor, for weights that do not match it.
+    CPU). With `progress`, a bar of bytes on stderr. With `experts`, routed experts stay in host
+    memory behind a cache, which `Decoder.routed.close` ends. Raises ConfigError for an unusable
+    config and LoadError, naming file and tensor, for weights that do not match it.
     """
     folder = resolve_model(str(path_or_id))
     config = ModelConfig.from_pretrained(folder)
@@ -56,6 +69,9 @@ def load_model(
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
     config = _with_dtype(config, weights, torch.device(device))
+    routed, in_arena = None, set[str]()
+    if experts is not None:
+        routed, in_arena = open_experts(experts, folder, config, tensors, torch.device(device))
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(
         total=total,
@@ -66,9 +82,9 @@ def load_model(
         disable=not progress,
     ) as bar:
         source = CheckpointWeights(folder, tensors, config.dtype, device, bar.update)
-        decoder = build_decoder(config, source)
+        decoder = build_decoder(config, source, routed)
         bar.update(total - bar.n)
-    source.warn_of_unused()
+    source.warn_of_unused(in_arena)
     return decoder
 
 
@@ -103,22 +119,15 @@ class CheckpointWeights:
         return name in self.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise LoadError(f"{self.folder}: tensor {name!r} is missing from the checkpoint")
-        if stored.shape != shape:
-            raise LoadError(
-                f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-                f"implies {list(shape)}"
-            )
+        stored = find_tensor(self.tensors, self.folder, name, shape)
         tensor = stored.read().to(device=self.device, dtype=self.dtype)
         self._taken.add(name)
         self._on_bytes(stored.num_bytes)
         return tensor
 
-    def warn_of_unused(self) -> None:
-        """Log tensors that nobody took, except those that are known to be of no use."""
-        unused = [n for n in self.tensors if n not in self._taken]
+    def warn_of_unused(self, elsewhere: set[str]) -> None:
+        """Log tensors that nobody took, here or `elsewhere`, except those known to be of no use."""
+        unused = [n for n in self.tensors if n not in self._taken and n not in elsewhere]
         unused = [n for n in unused if not n.endswith(IGNORED_SUFFIXES)]
         if unused:
             some = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
@@ -144,8 +153,13 @@ class RandomWeights:
         return tensor.normal_(0.0, 0.02, generator=self._generator)
 
 
-def build_decoder(config: ModelConfig, source: WeightSource) -> Decoder:
-    """Take every weight that `config` implies from `source`, fuse, pack."""
+def build_decoder(
+    config: ModelConfig, source: WeightSource, routed: RoutedExperts | None = None
+) -> Decoder:
+    """Take every weight that `config` implies from `source`, fuse, pack.
+
+    With `routed`, the experts of MoE layers are its own, and not taken.
+    """
     vocab, hidden = config.vocab_size, config.hidden_size
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     if config.tie_word_embeddings:
@@ -155,19 +169,29 @@ def build_decoder(config: ModelConfig, source: WeightSource) -> Decoder:
     head = source.take(names[1], vocab, hidden) if len(names) > 1 else embedding
     if head is not embedding and torch.equal(head, embedding):
         head = embedding  # one copy where the packed form can share it
-    layers = [_layer(config, source, index) for index in range(config.num_layers)]
+    layers = [_layer(config, source, index, routed) for index in range(config.num_layers)]
+    if routed is not None:
+        routed.look_ahead_by(
+            [
+                RoutedLayer(index, layer.post_attention_norm, layer.mlp.choose)
+                for index, layer in enumerate(layers)
+                if isinstance(layer.mlp, MoeMlp)
+            ]
+        )
     final_norm = source.take("model.norm.weight", hidden)
-    return Decoder(config, embedding, layers, final_norm, pack_linear(head, None))
+    return Decoder(config, embedding, layers, final_norm, pack_linear(head, None), routed)
 
 
-def _layer(config: ModelConfig, source: WeightSource, index: int) -> DecoderLayer:
+def _layer(
+    config: ModelConfig, source: WeightSource, index: int, routed: RoutedExperts | None
+) -> DecoderLayer:
     name, hidden = f"model.layers.{index}", config.hidden_size
     return DecoderLayer(
         input_norm=source.take(f"{name}.input_layernorm.weight", hidden),
         attention=_attention(config, source, index, f"{name}.self_attn"),
         post_attention_norm=source.take(f"{name}.post_attention_layernorm.weight", hidden),
         mlp=(
-            _moe(config, source, name)
+            _moe(config, source, name, None if routed is None else routed.layer(index))
             if config.moe_layers[index]
             else _mlp(source, f"{name}.mlp", hidden, config.intermediate_size, config.mlp_bias)
         ),
@@ -198,7 +222,9 @@ def _mlp(source: WeightSource, name: str, hidden: int, inner: int, bias: bool = 
     )
 
 
-def _moe(config: ModelConfig, source: WeightSource, layer: str) -> MoeMlp:
+def _moe(
+    config: ModelConfig, source: WeightSource, layer: str, cached: CachedExperts | None
+) -> MoeMlp:
     name, hidden = f"{layer}.mlp", config.hidden_size
     if f"{layer}.block_sparse_moe.gate.weight" in source:  # Mixtral, as published
         name = f"{layer}.block_sparse_moe"
@@ -208,7 +234,8 @@ def _moe(config: ModelConfig, source: WeightSource, layer: str) -> MoeMlp:
         inner = config.shared_expert_intermediate_size
         shared = _mlp(source, f"{name}.shared_expert", hidden, inner)
     packed_router = _fused(source, router, hidden)
-    return MoeMlp(config, packed_router, _experts(config, source, f"{name}.experts"), shared)
+    experts = _experts(config, source, f"{name}.experts") if cached is None else cached
+    return MoeMlp(config, packed_router, experts, shared)
 
 
 def _experts(
