@@ -219,7 +219,7 @@ def test_a_checkpoint_that_does_not_match_its_config(tmp_path):
 
 
 def test_bounded_memory(tmp_path):
-    """Writing holds a few experts at a time, not the model (tensors as they come are not counted)."""
+    """Writing holds a few experts at a time, not the model (what torch allocates is not seen)."""
     experts = experts_of(make_checkpoint("mixtral"))
     one = 3 * 64 * 112 * 4
     seen: list[int] = []
