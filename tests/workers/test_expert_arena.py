@@ -14,8 +14,9 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-from penstock.workers.experts.arena import DTYPES, Arena, CorruptedExpert, Manifest
+from penstock.workers.experts.arena import Arena, CorruptedExpert, Manifest
 from penstock.workers.experts.writer import (
+    DTYPES,
     CheckpointExperts,
     manifest_path,
     read_manifest,

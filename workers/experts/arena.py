@@ -3,7 +3,7 @@
 An expert is a block of neuron rows [Wg[j] | Wu[j] | Wd[:, j]], in the order of the neurons, and
 behind them a CRC-32 of each row; blocks begin on pages. The file lies in memory (/dev/shm), and
 every process of the node maps it read-only: one copy a node. Knows nothing of devices, slots, or
-how the file came to be (writer.py).
+how the file came to be (writer.py), and loads no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from penstock.workers.models.folder import LoadError
 
@@ -31,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
 NAMED_ROWS = 8  # of a damaged expert, in its error
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
 
 
 class CorruptedExpert(RuntimeError):
@@ -60,7 +59,7 @@ class Manifest:
     path: str
     epoch: int  # 1, 2, ...: of one store, one behind the other
     checkpoint: str  # what it was made from: `checkpoint_identity`
-    dtype: str  # a key of DTYPES
+    dtype: str  # a key of ITEM_BYTES
     hidden: int
     inner: int  # neurons of an expert
     num_experts: int  # of a layer
@@ -70,7 +69,7 @@ class Manifest:
 
     @property
     def row_bytes(self) -> int:
-        return 3 * self.hidden * DTYPES[self.dtype].itemsize
+        return 3 * self.hidden * ITEM_BYTES[self.dtype]
 
     def digests(self) -> dict[tuple[int, int], str]:
         return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
@@ -93,7 +92,7 @@ class Manifest:
 
     def check(self) -> None:
         """Raise LoadError unless each expert is there once, within the file."""
-        if self.dtype not in DTYPES:
+        if self.dtype not in ITEM_BYTES:
             raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
         wanted = {(layer, e) for layer in self.layers for e in range(self.num_experts)}
         if set(self.digests()) != wanted or len(self.entries) != len(wanted):

@@ -20,9 +20,10 @@ import torch
 from penstock.kernels.experts import expert_bytes
 from penstock.kernels.moe import Expert
 from penstock.workers.config import ConfigError
-from penstock.workers.experts.arena import DTYPES, Arena, Manifest
+from penstock.workers.experts.arena import Arena, Manifest
 from penstock.workers.experts.copier import CHUNK_BYTES, Copier
 from penstock.workers.experts.slots import Key, Load, Residence, Slot, SlotTable, make_slots
+from penstock.workers.experts.writer import DTYPES
 from penstock.workers.models.folder import LoadError
 
 log = logging.getLogger("penstock.experts")
@@ -70,7 +71,9 @@ class ExpertCache:
         self.dtype, self.device = dtype, device
         self.table = SlotTable(slots, share)
         self.counts = CacheCounts()
+        self.uses: dict[Key, int] = {}  # steps that needed an expert
         self.slot_bytes = slot_bytes(facts, dtype, device)
+        self._known = set(facts.digests())
         self._changed = threading.Condition()
         self._wishes: deque[Key] = deque()  # to prefetch as soon as there is room
         self._predicted: set[Key] = set()  # those and the others that were to be there next
@@ -122,12 +125,11 @@ class ExpertCache:
 
         Only warms the cache: nothing that is in use or on its way gives way to it.
         """
-        facts = self.manifest
         with self._changed:
             self._forget_wishes()
             for expert in experts:
                 key = layer, expert
-                if layer not in facts.layers or not 0 <= expert < facts.num_experts:
+                if key not in self._known:
                     continue
                 slot = self.table.get(key)
                 if slot is not None:
@@ -136,6 +138,13 @@ class ExpertCache:
                     self._wishes.append(key)
                 self._predicted.add(key)
             self._grant_wishes()
+
+    def warm(self, keys: Sequence[Key]) -> None:
+        """Fill free slots with these experts, the first ones first: before there is work."""
+        with self._changed:
+            for key in keys:
+                if key in self._known and self.table.get(key) is None and self.table.num_free:
+                    self._begin_prefetch(key, self.table.take(key))
 
     def use_source(self, arena: Arena) -> None:
         """Load from `arena` from now on; it must hold the same experts. Raises LoadError if not."""
@@ -188,6 +197,7 @@ class ExpertCache:
     def _count_lookups(self, layer: int, needed: Sequence[int]) -> None:
         counts, inner = self.counts, self.manifest.inner
         for expert in needed:
+            self.uses[layer, expert] = self.uses.get((layer, expert), 0) + 1
             found, slot = self.table.lookup((layer, expert))
             counts.num_hits += found is Residence.WHOLE
             counts.num_partial += found is Residence.PARTIAL
@@ -275,11 +285,14 @@ class ExpertCache:
                 if slot is None:
                     return
             self._wishes.popleft()
-            if slot.is_whole or slot.load is not None:
-                continue
-            slot.was_prefetched = True
-            self.counts.num_prefetched += 1
-            self.copier.submit(Load(slot, key, slot.missing(), is_demand=False))
+            if not slot.is_whole and slot.load is None:
+                self._begin_prefetch(key, slot)
+
+    def _begin_prefetch(self, key: Key, slot: Slot | None) -> None:
+        assert slot is not None
+        slot.was_prefetched = True
+        self.counts.num_prefetched += 1
+        self.copier.submit(Load(slot, key, slot.missing(), is_demand=False))
 
 
 def slot_bytes(manifest: Manifest, dtype: torch.dtype, device: torch.device) -> int:

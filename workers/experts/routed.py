@@ -16,19 +16,22 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.moe import Expert, Visit
-from penstock.workers.config import ConfigError
-from penstock.workers.experts.arena import DTYPES, Arena, Manifest
+from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.experts.arena import Arena, Manifest
 from penstock.workers.experts.cache import ExpertCache, slots_within
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
-from penstock.workers.experts.writer import CheckpointExperts, remove_arena, write_arena
+from penstock.workers.experts.writer import (
+    DTYPES,
+    CheckpointExperts,
+    remove_arena,
+    write_arena,
+)
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import StoredTensor
 from penstock.workers.models.folder import LoadError
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 log = logging.getLogger("penstock.experts")
-
-DEFAULT_FOLDER = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,21 @@ class ExpertSettings:
     num_slots: int | None = None
     prefetch: bool = True
     manifest: Manifest | None = None  # of the node's store; None: an arena of one's own
-    folder: str = DEFAULT_FOLDER  # where that is written
+    folder: str = "/dev/shm"  # where that is written
     is_fair: bool = True
     bytes_per_s: float | None = None  # imitates a slow link, for benchmarks and tests
+
+
+def settings_of(config: EngineConfig, manifest: Manifest | None = None) -> ExpertSettings | None:
+    """As configured; None where experts are like other weights."""
+    if config.expert_cache_gb is None:
+        return None
+    return ExpertSettings(
+        cache_gb=config.expert_cache_gb,
+        prefetch=config.expert_prefetch,
+        manifest=manifest,
+        folder=config.expert_store_dir,
+    )
 
 
 class RoutedExperts:
@@ -96,6 +111,11 @@ class RoutedExperts:
                 for layer, each in accuracy.items()
             ),
         )
+
+    def hottest(self, at_most: int) -> list[tuple[int, int, int]]:
+        """(layer, expert, steps that needed it), the most wanted first; from any thread."""
+        uses = sorted(self.cache.uses.copy().items(), key=lambda item: -item[1])
+        return [(*key, count) for key, count in uses[:at_most]]
 
     def close(self) -> None:
         self.cache.close()

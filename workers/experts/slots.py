@@ -92,6 +92,10 @@ class SlotTable:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def get(self, key: Key) -> Slot | None:
         return self._by_key.get(key)
 

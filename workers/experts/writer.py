@@ -17,7 +17,6 @@ from torch import Tensor
 
 from penstock.kernels.experts import neuron_rows
 from penstock.workers.experts.arena import (
-    DTYPES,
     Bytes,
     ExpertEntry,
     Manifest,
@@ -30,6 +29,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
 from penstock.workers.models.folder import LoadError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MANIFEST_SUFFIX = ".json"
 

@@ -63,12 +63,7 @@ def load_model(
     memory behind a cache, which `Decoder.routed.close` ends. Raises ConfigError for an unusable
     config and LoadError, naming file and tensor, for weights that do not match it.
     """
-    folder = resolve_model(str(path_or_id))
-    config = ModelConfig.from_pretrained(folder)
-    tensors = open_checkpoint(folder)
-    if config.dtype == "auto":
-        config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
-    config = _with_dtype(config, weights, torch.device(device))
+    folder, config, tensors = open_model(str(path_or_id), weights, device)
     routed, in_arena = None, set[str]()
     if experts is not None:
         routed, in_arena = open_experts(experts, folder, config, tensors, torch.device(device))
@@ -86,6 +81,21 @@ def load_model(
         bar.update(total - bar.n)
     source.warn_of_unused(in_arena)
     return decoder
+
+
+def open_model(
+    name: str, weights: str, device: str
+) -> tuple[Path, ModelConfig, dict[str, StoredTensor]]:
+    """Folder, shape and tensors of a model, with the dtype that it will compute in.
+
+    Reads no tensor. Raises as `load_model` does.
+    """
+    folder = resolve_model(name)
+    config = ModelConfig.from_pretrained(folder)
+    tensors = open_checkpoint(folder)
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
+    return folder, _with_dtype(config, weights, torch.device(device)), tensors
 
 
 def build_random(
