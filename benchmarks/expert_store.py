@@ -4,8 +4,8 @@ Three parts, each a table of OUT.txt, all figures in OUT.json:
 
 accuracy   Held-out text through the built-in MoE model: how many of the experts of each layer were
            foreseen from the layer before (P1: through the next layer's norm and router; P0: its
-           router on this layer's normed state). Beside it the experts of the previous token, and the
-           control: a layer's own router on its own state.
+           router on this layer's normed state). Beside it the experts of the token before, and
+           the control: a layer's own router on its own state.
 memory     Two processes that serve from one arena against two that each have one of their own, of a
            random model: resident memory as Linux counts shared pages (PSS).
 speed      Time of a decoded token, batch of one, over a link slowed down to a stated bandwidth, by
@@ -347,9 +347,13 @@ def report(found: dict[str, Any]) -> str:
     lines = [f"{found['machine']}", ""]
     if "accuracy" in found:
         lines += ["Experts of a layer that were foreseen, % (built-in MoE, held-out text)", ""]
-        lines.append(f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8}")
+        lines.append(
+            f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8}"
+        )
         for row in found["accuracy"]:
-            p1, p0 = (f"{100 * row[n]:7.1f}" if row[n] is not None else "      -" for n in ("P1", "P0"))
+            p1, p0 = (
+                f"{100 * row[n]:7.1f}" if row[n] is not None else "      -" for n in ("P1", "P0")
+            )
             lines.append(
                 f"{row['layer']:>5} {row['tokens']:>7} {p1} {p0} "
                 f"{100 * row['previous token']:>9.1f} {100 * row['control']:>8.1f}"

@@ -61,15 +61,16 @@ class WorkerReplica:
         self._store: StoreLink | None = None
         try:
             client = _store_client(config)
+            manifest = None if client is None else client.manifest()
             self._worker = Worker(
                 config.engine,
                 model_name=config.model_name,
                 host=host or ray.util.get_node_ip_address(),
                 announce=self._announce,
-                experts=None if client is None else client.manifest(),
+                experts=manifest,
             )
-            if client is not None:
-                self._store = StoreLink(client, self._worker)
+            if client is not None and manifest is not None:
+                self._store = StoreLink(client, self._worker, manifest.epoch)
                 self._store.warm()
         except Exception as error:
             self._registry.call_now("failed", _in_words("a worker", error))

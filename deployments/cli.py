@@ -94,6 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_complete(commands)
     add_bench(commands, _add_server_flags, run_serve=_bench_serve, run_offline=_bench_offline)
     add_plan(commands, run_plan)
+    experts = commands.add_parser("experts", help="how the caches of experts of a server do")
+    _add_server_flags(experts)
+    experts.set_defaults(run=_experts)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)
@@ -213,6 +216,12 @@ def _models(args: argparse.Namespace) -> int:
     with _server(args) as server:
         print("\n".join(server.models()))
     return 0
+
+
+def _experts(args: argparse.Namespace) -> int:
+    from penstock.deployments.experts_command import run_experts
+
+    return run_experts(args.url, _api_key(args))
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -121,7 +121,9 @@ class StoreLink:
     """A worker's second line: once a second it tells the store how its cache does, and follows it
     to another epoch. Whatever happens to the store, `beat` returns."""
 
-    def __init__(self, client: ExpertStoreClient, worker: Worker):
+    def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
+        """`epoch`: of the arena that the worker began with."""
+        self._epoch = epoch
         self._client = client
         self._worker = worker
         self._was_there = True
@@ -135,7 +137,7 @@ class StoreLink:
         try:
             hot = self._worker.hottest_experts(MAX_HINTS)
             epoch = await self._client.beat(worker, stats, hot)
-            if epoch != stats.epoch:
+            if epoch != self._epoch:
                 await asyncio.to_thread(self._change_over)
             if not self._was_there:
                 log.info("the expert store is back")
@@ -148,6 +150,7 @@ class StoreLink:
     def _change_over(self) -> None:
         manifest = self._client.manifest()
         self._worker.use_experts(manifest)
+        self._epoch = manifest.epoch
         log.info("experts come from epoch %d of the store now", manifest.epoch)
 
 

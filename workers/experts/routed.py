@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.moe import Expert, Visit
-from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.config import EngineConfig
 from penstock.workers.experts.arena import Arena, Manifest
 from penstock.workers.experts.cache import ExpertCache, slots_within
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
@@ -161,10 +161,6 @@ def open_experts(
     `config` says in which dtype the model computes. Raises ConfigError for a dense model or a
     budget that is too small, and LoadError if the store's arena is another checkpoint's.
     """
-    if not any(config.moe_layers):
-        raise ConfigError(
-            "expert_cache_gb is for mixture-of-experts models, and this one is dense; leave it out"
-        )
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors)
     if settings.manifest is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.experts import neuron_rows
+from penstock.workers.config import ConfigError
 from penstock.workers.experts.arena import (
     Bytes,
     ExpertEntry,
@@ -38,11 +39,21 @@ Parts = tuple[StoredTensor, StoredTensor, StoredTensor]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointExperts:
-    """The routed experts of one checkpoint, per expert or fused, in Mixtral's or Qwen's names."""
+    """The routed experts of one checkpoint, per expert or fused, in Mixtral's or Qwen's names.
+
+    Raises ConfigError for a model that has none.
+    """
 
     folder: Path
     config: ModelConfig
     tensors: dict[str, StoredTensor]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError(
+                "expert_cache_gb is for mixture-of-experts models, and this one is dense; leave it "
+                "out"
+            )
 
     @property
     def layers(self) -> tuple[int, ...]:
