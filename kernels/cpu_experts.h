@@ -28,42 +28,44 @@ struct Packed {
     }
 };
 
-// One input feature of many: its values for output features 0 .. count - 1.
+// Rows of gate (part 0) or up (part 1), a cache line of each at a time: they lie so far apart that
+// whole rows would drive each other out of the cache, and what is written together lies together.
 template <class T>
-void unpack_column(const T* values, const Packed<T>& to, int64_t k, int64_t count) {
-    for (int64_t n = 0; n < count; n += PANEL) {
-        T* out = to.at(n, k);
-        const int64_t width = std::min<int64_t>(PANEL, count - n);
-        for (int64_t i = 0; i < width; ++i) out[i * Packed<T>::run] = values[n + i];
+void unpack_rows(const UnpackArgs& a, int64_t first, int64_t count, int64_t part) {
+    constexpr int64_t run = Packed<T>::run, line = 64 / sizeof(T);
+    const Packed<T> to(a.gate_up, a.hidden);
+    T* outs[PANEL];
+    for (int64_t r = 0; r < count; ++r) outs[r] = to.at(part * a.inner + a.places[first + r], 0);
+    for (int64_t k = 0; k < a.hidden; k += line) {
+        const int64_t end = std::min(k + line, a.hidden);
+        for (int64_t r = 0; r < count; ++r) {
+            const T* values = (const T*)a.rows + (first + r) * a.row_stride + part * a.hidden;
+            for (int64_t i = k; i < end; ++i) outs[r][i / run * run * PANEL + i % run] = values[i];
+        }
     }
 }
 
-// Rows of gate or up: a few at once, so that what lies side by side is written together.
+// Rows of down: each is one input feature of all output features, a panel of those at a time.
 template <class T>
-void unpack_rows(const UnpackArgs& a, int64_t first, int64_t count, int64_t part) {
+void unpack_columns(const UnpackArgs& a, int64_t first, int64_t count) {
     constexpr int64_t run = Packed<T>::run;
-    const Packed<T> to(a.gate_up, a.hidden);
-    T* outs[PANEL];
-    const T* values[PANEL];
-    for (int64_t r = 0; r < count; ++r) {
-        outs[r] = to.at(part * a.inner + a.places[first + r], 0);
-        values[r] = (const T*)a.rows + (first + r) * a.row_stride + part * a.hidden;
-    }
-    for (int64_t k = 0; k < a.hidden; ++k) {
-        const int64_t offset = k / run * run * PANEL + k % run;
-        for (int64_t r = 0; r < count; ++r) outs[r][offset] = values[r][k];
+    const Packed<T> to(a.down, a.inner);
+    for (int64_t n = 0; n < a.hidden; n += PANEL) {
+        const int64_t width = std::min<int64_t>(PANEL, a.hidden - n);
+        for (int64_t r = first; r < first + count; ++r) {
+            const T* values = (const T*)a.rows + r * a.row_stride + 2 * a.hidden + n;
+            T* out = to.at(n, a.places[r]);
+            for (int64_t i = 0; i < width; ++i) out[i * run] = values[i];
+        }
     }
 }
 
 template <class T>
 void unpack_neurons(const UnpackArgs& a) {
-    const Packed<T> down(a.down, a.inner);
     for (int64_t first = 0; first < a.count; first += PANEL) {
         const int64_t count = std::min<int64_t>(PANEL, a.count - first);
         unpack_rows<T>(a, first, count, 0);
         unpack_rows<T>(a, first, count, 1);
-        for (int64_t r = first; r < first + count; ++r)
-            unpack_column<T>((const T*)a.rows + r * a.row_stride + 2 * a.hidden, down, a.places[r],
-                             a.hidden);
+        unpack_columns<T>(a, first, count);
     }
 }

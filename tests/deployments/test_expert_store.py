@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 from checkpoints import make_checkpoint
 from test_expert_arena import _flip
 
-STATS = ExpertStats(4, 15, 1, 1, *[0] * 8, 0.0, 0.0, 0)
+STATS = ExpertStats(4, 15, 1, 1, *[0] * 9, 0.0, 0.0, 0)
 
 
 @pytest.fixture
