@@ -21,6 +21,7 @@ import ray
 
 from penstock.deployments.expert_link import Hot, StoreSpec, app_folder
 from penstock.workers.experts.arena import Arena, Bytes, Manifest
+from penstock.workers.experts.routed import check_weights
 from penstock.workers.experts.writer import (
     DTYPES,
     CheckpointExperts,
@@ -162,6 +163,7 @@ class ExpertStore:
     def _experts(self) -> tuple[CheckpointExperts, Any]:
         spec = self._spec
         folder, config, tensors = open_model(spec.model, spec.weights, spec.device)
+        check_weights(spec.weights, config)
         return CheckpointExperts(folder, config, tensors), DTYPES[config.dtype]
 
     def _found(self) -> Arena | None:

@@ -47,20 +47,20 @@ def write_neurons(expert: Expert, rows: Tensor, places: Tensor) -> None:
     """
     gate_up, down = expert
     hidden, inner = gate_up.in_features, down.in_features
-    assert rows.shape == (len(places), 3 * hidden) and rows.dtype == gate_up.weight.dtype
+    assert rows.shape == (len(places), 3 * hidden) and rows.dtype == gate_up.payload.dtype
     assert rows.stride(1) == 1 and places.dtype == torch.int64 and places.is_contiguous()
     if gate_up.layout == "native":
         lib = native.library()
         assert lib is not None
         lib.ps_unpack_neurons(_UNPACK.pack(
             native.DTYPES[rows.dtype], rows.data_ptr(), rows.stride(0), places.data_ptr(),
-            len(places), gate_up.weight.data_ptr(), down.weight.data_ptr(), hidden, inner,
+            len(places), gate_up.payload.data_ptr(), down.payload.data_ptr(), hidden, inner,
         ))  # fmt: skip
         return
     gate, up, down_columns = rows.split(hidden, dim=1)
-    gate_up.weight.index_copy_(0, places, gate)
-    gate_up.weight.index_copy_(0, places + inner, up)
-    down.weight.T.index_copy_(0, places, down_columns)  # neurons are rows in memory here
+    gate_up.payload.index_copy_(0, places, gate)
+    gate_up.payload.index_copy_(0, places + inner, up)
+    down.payload.T.index_copy_(0, places, down_columns)  # neurons are rows in memory here
 
 
 def neuron_rows(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def test_bits_of_the_packed_matrices(native_path, dtype, hidden, inner):
         write_neurons(expert, wide[part][:, : 3 * hidden], part)
     want = pack_linear(torch.cat([gate, up])), pack_linear(down)
     for mine, theirs in zip(expert, want, strict=True):
-        assert torch.equal(mine.weight, theirs.weight)
+        assert torch.equal(mine.payload, theirs.payload)
         assert (mine.in_features, mine.out_features) == (theirs.in_features, theirs.out_features)
 
 

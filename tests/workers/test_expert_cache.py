@@ -84,7 +84,7 @@ def visit(cache: ExpertCache, layer: int, needed: Sequence[int]) -> list[int]:
     order = []
     for expert, got in cache.visit(layer, needed):
         for mine, theirs in zip(got, packed(layer, expert), strict=True):
-            assert torch.equal(mine.weight, theirs.weight)
+            assert torch.equal(mine.payload, theirs.payload)
         order.append(expert)
     assert sorted(order) == sorted(needed)
     cache.check()

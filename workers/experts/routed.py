@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.moe import Expert, Visit
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.experts.arena import Arena, Manifest
 from penstock.workers.experts.cache import ExpertCache, slots_within
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
@@ -147,6 +147,20 @@ class CachedExperts:
         following = predictor.next_of(self.layer)
         if following is not None:
             self.routed.cache.prefetch(following, predictor.foresee(state(), following))
+
+
+def check_weights(weights: str, config: ModelConfig) -> None:
+    """Raise ConfigError unless experts are plain numbers: the store knows no quantised ones."""
+    if config.stored_scheme is not None:
+        raise ConfigError(
+            "expert_cache_gb takes checkpoints that are not quantised; this one is: leave it out, "
+            "or give the original checkpoint"
+        )
+    if weights not in ("auto", *DTYPES):
+        raise ConfigError(
+            f"expert_cache_gb keeps experts in the checkpoint's own numbers, and weights is "
+            f"{weights}: leave one of them out, or choose weights auto, fp32 or bf16"
+        )
 
 
 def open_experts(
