@@ -440,8 +440,8 @@ def main() -> None:
     text = report(found)
     print(text)
     if args.out is not None:
-        args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        args.out.with_suffix(".txt").write_text(text + "\n")
+        args.out.with_name(args.out.name + ".json").write_text(json.dumps(found, indent=1) + "\n")
+        args.out.with_name(args.out.name + ".txt").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def test_demand_overtakes_prefetch():
     cache.close()
 
 
-def test_a_needed_prefetch_is_promoted_and_a_stale_one_dropped():
+def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used():
     inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.1)
     cache.prefetch(1, [0, 1, 2])
@@ -218,9 +218,34 @@ def test_a_needed_prefetch_is_promoted_and_a_stale_one_dropped():
     visit(cache, 1, [0])  # part of it had come
     cache.close()
     counts, link = cache.counts, cache.copier.counts
-    assert (counts.num_prefetched, counts.num_prefetch_used, counts.num_partial) == (3, 2, 2)
+    # The others waited for the link; 0 was dropped when only 1 was needed, and half of it stayed.
+    assert (counts.num_prefetched, counts.num_prefetch_used, counts.num_partial) == (1, 1, 1)
     assert link.demand_bytes + link.prefetch_bytes == 2 * inner * row_bytes
     assert cache.table.lookup((1, 2))[0] is Residence.ABSENT
+
+
+def test_a_prefetch_that_is_needed_is_waited_for():
+    inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
+    cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.1)
+    cache.prefetch(1, [0])
+    wait_for(lambda: cache.copier.counts.prefetch_bytes)
+    visit(cache, 1, [0])
+    cache.close()
+    link = cache.copier.counts
+    assert link.demand_bytes and link.demand_bytes + link.prefetch_bytes == inner * row_bytes
+
+
+def test_nothing_is_evicted_for_a_prefetch_while_the_link_is_busy():
+    inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
+    cache = make_cache(3, bytes_per_s=inner * row_bytes / 0.1)
+    for expert in (0, 1):
+        visit(cache, 0, [expert])
+    going = cache.visit(2, [4], lambda: cache.prefetch(1, [0, 1]))
+    assert next(going)[0] == 4  # it was being waited for all the time
+    wait_for(lambda: cache.counts.num_prefetched)
+    assert cache.counts.num_prefetched == 1, "one at a time"
+    assert cache.table.lookup((0, 1))[0] is Residence.WHOLE, "only the older one gave way"
+    cache.close()
 
 
 def test_prefetch_takes_nothing_that_is_in_use():

@@ -87,6 +87,7 @@ class ExpertCache:
             self._changed,
             bytes_per_s,
             chunk_bytes,
+            self._grant_wishes,
         )
 
     @property
@@ -123,7 +124,8 @@ class ExpertCache:
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Load these experts of `layer` if there is room, the first ones first.
 
-        Only warms the cache: nothing that is in use or on its way gives way to it.
+        Only warms the cache: nothing that is in use or on its way gives way to it, and nothing is
+        evicted for it before the link has time for it. On a link that never rests, it does nothing.
         """
         with self._changed:
             self._forget_wishes()
@@ -277,7 +279,8 @@ class ExpertCache:
             slot.last_use.record(torch.cuda.current_stream(self.device))
 
     def _grant_wishes(self) -> None:
-        while self._wishes:
+        """Begin the next prefetch, if the link is idle and there is room."""
+        while self._wishes and not self.copier.is_busy:
             key = self._wishes[0]
             slot = self.table.get(key)
             if slot is None:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +51,7 @@ class Copier:
     changed: threading.Condition
     bytes_per_s: float | None = None  # slows the copies down to that, for benchmarks and tests
     chunk_bytes: int = CHUNK_BYTES
+    on_idle: Callable[[], None] = lambda: None  # the link has nothing to do; with the lock held
     counts: LinkCounts = field(default_factory=LinkCounts)
     _demands: deque[Load] = field(default_factory=deque)
     _prefetches: deque[Load] = field(default_factory=deque)
@@ -111,7 +113,9 @@ class Copier:
                 while not self.is_busy or self._thread is not me:
                     if self._thread is not me:
                         return
-                    self.changed.wait()
+                    self.on_idle()
+                    if not self.is_busy:
+                        self.changed.wait()
                 load = (self._demands or self._prefetches)[0]
                 part = load.places[load.num_done : load.num_done + lane.rows_at_once]
                 load.is_active = True
