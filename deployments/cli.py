@@ -64,6 +64,9 @@ GROUPS = {
         *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
     ),
+    "experts of a mixture-of-experts model": (
+        *("expert_cache_gb", "expert_prefetch", "expert_store_dir", "moe_mode"),
+    ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
 }
 
@@ -103,6 +106,9 @@ def build_parser() -> argparse.ArgumentParser:
         run_ablate=_bench_ablate,
     )
     add_plan(commands, run_plan)
+    experts = commands.add_parser("experts", help="how the caches of experts of a server do")
+    _add_server_flags(experts)
+    experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
@@ -223,6 +229,12 @@ def _models(args: argparse.Namespace) -> int:
     with _server(args) as server:
         print("\n".join(server.models()))
     return 0
+
+
+def _experts(args: argparse.Namespace) -> int:
+    from penstock.deployments.experts_command import run_experts
+
+    return run_experts(args.url, _api_key(args))
 
 
 def _version(_: argparse.Namespace) -> int:

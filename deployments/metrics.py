@@ -30,6 +30,8 @@ from prometheus_client.registry import Collector
 
 from penstock.deployments import errors
 from penstock.deployments.metric_tables import (
+    EXPERT_COUNTERS,
+    EXPERT_GAUGES,
     REQUEST_COUNTERS,
     REQUEST_HISTOGRAMS,
     WORKER_COUNTERS,
@@ -123,6 +125,7 @@ class PenstockCollector(Collector):
                 weights.add_metric((info.model, info.address, info.weights), info.weight_bytes)
         yield tokens
         yield seconds
+        yield from _of_experts(named)
         yield weights
         yield GaugeMetricFamily(
             "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
@@ -142,6 +145,47 @@ class PenstockCollector(Collector):
             "Clients of this ingress that left before the end of their answer.",
             value=self._requests.num_disconnects,
         )
+
+
+def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
+    """Of the workers that have a cache of experts."""
+    named = [(labels, stats.experts) for labels, stats in workers if stats.experts is not None]
+    for name, text, value in EXPERT_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            gauge.add_metric(labels, value(experts))
+        yield gauge
+    for name, text, value in EXPERT_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            counter.add_metric(labels, value(experts))
+        yield counter
+    lookups = CounterMetricFamily(
+        "penstock_expert_lookups",
+        "Experts that steps needed, by what of them was on the device.",
+        labels=(*LABELS, "found"),
+    )
+    moved = CounterMetricFamily(
+        "penstock_expert_bytes",
+        "Bytes of experts that were copied to the device, by why.",
+        labels=(*LABELS, "why"),
+    )
+    foreseen = CounterMetricFamily(
+        "penstock_expert_predictions",
+        "Experts of tokens that there was a guess for, by layer and whether they were in it.",
+        labels=(*LABELS, "layer", "right"),
+    )
+    for labels, experts in named:
+        lookups.add_metric((*labels, "whole"), experts.num_hits)
+        lookups.add_metric((*labels, "partial"), experts.num_partial)
+        lookups.add_metric((*labels, "absent"), experts.num_misses)
+        moved.add_metric((*labels, "demand"), experts.demand_bytes)
+        moved.add_metric((*labels, "prefetch"), experts.prefetch_bytes)
+        for each in experts.by_layer:
+            layer, wrong = str(each.layer), each.num_routed - each.num_right
+            foreseen.add_metric((*labels, layer, "true"), each.num_right)
+            foreseen.add_metric((*labels, layer, "false"), wrong)
+    yield from (lookups, moved, foreseen)
 
 
 class MetricsServer:

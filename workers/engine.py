@@ -180,6 +180,8 @@ class Engine:
         """End what runs beside the engine."""
         if self.cache.swap is not None:
             self.cache.swap.close()
+        if self.model.routed is not None:
+            self.model.routed.close()
 
     def stats(self) -> EngineStats:
         pool, cache = self.pool, self.cache
@@ -213,6 +215,7 @@ class Engine:
             num_corrupted=self._num_corrupted,
             step_seconds=self.times.seconds(),
             step_tokens=self._step_tokens.snapshot(),
+            experts=None if self.model.routed is None else self.model.routed.stats(),
         )
 
     def check(self) -> None:
