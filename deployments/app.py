@@ -137,7 +137,11 @@ class IngressReplica:
         )
         api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
         self._asgi_app = http_ingress.build_app(
-            core, api_keys=api_keys, workers=lambda: self._view.workers
+            core,
+            api_keys=api_keys,
+            workers=lambda: self._view.workers,
+            gate=self._gate,
+            admission=config.admission,
         )
         self._http = uvicorn.Server(
             uvicorn.Config(

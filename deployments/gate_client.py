@@ -114,6 +114,10 @@ class GateClient:
         return self._is_connected
 
     @property
+    def breaker_state(self) -> str:
+        return self.breaker.state(self._clock())
+
+    @property
     def num_waiting(self) -> int:
         """Requests of this ingress that wait at the gate."""
         return len(self._asking)
