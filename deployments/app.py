@@ -45,6 +45,8 @@ HEALTH_PERIOD_S = 2.0  # how soon a dead replica is replaced
 HEALTH_TIMEOUT_S = 30.0
 BEAT_S = 0.5
 MAX_START_ATTEMPTS = 3
+GATE_ANSWER_MS = 20.0
+GATE_ANSWER_BESIDE_WORKERS_MS = 200.0  # who keep all cores busy; their own steps take as long
 FAREWELL_S = 1.0  # after draining, for errors to reach clients
 # Of an ingress: with a loop for Serve and a loop for us, gRPC would wake both for every message.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
@@ -103,7 +105,7 @@ class IngressReplica:
         self._asking: asyncio.Task[None] | None = None
         if setup is not None:
             actor = GateActor(config.app_name, setup)
-            answer_s = config.gate_answer_ms / 1000
+            answer_s = (config.gate_answer_ms or GATE_ANSWER_MS) / 1000
             self._gate = GateClient(self._ingress_id, actor.where, answer_s=answer_s)
             self._asking = asyncio.ensure_future(self._gate.run())
         self._pool = WorkerPool(self._ingress_id, self._gate)
@@ -163,7 +165,7 @@ class IngressReplica:
         gc.freeze()
         self._request_metrics = core.metrics
         if config.metrics_port:
-            collector = PenstockCollector(core.metrics, lambda: self._view.workers)
+            collector = PenstockCollector(core.metrics, lambda: self._view.workers, self._gate)
             # Not on the loop: it asks for the name of the address.
             self._metrics = await asyncio.to_thread(
                 MetricsServer, collector, config.metrics_host, config.metrics_port
@@ -254,7 +256,10 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         resources = {"num_cpus": share}
         # Ray would allow a process as many threads as it reserved CPUs; say what is meant.
         threads = config.engine.threads or max(1, int(share))
-        config = replace(config, engine=replace(config.engine, threads=threads))
+        answer_ms = config.gate_answer_ms or GATE_ANSWER_BESIDE_WORKERS_MS
+        config = replace(
+            config, engine=replace(config.engine, threads=threads), gate_answer_ms=answer_ms
+        )
     supervision = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,

@@ -63,6 +63,7 @@ def house() -> Iterator[House]:
         metrics_port=0,
         num_workers=2,
         app_name="penstock-gate-test",
+        gate_answer_ms=1000.0,  # on a machine that is busy with other tests
         drain_s=2.0,
     )
     cluster, pid = Cluster(config), 0
