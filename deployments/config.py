@@ -77,8 +77,8 @@ class ServeConfig:
     )
     gate_answer_ms: float | None = option(
         None,
-        "milliseconds that the gate has for its first word, before a request goes without it; none: "
-        "20, or 200 where workers compute on the CPUs that it needs",
+        "milliseconds that the gate has for its first word, before a request goes without it; "
+        "none: 20, or 200 where workers compute on the CPUs that it needs",
     )
     predictor_file: str | None = option(
         None, "file that keeps what was learnt of answers' lengths; none: until the cluster ends"
