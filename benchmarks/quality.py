@@ -66,7 +66,7 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
     kind, _, group = kv.partition("-")
     config = EngineConfig(
         kv=kind,
-        kv_group=group or "head",
+        kv_group="auto" if kind == "auto" else group or "head",
         num_blocks=80,
         max_num_batched_tokens=512,
         prefix_cache=False,
