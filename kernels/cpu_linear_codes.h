@@ -9,10 +9,10 @@
 
 #pragma once
 
+#include "cpu_weight_codes.h"
 #include "cpu_quantize.h"
 #include "cpu_tiling.h"
 
-constexpr int PANELC = 2 * W;
 constexpr int64_t SEGMENT = 128;
 
 struct CodesLinearArgs {
@@ -36,82 +36,6 @@ struct CodesPackArgs {
     int64_t columns, depth, group, threads;
 };
 
-// The values of a 4-bit code in the low bits of each lane.
-INLINE vf look_up(const float* table, vi codes) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(table));
-#elif defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps((__m256)load(table), (__m256i)codes);
-    const __m256 high = _mm256_permutevar8x32_ps((__m256)load(table + 8), (__m256i)codes);
-    return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps((__m256i)(codes << 28)));
-#else
-    vf values;
-    for (int lane = 0; lane < W; ++lane) values[lane] = table[codes[lane] & 15];
-    return values;
-#endif
-}
-
-struct Nibbles {
-    static constexpr int RUN = 8;  // inputs that lie in one word
-    static constexpr int64_t RUN_BYTES = 4 * PANELC;
-    const float* table;
-    vi words[2];
-
-    INLINE void take(const uint8_t* from) {
-        __builtin_prefetch(from + 2048);
-        __builtin_prefetch(from + 2048 + VECTOR_BYTES);
-        words[0] = load_bits(from);
-        words[1] = load_bits(from + VECTOR_BYTES);
-    }
-    INLINE vf value(int j, int n) const { return look_up(table, (vi)((vu)words[n] >> (4 * j))); }
-};
-
-// Values are 2^-8 of E4M3's: an fp16 number has the same bits then, and subnormal codes cost nothing.
-struct E4m3 {
-    static constexpr int RUN = 1;
-    static constexpr int64_t RUN_BYTES = PANELC;
-    const float* table;
-    vf values[2];
-
-#if defined(__AVX512BW__)
-    INLINE void take(const uint8_t* from) {
-        __builtin_prefetch(from + 2048);
-        const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
-        const __m512i half =
-            _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
-        values[0] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(half));
-        values[1] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
-    }
-#elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
-    INLINE void take(const uint8_t* from) {
-        __builtin_prefetch(from + 2048);
-        const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
-        const __m256i half =
-            _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
-        values[0] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(half));
-        values[1] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
-    }
-#else
-    INLINE void take(const uint8_t* from) {
-        for (int n = 0; n < 2 * W; ++n) {
-            const int code = from[n], power = code >> 3 & 15, digits = code & 7;
-            const float size = power ? std::ldexp(8.0f + digits, power - 18)
-                                     : std::ldexp((float)digits, -17);
-            values[n / W][n % W] = code & 128 ? -size : size;
-        }
-    }
-#endif
-    INLINE vf value(int, int n) const { return values[n]; }
-};
-
-// To the nearest E4M3 value, half to even; |v| <= 448.
-INLINE vf round_e4m3(vf v) {
-    const vu bits = (vu)v;
-    const vf normal = (vf)((bits + 0x7ffffu + (bits >> 20 & 1u)) & 0xfff00000u);
-    const vf fixed = (v + ROUND / 512.0f) - ROUND / 512.0f;  // multiples of 2^-9
-    return select((vi)((vi)v & 0x7fffffff) < 0x3c800000, fixed, normal);
-}
-
 // The rows of a block in fp32, [padded K][rows of the tile], tile after tile.
 struct CodesBlock {
     int64_t group, padded_group, depth;  // K with every group padded
@@ -128,6 +52,13 @@ struct CodesBlock {
         grow(tiles, (many + 1) * depth);
         grow(scales, many);
         if (a.shifts) grow(sums, many * groups(a) * segments);
+    }
+    int64_t num_segments() const { return depth / padded_group * segments; }
+    int64_t start_of(int64_t segment) const {
+        return segment / segments * padded_group + segment % segments * SEGMENT;
+    }
+    int64_t depth_of(int64_t segment) const {
+        return std::min(SEGMENT, padded_group - segment % segments * SEGMENT);
     }
     static int64_t groups(const CodesLinearArgs& a) { return (a.depth + a.group - 1) / a.group; }
 };
@@ -168,8 +99,10 @@ INLINE void prepare_row(const CodesLinearArgs& a, CodesBlock& block, int64_t sta
 
 // acc[r][n] = sum over one segment, k ascending.
 template <class Codes, int R>
-INLINE void add_segment(Codes codes, const uint8_t* weights, const float* x, int64_t depth,
+INLINE void add_segment(const float* table, const uint8_t* weights, const float* x, int64_t depth,
                         vf (&acc)[R][2]) {
+    Codes codes;
+    codes.table = table;
     for (int64_t k = 0; k < depth; k += Codes::RUN) {
         codes.take(weights + k / Codes::RUN * Codes::RUN_BYTES);
         UNROLL for (int j = 0; j < Codes::RUN; ++j) {
@@ -196,21 +129,22 @@ INLINE void add_segment(const float* values, const float* x, int64_t depth, vf (
     }
 }
 
-struct Segment {
-    const float *scales, *shifts;  // [PANELC] or null
-    const float* sums;             // of the first row of the tile; `stride` apart
-    int64_t stride;
-};
-
-// totals += scale * (acc + shift * sum of x).
+// totals[R][PANELC] += scale * (acc + shift * sum of x) of one segment.
 template <int R>
-INLINE void add_scaled(const Segment& s, vf (&acc)[R][2], int64_t rows, float* totals) {
+INLINE void add_scaled(const CodesLinearArgs& a, const CodesBlock& block, int64_t panel,
+                       int64_t segment, int64_t row, int64_t rows, vf (&acc)[R][2], float* totals) {
+    const int64_t groups = CodesBlock::groups(a);
+    const int64_t at = (panel * groups + segment / block.segments) * PANELC;
+    const float* sums = block.sums.data() + row * groups * block.segments + segment;
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int n = 0; n < 2; ++n) {
             float* to = totals + r * PANELC + n * W;
-            if (s.shifts && r < rows) acc[r][n] += s.sums[r * s.stride] * load(s.shifts + n * W);
-            store(to, s.scales ? load(to) + acc[r][n] * load(s.scales + n * W)
-                               : load(to) + acc[r][n]);
+            if (a.shifts && r < rows)
+                acc[r][n] += sums[r * groups * block.segments] * load(a.shifts + at + n * W);
+            if (a.table)
+                store(to, load(to) + acc[r][n] * load(a.scales + at + n * W));
+            else
+                store(to, load(to) + acc[r][n]);
         }
 }
 
@@ -228,43 +162,58 @@ INLINE void finish_codes(const CodesLinearArgs& a, const CodesBlock& block, int6
     }
 }
 
+// One tile of rows: the codes are turned into values as they are used.
+template <class Codes, int R>
+INLINE void tile_from_codes(const CodesLinearArgs& a, const CodesBlock& block, int64_t panel,
+                            const uint8_t* weights, int64_t row, int64_t rows, float* totals) {
+    for (int64_t segment = 0; segment < block.num_segments(); ++segment) {
+        const int64_t k = block.start_of(segment);
+        vf acc[R][2] = {};
+        add_segment<Codes, R>(a.table, weights + k / Codes::RUN * Codes::RUN_BYTES,
+                              block.tiles.data() + row * block.depth + k * R,
+                              block.depth_of(segment), acc);
+        add_scaled<R>(a, block, panel, segment, row, rows, acc, totals);
+    }
+}
+
+// Several tiles of rows: the values of a segment are written down once for all.
+template <class Codes>
+INLINE void tiles_from_values(const CodesLinearArgs& a, const CodesBlock& block,
+                              const Tiling& tiling, int64_t part, int64_t panel,
+                              const uint8_t* weights, float* totals) {
+    alignas(VECTOR_BYTES) float values[SEGMENT * PANELC];
+    for (int64_t segment = 0; segment < block.num_segments(); ++segment) {
+        const int64_t k = block.start_of(segment), depth = block.depth_of(segment);
+        Codes codes;
+        codes.table = a.table;
+        for (int64_t i = 0; i < depth; i += Codes::RUN) {
+            codes.take(weights + (k + i) / Codes::RUN * Codes::RUN_BYTES);
+            UNROLL for (int j = 0; j < Codes::RUN; ++j)
+                UNROLL for (int n = 0; n < 2; ++n)
+                    store(values + (i + j) * PANELC + n * W, codes.value(j, n));
+        }
+        tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
+            constexpr int R = width.value;
+            vf acc[R][2] = {};
+            add_segment<R>(values, block.tiles.data() + row * block.depth + k * R, depth, acc);
+            add_scaled<R>(a, block, panel, segment, row, rows, acc,
+                          totals + (row - part * tiling.part_rows) * PANELC);
+        });
+    }
+}
+
 // One panel times the rows of one part of a block: totals[rows of the part][PANELC].
 template <class Codes>
 void codes_panel(const CodesLinearArgs& a, const CodesBlock& block, const Tiling& tiling,
                  int64_t part, int64_t panel, float* totals) {
-    const int64_t groups = CodesBlock::groups(a), first = part * tiling.part_rows;
-    const bool several = std::min(tiling.rows - first, tiling.part_rows) > tiling.tile;
+    const int64_t first = part * tiling.part_rows;
     const uint8_t* weights = a.packed + panel * (block.depth / Codes::RUN) * Codes::RUN_BYTES;
-    alignas(VECTOR_BYTES) float values[SEGMENT * PANELC];
-    for (int64_t index = 0; index < groups * block.segments; ++index) {
-        const int64_t g = index / block.segments, offset = index % block.segments * SEGMENT;
-        const int64_t depth = std::min(SEGMENT, block.padded_group - offset);
-        const int64_t k = g * block.padded_group + offset, at = (panel * groups + g) * PANELC;
-        Codes codes;
-        codes.table = a.table;
-        if (several)
-            for (int64_t i = 0; i < depth; i += Codes::RUN) {
-                codes.take(weights + (k + i) / Codes::RUN * Codes::RUN_BYTES);
-                UNROLL for (int j = 0; j < Codes::RUN; ++j)
-                    UNROLL for (int n = 0; n < 2; ++n)
-                        store(values + (i + j) * PANELC + n * W, codes.value(j, n));
-            }
+    if (std::min(tiling.rows - first, tiling.part_rows) > tiling.tile)
+        tiles_from_values<Codes>(a, block, tiling, part, panel, weights, totals);
+    else
         tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
-            constexpr int R = width.value;
-            const Segment segment = {
-                a.table ? a.scales + at : nullptr, a.shifts ? a.shifts + at : nullptr,
-                block.sums.data() + row * groups * block.segments + index,
-                groups * block.segments};
-            const float* x = block.tiles.data() + row * block.depth + k * R;
-            vf acc[R][2] = {};
-            if (several)
-                add_segment<R>(values, x, depth, acc);
-            else
-                add_segment<Codes, R>(codes, weights + k / Codes::RUN * Codes::RUN_BYTES, x, depth,
-                                      acc);
-            add_scaled<R>(segment, acc, rows, totals + (row - first) * PANELC);
+            tile_from_codes<Codes, width.value>(a, block, panel, weights, row, rows, totals);
         });
-    }
 }
 
 template <class T, class Codes>

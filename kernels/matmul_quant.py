@@ -55,8 +55,8 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
     lib = native.library() if quantized.codes.is_cpu else None
     if lib is None or (quantized.format == "int8" and quantized.in_features > _MAX_DEPTH):
         return None
-    num_outputs, depth, threads = quantized.out_features, quantized.in_features, _threads()
-    panel = lib.ps_panel()
+    num_outputs, depth = quantized.out_features, quantized.in_features
+    panel, threads = lib.ps_panel(), torch.get_num_threads()
     num_panels = -(-num_outputs // panel)
     codes = quantized.codes.contiguous()
     scales, shifts = quantized.scales.float().contiguous(), None
@@ -71,8 +71,8 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
         padded_depth = -(-depth // group) * (-(-group // 8) * 8) if nibbles else depth
         packed = torch.empty(num_panels, padded_depth, panel // (1 + nibbles), dtype=torch.uint8)
         lib.ps_pack_codes(_PACK_CODES.pack(
-            nibbles, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth, group,
-            threads,
+            nibbles, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth,
+            group, threads,
         ))  # fmt: skip
         if nibbles:
             scales = _by_panel(scales, panel)
@@ -81,13 +81,17 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
         else:  # a code that is no number makes its output feature none
             scales = scales.masked_fill(codes.float().isnan().any(1), float("nan"))
     bias = None if bias is None else bias.float().contiguous()
-    return NativeWeight(
-        quantized.format, packed, scales, shifts, bias, depth, num_outputs, group
-    )
+    return NativeWeight(quantized.format, packed, scales, shifts, bias, depth, num_outputs, group)
 
 
 def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None) -> Tensor:
-    """What `matmul.linear` promises, for fp32 and bf16."""
+    """What `matmul.linear` promises; fp16 by way of fp32."""
+    if x.dtype not in native.DTYPES:
+        if isinstance(x, Int8Rows):
+            y = native_linear(Int8Rows(x.codes, x.scales), weight, None)
+        else:
+            y = native_linear(x.float(), weight, None)
+        return y.to(x.dtype) if out is None else out.copy_(y)
     rows = x.codes if isinstance(x, Int8Rows) else x
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -97,13 +101,13 @@ def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None
     assert lib is not None and out.stride(1) == 1 and out.dtype == x.dtype
     assert rows.shape[1] == weight.in_features and out.shape[0] == rows.shape[0]
     source = (native.DTYPES[x.dtype], rows.data_ptr(), rows.stride(0))
-    bias = 0 if weight.bias is None else weight.bias.data_ptr()
+    bias, threads = 0 if weight.bias is None else weight.bias.data_ptr(), torch.get_num_threads()
     target = (out.data_ptr(), out.stride(0), *out.shape, weight.in_features)
     if weight.format == "int8":
         assert not isinstance(x, Int8Rows) or x.scales.stride(0) == 1
         lib.ps_linear_int8(_LINEAR_INT8.pack(
             *source, x.scales.data_ptr() if isinstance(x, Int8Rows) else 0,
-            weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target, _threads(),
+            weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target, threads,
         ))  # fmt: skip
     else:
         assert isinstance(x, Tensor), f"{weight.format} weights take plain activations"
@@ -111,7 +115,7 @@ def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None
             *source, weight.codes.data_ptr(),
             0 if weight.format == "fp8" else _TABLES[weight.format].data_ptr(),
             weight.scales.data_ptr(), 0 if weight.shifts is None else weight.shifts.data_ptr(),
-            bias, *target, weight.group, _threads(),
+            bias, *target, weight.group, threads,
         ))  # fmt: skip
     return out
 
@@ -120,10 +124,6 @@ def _by_panel(values: Tensor, panel: int) -> Tensor:
     """fp32 [N, G] -> [panels, G, panel], zeros behind the end."""
     values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % panel))
     return values.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
-
-
-def _threads() -> int:
-    return torch.get_num_threads()
 
 
 def plain_linear(x: Tensor | Int8Rows, quantized: QuantizedWeight, bias: Tensor | None) -> Tensor:
