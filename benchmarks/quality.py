@@ -9,32 +9,24 @@ of each of their tokens. Formats see the same tokens, so the difference of two i
 token, and its standard error with it. Activations are fp32 wherever weights are not bf16. Figures
 are kept in the JSON file after each run, and runs that are there already are not done again.
 
-KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head). Where the
-engine has no `kv` setting, K and V are rounded as kernels/quant.py says before they are stored in fp32,
-which is what a cache of that format gives back.
+KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import builtin_data as data
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from penstock.kernels.quant import dequantize_kv, quantize_kv
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
-from penstock.workers.models import layers
 from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
@@ -46,7 +38,6 @@ WEIGHTS = ("fp32", "bf16", "int8", "fp8", "int4", "nf4")
 VARIANTS = ("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head")
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
 WINDOW = 1024
-ENGINE_HAS_KV = any(each.name == "kv" for each in dataclasses.fields(EngineConfig))
 
 
 def windows(corpus: Path, num_windows: int) -> list[list[int]]:
@@ -72,40 +63,24 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
         dtype="auto" if format == "bf16" else "fp32",
         progress=False,
     )
-    settings: dict[str, Any] = {"num_blocks": 80, "max_num_batched_tokens": 512}
     kind, _, group = kv.partition("-")
-    if ENGINE_HAS_KV and kind != "auto":
-        settings |= {"kv": kind, "kv_group": group or "head"}
-    with rounded_kv("auto" if ENGINE_HAS_KV else kind, int(group or decoder.config.head_dim)):
-        engine = Engine(EngineConfig(prefix_cache=False, **settings), decoder)
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        found: list[float] = []
-        for i, ids in enumerate(texts):
-            engine.add(Request(f"text{i}", tuple(ids), params))
-            while engine.has_work():
-                for delta in engine.step():
-                    found += [-each.logprob for each in delta.prompt_logprobs]
+    config = EngineConfig(
+        kv=kind,
+        kv_group="auto" if kind == "auto" else group or "head",
+        num_blocks=80,
+        max_num_batched_tokens=512,
+        prefix_cache=False,
+    )
+    engine = Engine(config, decoder)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    found: list[float] = []
+    for i, ids in enumerate(texts):
+        engine.add(Request(f"text{i}", tuple(ids), params))
+        while engine.has_work():
+            for delta in engine.step():
+                found += [-each.logprob for each in delta.prompt_logprobs]
     assert len(found) == sum(len(ids) - 1 for ids in texts)
     return found
-
-
-@contextmanager
-def rounded_kv(kind: str, group: int) -> Iterator[None]:
-    """Have the model's layers store what a cache of this format would give back."""
-    if kind == "auto":
-        yield
-        return
-    write_kv = layers.write_kv
-    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
-
-    def rounded(x: Tensor) -> Tensor:
-        return dequantize_kv(*quantize_kv(x, dtype, group)).to(x.dtype)
-
-    layers.write_kv = lambda k, v, *rest, **more: write_kv(rounded(k), rounded(v), *rest, **more)
-    try:
-        yield
-    finally:
-        layers.write_kv = write_kv
 
 
 def table(runs: dict[str, list[float]]) -> str:

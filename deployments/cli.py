@@ -50,7 +50,7 @@ GROUPS = {
     ),
     "how much of the machine": ("num_workers", "num_ingress", "device", "threads"),
     "memory and batches": (
-        *("kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
+        *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
         "merge_steps",
     ),

@@ -40,6 +40,11 @@ WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_live_blocks / max(1, s.num_blocks),
     ),
     (
+        "penstock_kv_block_bytes",
+        "Bytes of one KV block: K, V and their scales in all layers.",
+        lambda s: s.num_block_bytes,
+    ),
+    (
         "penstock_tail_saved_bytes",
         "Memory saved by lending the free tail of the KV pool to activations.",
         lambda s: s.num_saved_bytes,

@@ -334,17 +334,17 @@ def _cache_arguments(
     scales: KvScales | None,
 ) -> tuple[int, ...]:  # fmt: skip
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    apart = scratch or (None, None)
+    coded, blocks, more = (0, head_dim), (k_cache, v_cache), scratch or (None, None)
     if scales is None:
-        scales_of, more, coded = (None, None), (None, None), (0, head_dim)
+        places = [(*_place(blocks[i]), 0, 0, *_place(more[i]), 0, 0) for i in (0, 1)]
     else:
-        scales_of, more = (scales.k, scales.v), scales.scratch or (None, None)
         coded = (QUANTISED[k_cache.dtype], head_dim // scales.k.shape[3])
-    return (
-        *_place(k_cache), *_place(scales_of[0]), *_place(apart[0]), *_place(more[0]),
-        *_place(v_cache), *_place(scales_of[1]), *_place(apart[1]), *_place(more[1]),
-        num_blocks, block_size, num_kv_heads, head_dim, *coded,
-    )  # fmt: skip
+        each, apart = (scales.k, scales.v), scales.scratch or (None, None)
+        places = [
+            (*_place(blocks[i]), *_place(each[i]), *_place(more[i]), *_place(apart[i]))
+            for i in (0, 1)
+        ]
+    return *places[0], *places[1], num_blocks, block_size, num_kv_heads, head_dim, *coded
 
 
 def _place(blocks: Tensor | None) -> tuple[int, int]:

@@ -198,7 +198,8 @@ def attention_reference(
                 sink_keys = range(min(int(rolling.sink_ends[row]), position + 1))
                 window_keys = range(max(oldest, int(rolling.window_starts[row])), position + 1)
                 sink_pages, base = int(rolling.sink_blocks[b]), int(rolling.bases[b])
-            k, v = [], []
+            k: list[Tensor] = []
+            v: list[Tensor] = []
             for key in (*sink_keys, *window_keys):
                 page = key // block_size
                 block = tables[b][page if page < sink_pages else page - base]

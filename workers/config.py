@@ -28,6 +28,8 @@ def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
 T = TypeVar("T")
 
 WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8")
+KV = ("auto", "int8", "fp8")
+KV_GROUPS = ("auto", "8", "32", "64", "head")
 CONTEXT_POLICIES = ("full", "sink_window")
 
 
@@ -89,6 +91,18 @@ class EngineConfig:
     )
     merge_steps: bool = option(
         True, "prefill and decode in the same steps; off: in steps of their own, for comparisons"
+    )
+    kv: str = option(
+        "auto",
+        "number format of the KV cache; int8 and fp8 keep about half the bytes of 16-bit numbers "
+        "(docs/engine.md); auto: as the model computes",
+        KV,
+    )
+    kv_group: str = option(
+        "auto",
+        "kv int8 and fp8: dimensions of a head that share an fp16 scale; auto: 32, or all of them "
+        "where 32 does not divide the head dimension",
+        KV_GROUPS,
     )
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
     context_policy: str = option(
@@ -169,6 +183,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
             )
+        for name, known in (("kv", KV), ("kv_group", KV_GROUPS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
+                )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two; got {self.block_size}")
 

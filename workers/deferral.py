@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.hardware import WEIGHT_FORMATS, device_named
-from penstock.workers.memory import BlockLayout
+from penstock.workers.memory import BlockLayout, KvLayer
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.ridge import CommitRule, Decision, measure_ridge
 from penstock.workers.roofline import Roofline
@@ -104,12 +104,15 @@ def rule_of(
     *,
     most_rows: int,
     is_cuda: bool,
+    layout: BlockLayout,
     weights: str,
 ) -> CommitRule:
     """The ridge as configured, or measured by `run`, which computes up to `most_rows` rows; else by
-    the formula, with the figures of a device that we only assume. `weights`: their format."""
+    the formula, with the figures of a device that we only assume. `layout`: of the KV blocks;
+    `weights`: their format."""
     device = device_named("H200" if is_cuda else "cpu")
-    formula = Roofline(model, device, kv="fp32" if model.dtype == "fp32" else "bf16",
+    kv = config.kv if config.kv != "auto" else "fp32" if model.dtype == "fp32" else "bf16"
+    formula = Roofline(model, device, kv=kv, kv_group=layout.group or 0,
                        weights=weights if weights in WEIGHT_FORMATS else "bf16")  # fmt: skip
     ridge, compute_s = float(config.ridge_tokens or 0), formula.compute_s_per_token
     if config.ridge_tokens is None:
@@ -128,11 +131,16 @@ def rule_of(
     )
 
 
-def scratch_views(layout: BlockLayout, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of scratch blocks in `memory`, uint8: [blocks, kv heads, block_size, head_dim].
+def scratch_bytes(config: EngineConfig, layout: BlockLayout) -> int:
+    """Of all scratch blocks: one layer's worth each, since the next layer overwrites what the one
+    before it left."""
+    return num_scratch_blocks(config) * _of_one_layer(layout).block_bytes
 
-    One layer's worth, since the next layer overwrites what the one before it left.
-    """
-    shape = (-1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    both = memory.view(layout.dtype).view(shape)
-    return both[:, 0], both[:, 1]
+
+def scratch_views(config: EngineConfig, layout: BlockLayout, memory: torch.Tensor) -> KvLayer:
+    """K and V of the scratch blocks, from the start of `memory`, uint8."""
+    return _of_one_layer(layout).layer_views(memory, num_scratch_blocks(config))[0]
+
+
+def _of_one_layer(layout: BlockLayout) -> BlockLayout:
+    return replace(layout, num_layers=1)

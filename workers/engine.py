@@ -15,7 +15,6 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.deferral import (
     Rule,
     deferral_of,
-    num_scratch_blocks,
     rule_of,
     scratch_views,
 )
@@ -25,6 +24,7 @@ from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.histogram import Histogram
 from penstock.workers.intake import Intake
 from penstock.workers.kv_cache import KVCache
+from penstock.workers.kv_format import kv_format
 from penstock.workers.memory import BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import ContextSettings, obstacle_of
@@ -50,12 +50,14 @@ class Engine:
         self.config = config
         self.model = model
         facts = model.config
+        kv = kv_format(config.kv, config.kv_group, facts.head_dim, model.dtype)
         layout = BlockLayout(
             num_layers=facts.num_layers,
             num_kv_heads=facts.num_kv_heads,
             block_size=config.block_size,
             head_dim=facts.head_dim,
-            dtype=model.dtype,
+            dtype=kv.dtype,
+            group=kv.group,
         )
         self.memory = step_memory(config, layout, model)
         self.arena, self.pool = self.memory.arena, self.memory.pool
@@ -64,7 +66,7 @@ class Engine:
             self.pool,
             config.block_size,
             prefix_cache=config.prefix_cache,
-            salt=secrets.token_bytes(32),
+            salt=secrets.token_bytes(32) + str(kv).encode(),
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -73,7 +75,11 @@ class Engine:
             tokens_that_fit=self.memory.tokens_that_fit,
             merges=config.merge_steps,
         )
-        self.executor = Executor(model, self.arena.kv_layers(), config.block_size, self.memory)
+        kv_layers = self.arena.kv_layers()
+        if config.kv_commit == "deferred":
+            scratch = scratch_views(config, layout, self.memory.rest)
+            kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
+        self.executor = Executor(model, kv_layers, config.block_size, self.memory)
         run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
@@ -84,10 +90,9 @@ class Engine:
                 most_rows=most_rows,
                 is_cuda=is_cuda,
                 weights=model.weights.format,
+                layout=layout,
             )
             self.scheduler.deferral = deferral_of(config, rule)
-            scratch = num_scratch_blocks(config) * 2 * layout.half_bytes
-            self.executor.scratch = scratch_views(layout, self.memory.rest[:scratch])
         self._rates: Rates | None = None
         if config.host_kv_gb is not None:
             self.cache.swap, self._rates = host_swap(config, self.arena, run_rows, most_rows)
@@ -198,6 +203,7 @@ class Engine:
             num_blocks=pool.num_blocks,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
+            num_block_bytes=self.arena.layout.block_bytes,
             num_live_blocks=pool.num_live,
             num_cached_blocks=pool.num_cached,
             num_saved_bytes=saved_bytes(self.config, self.memory),

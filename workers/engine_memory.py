@@ -11,7 +11,8 @@ import torch
 
 from penstock.workers.block_pool import BlockPool
 from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.deferral import most_pending, num_scratch_blocks
+from penstock.workers.deferral import most_pending, num_scratch_blocks, scratch_bytes
+from penstock.workers.kv_format import KvFormat
 from penstock.workers.memory import Arena, BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.workspace import StepMemory, blocks_to_borrow, logits_plan
@@ -31,11 +32,10 @@ def step_memory(config: EngineConfig, layout: BlockLayout, model: Decoder) -> St
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
     reserve_tokens = config.max_num_batched_tokens if is_separate else config.max_num_seqs
-    num_scratch = num_scratch_blocks(config)
-    if num_scratch and not is_separate:  # one sequence at its limit always fits
+    if num_scratch_blocks(config) and not is_separate:  # one sequence at its limit always fits
         reserve_tokens += most_pending(config)
     reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(config.max_num_seqs)
-    reserve_bytes += num_scratch * 2 * layout.half_bytes
+    reserve_bytes += scratch_bytes(config, layout)
     num_blocks = _num_blocks(config, layout, model, reserve_bytes)
     num_borrowed = blocks_to_borrow(
         plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
@@ -58,11 +58,12 @@ def saved_bytes(config: EngineConfig, memory: StepMemory) -> int:
 def log_memory(config: EngineConfig, memory: StepMemory) -> None:
     arena, saved = memory.arena, saved_bytes(config, memory)
     log.info(
-        "arena of %.1f MiB: %d KV blocks of %.1f KiB, and a reserve of %.1f MiB for steps of up to "
-        "%d tokens; larger ones, up to %d, borrow the free tail: %.1f MiB or %d blocks saved",
+        "arena of %.1f MiB: %d KV blocks of %.1f KiB (%s), and a reserve of %.1f MiB for steps of "
+        "up to %d tokens; larger ones, up to %d, borrow the free tail: %.1f MiB or %d blocks saved",
         arena.num_bytes / 2**20,
         arena.num_blocks,
         arena.layout.block_bytes / 2**10,
+        KvFormat(arena.layout.dtype, arena.layout.group),
         arena.reserve_bytes / 2**20,
         memory.reserve_tokens,
         config.max_num_batched_tokens,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from penstock.workers.logits import logprobs_of
+from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 from penstock.workers.request import TokenLogprob
@@ -43,15 +44,13 @@ class Executor:
     def __init__(
         self,
         model: Decoder,
-        kv_layers: Seq[tuple[torch.Tensor, torch.Tensor]],
+        kv_layers: Seq[KvLayer],
         block_size: int,
         memory: StepMemory,
     ):
         self.model = model
         self.memory = memory
         self.kv_layers = kv_layers
-        # K and V of the blocks whose ids follow the pool's, one pair for all layers.
-        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self.block_size = block_size
         self.times = StepTimes()
 
@@ -65,9 +64,7 @@ class Executor:
         chunks = plan.chunks
         token_ids, positions, inputs = self._inputs(plan)
         self.times.lap("copy")
-        hidden = self.model.forward(
-            token_ids, positions, inputs, self.kv_layers, workspace, self.scratch
-        )
+        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
         self.times.lap("model")
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {

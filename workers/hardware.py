@@ -44,7 +44,7 @@ WEIGHT_FORMATS = {
 KV_FORMATS = {
     "fp32": KVFormat(4),
     "bf16": KVFormat(2),
-    "fp8": KVFormat(1),
+    "fp8": KVFormat(1, has_scales=True),
     "int8": KVFormat(1, has_scales=True),
 }
 

@@ -95,9 +95,9 @@ class StepTime:
 class Roofline:
     """One model in given number formats on one device.
 
-    `kv_group`: dimensions that share a scale in int8 KV; the whole head at most; 0 leaves scales
-    out, as published tables do. Embedding and head stay in the 16 (or 32) bits of norms unless
-    they are said to be quantised. `batched_tokens`: rows for whose activations room is kept.
+    `kv_group`: dimensions that share a scale in int8 and fp8 KV; the whole head at most; 0 leaves
+    scales out, as published tables do. Embedding and head stay in the 16 (or 32) bits of norms
+    unless they are said to be quantised. `batched_tokens`: rows for whose activations room is kept.
 
     The published batch of 272 (Llama-2-7B, A100-80G, 1024 tokens each; PPL's hardware table) comes
     out with int8 weights, embedding and head too, int8 KV without its scales, 80e9 bytes of memory

@@ -12,6 +12,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, random_prompt
 from penstock.kernels import native
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
+from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.loader import load_model, resolve_model
@@ -229,7 +230,7 @@ def forward(model: Decoder, num_tokens: int, workspace: Workspace | None) -> tor
     positions, inputs = inputs_for(num_tokens, num_decode)
     shape = (num_tokens + 1, facts.num_kv_heads, 4, facts.head_dim)
     kv = [
-        (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+        KvLayer(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
         for _ in range(facts.num_layers)
     ]
     ids = torch.tensor(random_prompt(num_tokens, seed=3))
@@ -292,7 +293,7 @@ def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name, weights):
     positions, inputs = inputs_for(num_tokens, 3)
     shape = (num_tokens + 1, model.config.num_kv_heads, 4, model.config.head_dim)
     kv = [
-        (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+        KvLayer(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
         for _ in range(model.config.num_layers)
     ]
     ids = torch.tensor(random_prompt(num_tokens))

@@ -305,7 +305,7 @@ def test_memory_is_one_allocation_with_disjoint_blocks(models):
     """Writing one block through the layer views touches that block's bytes only."""
     engine = make_engine(models("qwen2"), num_blocks=5)
     before = engine.arena.storage.clone()
-    for k, v in engine.arena.kv_layers():
+    for k, v in ((layer.k, layer.v) for layer in engine.arena.kv_layers()):
         k[3].fill_(1.5)
         v[3].fill_(2.5)
         assert torch.equal(k[3], torch.full_like(k[3], 1.5))

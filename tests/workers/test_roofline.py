@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from penstock.workers.config import ConfigError
 from penstock.workers.hardware import DEVICES, device_named
+from penstock.workers.kv_format import DTYPES
 from penstock.workers.memory import BLOCK_ALIGN_BYTES, BlockLayout
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.folder import resolve_model
@@ -147,7 +148,8 @@ def test_kv_bytes_per_token():
     seventy += [kappa("Llama-2-70B", "int8", g) for g in (8, 64)]
     assert seventy == [327_680, 204_800, 168_960]
     assert kappa("Qwen2.5-0.5B", "int8", 128) == kappa("Qwen2.5-0.5B", "int8", 64)  # whole head
-    assert kappa("Llama-3-8B", "fp8", 64) == kappa("Llama-3-8B", "bf16", 64) / 2
+    assert kappa("Llama-3-8B", "fp8", 64) == kappa("Llama-3-8B", "int8", 64)
+    assert kappa("Llama-3-8B", "fp8", 0) == kappa("Llama-3-8B", "bf16", 64) / 2
 
 
 def test_blocks_are_the_arenas():
@@ -158,6 +160,11 @@ def test_blocks_are_the_arenas():
         m = SHAPES[name]
         layout = BlockLayout(m.num_layers, m.num_kv_heads, size, m.head_dim, torch.bfloat16)
         assert roof(name, block_size=size).block_bytes == layout.block_bytes
+        for kv, group in (("int8", 8), ("int8", 64), ("fp8", 32), ("int8", m.head_dim)):
+            quantised = replace(layout, dtype=DTYPES[kv], group=group)
+            bound = roof(name, kv=kv, kv_group=group, block_size=size)
+            assert bound.block_bytes == quantised.block_bytes
+            assert bound.kv_bytes_per_token == quantised.token_bytes
     assert roof("Qwen2.5-0.5B", kv="int8", block_size=1).block_bytes % 512 == 0
 
 

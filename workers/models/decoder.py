@@ -15,8 +15,9 @@ from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
 from penstock.workers.experts.routed import RoutedExperts
+from penstock.workers.memory import KvLayer
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import Attention, AttentionInputs, KvLayer, Mlp
+from penstock.workers.models.layers import Attention, AttentionInputs, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
 from penstock.workers.models.weight_facts import weight_facts
@@ -67,17 +68,15 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         inputs: AttentionInputs,
-        kv_layers: Sequence[tuple[Tensor, Tensor]],
+        kv_layers: Sequence[KvLayer],
         workspace: Workspace | None = None,
-        scratch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
-        Writes K and V of all rows into `kv_layers` (one (K, V) pair of views a layer, of this
-        decoder's dtype) and reads the rest of each context from there. All that is as large as the
+        Writes K and V of all rows into `kv_layers` (one a layer, of this decoder's dtype or
+        quantised) and reads the rest of each context from there. All that is as large as the
         result, and the result itself, lies in `workspace` of T rows (by default in a fresh one).
-        `scratch`: K and V of the blocks whose ids come after those of `kv_layers`; every layer
-        overwrites what the one before it left.
+        Every layer overwrites what the one before it left in scratch blocks.
         """
         eps, ws, rolling = self.config.rms_norm_eps, workspace, inputs.rolling
         if ws is None:
@@ -94,10 +93,10 @@ class Decoder:
             x = rms_norm_int8(hidden, first.input_norm, eps, out=rows)
         else:
             x = rms_norm(hidden, first.input_norm, eps, out=normed)
-        for layer, next_norm, next_int8, (k_cache, v_cache) in zip(
+        for layer, next_norm, next_int8, cache in zip(
             self.layers, self._next_norms, self._next_int8, kv_layers, strict=True
         ):
-            y = layer.attention(x, ws, inputs, KvLayer(k_cache, v_cache, scratch))
+            y = layer.attention(x, ws, inputs, cache)
             x = self._add_norm(y, layer.post_attention_norm, ws, rows, layer.mlp.takes_int8)
             y = layer.mlp(x, ws)
             x = self._add_norm(y, next_norm, ws, rows, next_int8)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.attention import Rolling, decode_attention, prefill_attention, write_kv
+from penstock.kernels.attention import Rolling, decode_attention, prefill_attention, rope_write_kv
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.moe import gated_mlp
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_, rope_to
+from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to
+from penstock.workers.memory import KvLayer
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.workspace import Workspace
 
@@ -67,16 +68,6 @@ class AttentionInputs:
     rolling: RollingInputs | None = None  # None: everybody sees everything
 
 
-@dataclass(frozen=True, slots=True)
-class KvLayer:
-    """K and V of one layer, views [blocks, kv heads, block_size, head_dim], and those of the
-    scratch blocks, which all layers share and whose ids come after."""
-
-    k: Tensor
-    v: Tensor
-    scratch: tuple[Tensor, Tensor] | None = None
-
-
 class Attention:
     """Causal grouped-query attention of one layer, from normed hidden states to the output."""
 
@@ -123,8 +114,18 @@ class Attention:
         if inputs.rolling is not None:  # what is evicted shortens the way to the sinks
             q_sink = workspace.q_sink.view(q.shape)
             rope_to(q, workspace.sink_cos, workspace.sink_sin, out=q_sink)
-        rope_(q, k, workspace.cos, workspace.sin)
-        write_kv(k, v, cache.k, cache.v, inputs.slots, scratch=cache.scratch)
+        rope_write_kv(
+            q,
+            k,
+            v,
+            workspace.cos,
+            workspace.sin,
+            cache.k,
+            cache.v,
+            inputs.slots,
+            scratch=cache.scratch,
+            scales=cache.scales,
+        )
         attended = workspace.attended
         self._attend(q, q_sink, inputs, cache, attended.view(num_tokens, -1, self.head_dim))
         if self.o.format == "int8":
@@ -166,6 +167,7 @@ class Attention:
                 out=out[:num_decode],
                 rolling=parts[0],
                 scratch=cache.scratch,
+                scales=cache.scales,
             )
         if num_decode < q.shape[0]:
             prefill_attention(
@@ -182,6 +184,7 @@ class Attention:
                 out=out[num_decode:],
                 rolling=parts[1],
                 scratch=cache.scratch,
+                scales=cache.scales,
             )
 
 
