@@ -33,8 +33,8 @@ from penstock.workers.models.weight_sources import (
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     QuantizedFormat,
-    StoredScheme,
     WeightPlan,
+    weight_plan,
 )
 
 log = logging.getLogger("penstock.loader")
@@ -62,7 +62,7 @@ def load_model(
     """
     folder = resolve_model(str(path_or_id))
     config = ModelConfig.from_pretrained(folder)
-    plan = _weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
+    plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     tensors = open_checkpoint(folder)
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
@@ -104,7 +104,7 @@ def build_random(
     """A decoder with random weights (normal, standard deviation 0.02), for benchmarks."""
     config = dataclasses.replace(config, dtype="fp32") if config.dtype == "auto" else config
     config = dataclasses.replace(config, stored_scheme=None)
-    plan = _weight_plan(None, weights, quantize_o, quantize_lm_head)
+    plan = weight_plan(None, weights, quantize_o, quantize_lm_head)
     config = _with_dtype(config, weights, torch.device(device))
     return build_decoder(config, RandomWeights(config, seed, device), plan)
 
@@ -234,23 +234,6 @@ class _Builder:
         if format is not None:
             return pack_linear(quantize_weight(weight, format), bias)
         return pack_linear(weight.to(self.dtype), bias)
-
-
-def _weight_plan(
-    scheme: StoredScheme | None, weights: str, quantize_o: bool, quantize_lm_head: bool
-) -> WeightPlan:
-    """What is to be quantised at load. Raises ConfigError for what is quantised differently."""
-    if weights not in QUANTIZED_FORMATS:
-        return WeightPlan()
-    if scheme is None:
-        return WeightPlan(weights, quantize_o, quantize_lm_head)
-    if scheme.formats != (weights,):
-        raise ConfigError(
-            f"weights is {weights}, but this checkpoint is quantised as "
-            f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "
-            "original checkpoint"
-        )
-    return WeightPlan()
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:
