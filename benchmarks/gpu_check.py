@@ -23,6 +23,7 @@ from gpu_cases import CUDA, DEVICE, DTYPES, TOLERANCE, Unit, Work
 
 import triton  # isort: skip  # after gpu_cases, which decides whether it interprets
 
+import gpu_arena  # isort: skip
 import gpu_attention  # isort: skip
 import gpu_kv  # isort: skip
 import gpu_linear  # isort: skip
@@ -37,6 +38,7 @@ PARTS = {
     "linear": gpu_linear,
     "moe": gpu_moe,
     "sampling": gpu_sampling,
+    "arena": gpu_arena,
 }
 
 

@@ -76,8 +76,10 @@ class ServeConfig:
     longest_wait_s: float | None = option(
         None, "seconds; who would wait longer is refused at once; none: only by its own deadline"
     )
-    gate_answer_ms: float = option(
-        20.0, "milliseconds that the gate has for its first word, before a request goes without it"
+    gate_answer_ms: float | None = option(
+        None,
+        "milliseconds that the gate has for its first word, before a request goes without it; "
+        "none: 20, or 200 where workers compute on the CPUs that it needs",
     )
     predictor_file: str | None = option(
         None, "file that keeps what was learnt of answers' lengths; none: until the cluster ends"

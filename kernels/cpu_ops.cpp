@@ -10,6 +10,7 @@
 //   may be of codes and fp16 scales (cpu_codes.h).
 
 #include "cpu_decode.h"
+#include "cpu_experts.h"
 #include "cpu_linear.h"
 #include "cpu_linear_codes.h"
 #include "cpu_linear_int8.h"
@@ -40,6 +41,7 @@ OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
 OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
+OPERATOR(unpack_neurons, UnpackArgs)
 
 EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
     if (args->write.dtype == 0)

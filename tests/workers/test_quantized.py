@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.deployments.cli import main
+from penstock.kernels.matmul import linear
 from penstock.kernels.quant import dequantize_weight, quantize_weight
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
@@ -246,6 +247,24 @@ class TestTool:
         assert o_proj in ignored and "lm_head" not in ignored
         assert "lm_head.weight" not in tensors or tensors["lm_head.weight"].dtype != torch.float32
 
+    def test_int4_groups_are_whole_ones_or_there_are_none(self, tmp_path: Path):
+        """Others refuse a short last group: rows of 192 get groups of 64, of 136 stay plain."""
+        settings = {**ALL["llama"][1], "num_hidden_layers": 1}
+        for inner, group in ((192, 64), (160, 32), (136, None)):
+            source, out = tmp_path / f"source{inner}", tmp_path / f"out{inner}"
+            random_model("llama", {**settings, "intermediate_size": inner}).save_pretrained(source)
+            plan = plan_quantize(source, "int4", quantize_o=True, quantize_lm_head=False)
+            write_quantized(plan, out, lambda _: None)
+            down = load_model(out, progress=False).layers[0].mlp.down
+            assert down.format == ("fp32" if group is None else "int4")
+            tensors, name = load_file(out / "model.safetensors"), "model.layers.0.mlp.down_proj"
+            assert group is None or tensors[f"{name}.weight_scale"].shape == (64, inner // group)
+            plain = load_file(source / "model.safetensors")[f"{name}.weight"]
+            opened = load_model(out, weights="fp32", progress=False).layers[0].mlp.down
+            x = torch.eye(inner)
+            expected = plain if group is None else in_groups(plain, group)
+            torch.testing.assert_close(linear(x, opened).T, expected, atol=1e-6, rtol=1e-5)
+
     def test_shards_stay_shards_and_other_files_come_along(self, tmp_path: Path):
         source, out = tmp_path / "source", tmp_path / "out"
         random_model(*ALL["llama"]).save_pretrained(source, max_shard_size="60KB")
@@ -293,6 +312,10 @@ class TestTool:
             )
 
 
+def in_groups(weight: Tensor, group: int) -> Tensor:
+    return dequantize_weight(quantize_weight(weight, "int4", group))
+
+
 def by_hand(tensors: dict[str, Tensor], module: str, format: str, shape) -> Tensor:
     """The weight that the bytes mean, in plain loops."""
     num_rows, width = shape
@@ -304,7 +327,8 @@ def by_hand(tensors: dict[str, Tensor], module: str, format: str, shape) -> Tens
         rows = []
         for n, words in enumerate(tensors[f"{module}.weight_packed"].tolist()):
             codes = [((word & 0xFFFFFFFF) >> (4 * i)) & 15 for word in words for i in range(8)]
-            rows.append([(codes[k] - 8) * scales[n, k // 128].item() for k in range(width)])
+            assert scales.shape[1] == 1  # a row is one group
+            rows.append([(codes[k] - 8) * scales[n, 0].item() for k in range(width)])
         return torch.tensor(rows)
     table = tensors[f"{module}.weight.quant_map"].tolist()
     absmax = tensors[f"{module}.weight.absmax"].tolist()
