@@ -145,9 +145,10 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
     several linears share one pass), and int8 sums are exact; int4 and nf4 are weight-only.
     `quant.linear_reference` is the truth.
 
-    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU
-    and on the native path nothing else that grows with M is allocated then. On the native path a
-    row's result has the same bits whatever M is.
+    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: with plain
+    weights on a GPU, and on the native path, nothing else that grows with M is allocated then. (On
+    a GPU int8 and fp8 weights allocate codes of rows that have none yet, and small batches sums of
+    splits.) On the native path a row's result has the same bits whatever M is.
     """
     if packed.layout == "triton":
         from penstock.kernels import matmul_triton
