@@ -27,6 +27,9 @@ from penstock.deployments import grpc_ingress, http_ingress
 from penstock.deployments.channel import WorkerPool
 from penstock.deployments.config import ServeConfig, config_from, read_api_keys
 from penstock.deployments.core import RequestCore
+from penstock.deployments.gate import GateActor
+from penstock.deployments.gate_client import GateClient
+from penstock.deployments.gate_keeper import GateSetup
 from penstock.deployments.metrics import MetricsServer, PenstockCollector
 from penstock.deployments.reasoned_answers import find_marks
 from penstock.deployments.registry import ClusterView, IngressInfo, RegistryClient
@@ -86,14 +89,24 @@ class IngressReplica:
     Serve's own HTTP route gets the same app, so that a proxy or KubeRay finds it where it looks.
     """
 
-    async def __init__(self, config: ServeConfig, _workers: Any):  # type: ignore[misc]
-        """`_workers`: Serve's handle on the workers; being given it makes them one application."""
+    async def __init__(  # type: ignore[misc]
+        self, config: ServeConfig, setup: GateSetup | None, _workers: Any
+    ):
+        """`setup`: of the gate; None: there is none. `_workers`: Serve's handle on the workers;
+        being given it makes them one application."""
         _configure_logging(config)
         _hide_serve_port()
         self._config = config
         self._registry = RegistryClient(config.app_name)
         self._ingress_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        self._pool = WorkerPool(self._ingress_id)
+        self._gate: GateClient | None = None
+        self._asking: asyncio.Task[None] | None = None
+        if setup is not None:
+            actor = GateActor(config.app_name, setup)
+            answer_s = config.gate_answer_ms / 1000
+            self._gate = GateClient(self._ingress_id, actor.where, answer_s=answer_s)
+            self._asking = asyncio.ensure_future(self._gate.run())
+        self._pool = WorkerPool(self._ingress_id, self._gate)
         self._is_draining = False
         self._view = ClusterView()
         self._metrics: MetricsServer | None = None
@@ -120,6 +133,7 @@ class IngressReplica:
             max_model_len=max_model_len,
             contexts=ContextSettings.of(config.engine, max_model_len),
             marks=find_marks(config.reasoning_marks, tokenizer),
+            learner=self._gate,
         )
         api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
         self._asgi_app = http_ingress.build_app(
@@ -201,6 +215,8 @@ class IngressReplica:
         await asyncio.gather(self._grpc.stop(drain_s + FAREWELL_S), self._http_task)
         closing.cancel()
         await self._pool.close()
+        if self._asking is not None:
+            self._asking.cancel()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
@@ -256,7 +272,20 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": ONE_LOOP}},
         **supervision,
-    ).bind(config, workers)
+    ).bind(config, gate_setup(config, channel_host), workers)
+
+
+def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
+    """How the gate of `config` is to be; None where requests do without one."""
+    if config.admission == "optimistic":
+        return None
+    return GateSetup(
+        admission=config.admission,
+        max_queued=config.max_queued,
+        longest_wait_s=config.longest_wait_s,
+        host=host,
+        snapshot_file=config.predictor_file,
+    )
 
 
 def wants_gpus(config: ServeConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing
 from typing import Any
@@ -210,7 +211,9 @@ async def send_json(
 
 async def send_error(send: Send, error: ApiError, request_id: str, dialect: Dialect) -> None:
     headers: Headers = []
-    if error.entry.http_status == 503:
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
+    elif error.entry.http_status in (429, 503):
         headers.append((b"retry-after", RETRY_AFTER_S))
     if error.entry.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

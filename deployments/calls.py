@@ -53,6 +53,8 @@ class Call:
     Of the prompt, the last `truncate_prompt_tokens` are taken; with `echo` it is part of the text,
     and then `params.max_tokens` may be 0: the prompt is scored, and not answered. `bad_words` join
     `params.bad_words_ids`.
+    Of those who wait, the lowest `priority` comes first. `tenant` is whom the caller says it calls
+    for: shares are by principal, or without keys by tenant.
     `principal` tells callers apart for Cancel. `front` and `client_id` are for the log only.
     With `wants_timings` the usage says where the time went. With `splits_reasoning` the reasoning
     of a model that has marks for it is kept apart from its answer to a conversation.
@@ -71,6 +73,8 @@ class Call:
     client_id: str | None = None
     deadline_s: float | None = None
     principal: str = ""
+    tenant: str = ""
+    priority: int = 0
     front: str = ""
     wants_timings: bool = False
     splits_reasoning: bool = False

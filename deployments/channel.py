@@ -10,11 +10,13 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import grpc
 
+from penstock.deployments.asked import AskedRequest
 from penstock.deployments.running_call import Gathering, RunningCall
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
@@ -29,6 +31,8 @@ TICK_S = 0.5
 SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
+DECLINED = "declined"  # a worker's word for "no room now"; workers/engine.py says it
+MAX_DECLINES = 3  # after so many, a request waits at a worker
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -41,11 +45,25 @@ CHANNEL_OPTIONS = (
 )
 
 
+class Door(Protocol):
+    """Who decides which requests come in, when and where: gate_client.GateClient."""
+
+    async def admit(
+        self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
+    ) -> int | None: ...
+    def ended(self, request_id: str, num_generated: int) -> None: ...
+    def report(self, address: str, epoch: int, report: pb.Report) -> None: ...
+    def lost(self, epoch: int) -> None: ...
+    def release(self) -> None: ...
+
+
 class WorkerPool:
     """All workers that this ingress knows; a TokenBackend. Lives on one event loop."""
 
-    def __init__(self, ingress_id: str):
+    def __init__(self, ingress_id: str, door: Door | None = None):
+        """Without a door, requests go to the worker with the least to do, and wait there."""
         self._ingress_id = ingress_id
+        self._door = door
         self._links: dict[int, _WorkerLink] = {}  # by epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._turn = itertools.count(1)
@@ -62,7 +80,7 @@ class WorkerPool:
             if link.task is not None and link.task.done():
                 del self._links[epoch]
         for epoch in listed.keys() - self._links.keys():
-            link = _WorkerLink(listed[epoch], self._ingress_id, self._lost)
+            link = _WorkerLink(listed[epoch], self._ingress_id, self)
             link.task = asyncio.ensure_future(link.run())
             self._links[epoch] = link
 
@@ -78,14 +96,19 @@ class WorkerPool:
         """Run `request` on some worker. Closing the iterator cancels it there.
 
         The last delta has a finish_reason; if the worker was lost it is ERROR with `worker_lost`,
-        and ERROR with `no_worker` if there was none to begin with.
+        and ERROR with `no_worker` if there was none to begin with. Raises ServiceError if the door
+        does not let it in.
         """
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
         call = RunningCall(request, num_expected=len(request.prompt_ids) + round(answer))
-        self._place(call, otherwise="no_worker")
         try:
+            await self._enter(call)
             while True:
                 delta = await call.next()
+                if delta.error == DECLINED:
+                    call.num_declined += 1
+                    await self._enter(call)
+                    continue
                 yield delta
                 if delta.finish_reason is not None:
                     if delta.finish_reason is not FinishReason.ERROR:
@@ -94,6 +117,8 @@ class WorkerPool:
         finally:
             if call.link is not None:
                 call.link.cancel(call)
+            if self._door is not None and isinstance(request, AskedRequest):
+                self._door.ended(request.request_id, call.num_emitted)
 
     async def close(self) -> None:
         """Break all streams; requests under way end with `worker_lost`."""
@@ -103,16 +128,66 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _place(self, call: RunningCall, otherwise: str) -> None:
-        """Send `call` to the worker with the least outstanding work, or fail it with a code."""
+    async def _enter(self, call: RunningCall) -> None:
+        """Through the door, if there is one, to a worker; may wait there for long."""
+        request = call.request
+        if self._door is None or not isinstance(request, AskedRequest):
+            self._place(call, otherwise="no_worker")
+            return
+        request = self._limited(request)
+        again = call.num_declined > 0
+        while links := self._usable():
+            links.sort(key=lambda link: (link.num_outstanding, link.last_turn))
+            epochs = [link.info.epoch for link in links]
+            epoch = await self._door.admit(request, epochs, again=again)
+            if epoch is None:
+                break
+            link = self._links.get(epoch)
+            if link is not None and link.is_connected:
+                link.last_turn = next(self._turn)
+                link.submit(call, may_decline=call.num_declined < MAX_DECLINES)
+                return
+            again = True  # a worker that this ingress cannot reach
+        self._place(call, otherwise="no_worker")
+
+    def _limited(self, request: AskedRequest) -> AskedRequest:
+        """Where the client set no limit, it is what workers have room for."""
+        if request.has_limit or request.ceiling is not None or not self._links:
+            return request
+        longest = max(link.info.max_model_len for link in self._links.values())
+        limit = max(longest - len(request.prompt_ids), 1)
+        if request.features.max_tokens is not None:
+            limit = min(limit, request.features.max_tokens)
+        return replace(request, features=replace(request.features, max_tokens=limit))
+
+    def _usable(self) -> list[_WorkerLink]:
         links = [link for link in self._links.values() if link.is_connected]
-        links = [link for link in links if link.is_listed] or links
+        return [link for link in links if link.is_listed] or links
+
+    def _place(self, call: RunningCall, otherwise: str) -> None:
+        """Send `call` to the worker with the least outstanding work, or fail it with a code.
+
+        Of many workers, two are drawn: reports are old, and all ingresses would choose the same.
+        """
+        links = self._usable()
         if not links:
             call.fail(otherwise)
             return
+        if self._door is not None and len(links) > 2:
+            links = random.sample(links, 2)
         best = min(links, key=lambda link: (link.num_outstanding, link.last_turn))
         best.last_turn = next(self._turn)
         best.submit(call)
+
+    def _broken(self, link: _WorkerLink) -> None:
+        if self._door is not None:
+            self._door.lost(link.info.epoch)
+            if not self.ready():
+                self._door.release()
+
+    def _reported(self, link: _WorkerLink, report: pb.Report) -> None:
+        if self._door is not None:
+            self._door.report(link.info.address, link.info.epoch, report)
 
     def _lost(self, call: RunningCall) -> None:
         """The worker of `call` is gone: try once more if nothing was emitted, else end it."""
@@ -126,14 +201,14 @@ class WorkerPool:
 class _WorkerLink:
     """The stream with one life of one worker, and the calls on it."""
 
-    def __init__(self, info: WorkerInfo, ingress_id: str, lost: Any):
+    def __init__(self, info: WorkerInfo, ingress_id: str, pool: WorkerPool):
         self.info = info
         self.task: asyncio.Task[None] | None = None
         self.is_listed = True
         self.is_connected = False
         self.last_turn = 0
         self._ingress_id = ingress_id
-        self._lost = lost
+        self._pool = pool
         self._calls: dict[int, RunningCall] = {}
         self._stream_ids = itertools.count(1)
         self._own_tokens = 0
@@ -147,11 +222,13 @@ class _WorkerLink:
         """Tokens that this worker has still to compute, as far as this ingress can guess."""
         return self._own_tokens + self._others_tokens
 
-    def submit(self, call: RunningCall) -> None:
+    def submit(self, call: RunningCall, *, may_decline: bool = False) -> None:
         call.link, call.stream_id = self, next(self._stream_ids)
         self._calls[call.stream_id] = call
         self._own_tokens += call.num_expected
-        message = submit_message(call.request, call.stream_id, call.num_expected)
+        message = submit_message(
+            call.request, call.stream_id, call.num_expected, may_decline=may_decline
+        )
         self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, submit=message))
 
     def cancel(self, call: RunningCall) -> None:
@@ -213,6 +290,7 @@ class _WorkerLink:
                 self._take_step(message.step)
             elif message.HasField("report"):
                 self._others_tokens = message.report.others_tokens
+                self._pool._reported(self, message.report)
 
     async def _write(self, stream: Any) -> None:
         while True:
@@ -273,5 +351,6 @@ class _WorkerLink:
         calls = list(self._calls.values())
         for call in calls:
             self._remove(call)
+        self._pool._broken(self)
         for call in calls:
-            self._lost(call)
+            self._pool._lost(call)

@@ -23,6 +23,7 @@ from penstock.deployments.config import (
     settings,
 )
 from penstock.deployments.plan_command import add_plan, run_plan
+from penstock.deployments.quantize_command import add_quantize, run_quantize
 from penstock.workers.config import ConfigError
 
 SERVE_EXAMPLES = """\
@@ -40,7 +41,8 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that 
 
 GROUPS = {
     "what to serve": (
-        *("served_model_name", "weights", "max_model_len", "seed", "reasoning_marks"),
+        *("served_model_name", "weights", "quantize_o", "quantize_lm_head"),
+        *("max_model_len", "seed", "reasoning_marks"),
     ),
     "where to listen": (
         *("host", "http_port", "grpc_port", "api_keys_file"),
@@ -50,6 +52,9 @@ GROUPS = {
     "memory and batches": (
         *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
+    ),
+    "who may come in": (
+        *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
     ),
     "what requests see of their past": (
         *("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
@@ -89,8 +94,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     _add_complete(commands)
-    add_bench(commands, _add_server_flags, run_serve=_bench_serve, run_offline=_bench_offline)
+    add_bench(
+        commands,
+        _add_server_flags,
+        run_serve=_bench_serve,
+        run_offline=_bench_offline,
+        run_ablate=_bench_ablate,
+    )
     add_plan(commands, run_plan)
+    add_quantize(commands, run_quantize)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)
@@ -227,6 +239,12 @@ def _bench_offline(args: argparse.Namespace) -> int:
     from penstock.deployments.bench_command import run_offline
 
     return run_offline(args)
+
+
+def _bench_ablate(args: argparse.Namespace) -> int:
+    from penstock.deployments.ablate_command import run_ablate
+
+    return run_ablate(args)
 
 
 def _server(args: argparse.Namespace) -> Any:

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import ray
 from ray import serve
@@ -20,6 +21,7 @@ from ray.exceptions import RayError
 
 from penstock.deployments.app import wants_gpus, wire
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.gate import end_gate
 from penstock.deployments.processes import descendants, end
 from penstock.deployments.registry import NAMESPACE, ClusterView, RegistryClient
 
@@ -28,6 +30,7 @@ STATUS_EVERY_S = 1.0
 EXIT_S = 2.0  # that processes have to end once they were told to
 OBJECT_STORE_BYTES = 128 << 20  # tokens do not pass through Ray's object store
 DRAIN_SLACK_S = 2.0  # for ingresses to hear of it, and to say goodbye
+PREDICTOR_FILE = "predictor.npz"
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
@@ -90,7 +93,11 @@ class Cluster:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
         self._registry.call_now("begin")
-        app = wire(self._config, channel_host="127.0.0.1" if self._is_local else None)
+        config = self._config
+        if self._folder is not None and config.predictor_file is None:
+            # For a gate that is killed: the folder goes when the cluster ends.
+            config = replace(config, predictor_file=os.path.join(self._folder, PREDICTOR_FILE))
+        app = wire(config, channel_host="127.0.0.1" if self._is_local else None)
         serve.run_many(
             [serve.RunTarget(target=app, name=self._config.app_name)],
             wait_for_ingress_deployment_creation=False,
@@ -143,6 +150,7 @@ class Cluster:
         if ray.is_initialized():
             if not self._is_local:
                 serve.delete(self._config.app_name)
+                end_gate(self._config.app_name)
             ray.shutdown(wait_for_processes=True)
         end(pids, EXIT_S)
         self.remove_folder()

@@ -64,6 +64,23 @@ class ServeConfig:
     num_workers: int = option(
         1, "worker replicas: one per GPU, or sharing the cores of a CPU machine"
     )
+    admission: str = option(
+        "predicted",
+        "who may come in: predicted, as many as fit by the law of their lengths, while others wait "
+        "at the gate; reserve_max, as many as fit with their longest answers; optimistic, all at "
+        "once, and workers preempt (docs/gate.md)",
+        ("predicted", "reserve_max", "optimistic"),
+    )
+    max_queued: int = option(1024, "requests that may wait at the gate before it refuses more")
+    longest_wait_s: float | None = option(
+        None, "seconds; who would wait longer is refused at once; none: only by its own deadline"
+    )
+    gate_answer_ms: float = option(
+        20.0, "milliseconds that the gate has for its first word, before a request goes without it"
+    )
+    predictor_file: str | None = option(
+        None, "file that keeps what was learnt of answers' lengths; none: until the cluster ends"
+    )
     num_ingress: int = option(1, "ingress replicas; those on one machine share the ports")
     app_name: str = option("penstock", "name of the Ray Serve application")
     ray_address: str | None = option(
@@ -86,12 +103,14 @@ class ServeConfig:
             changes["engine"] = dataclasses.replace(self.engine, model=str(folder.resolve()))
         if self.api_keys_file is not None:
             changes["api_keys_file"] = str(Path(self.api_keys_file).expanduser().resolve())
+        if self.predictor_file is not None:
+            changes["predictor_file"] = str(Path(self.predictor_file).expanduser().resolve())
         return dataclasses.replace(self, **changes)
 
     def __post_init__(self) -> None:
         if self.reasoning_marks not in (None, "auto"):
             marks_in(self.reasoning_marks)
-        for name in ("num_workers", "num_ingress"):
+        for name in ("num_workers", "num_ingress", "max_queued"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
         for name in ("http_port", "grpc_port"):
@@ -103,6 +122,10 @@ class ServeConfig:
             raise ConfigError(f"metrics_port must differ from the others; got {self.metrics_port}")
         if self.http_port == self.grpc_port:
             raise ConfigError(f"http_port and grpc_port must differ; both are {self.http_port}")
+        for name in ("gate_answer_ms", "longest_wait_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive; got {value}")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s must not be negative; got {self.drain_s}")
 

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
+from penstock.deployments.asked import AskedRequest, asked
 from penstock.deployments.calls import Call, ChatPrompt, ServedModel, TextDelta
 from penstock.deployments.checks import check_ids, check_length, check_text
 from penstock.deployments.choices import check_choices, check_extras, engine_params, nth_choice
@@ -45,6 +46,22 @@ class TokenBackend(Protocol):
         """Whether a request would be served now."""
 
 
+class Learner(Protocol):
+    """Whoever wants to know how long answers become."""
+
+    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+        """`ended`: "stop", "length" (it was cut) or "cancel"."""
+
+
+# Of finish reasons. What else ends an answer says nothing about its length.
+_ENDED = {
+    FinishReason.STOP.value: "stop",
+    FinishReason.LENGTH.value: "length",
+    FinishReason.ABORT.value: "cancel",
+    DISCONNECT: "cancel",
+}
+
+
 class RequestCore:
     """Validates calls, runs them on a backend, and gives text. Lives on one event loop."""
 
@@ -58,8 +75,10 @@ class RequestCore:
         max_model_len: int,
         marks: Marks | None = None,
         contexts: ContextSettings | None = None,
+        learner: Learner | None = None,
     ):
-        """`vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
+        """`learner`: hears how long each answer was; then the backend gets AskedRequests.
+        `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
         `contexts`: what requests may see of their past; None: as a worker that is told nothing."""
         self.tokenizer = tokenizer
         self._backend = backend
@@ -67,6 +86,7 @@ class RequestCore:
         self._models = {model_name: model}
         self._default_model = model_name
         self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
+        self._learner = learner
         self._prompts = PromptReader(tokenizer)
         self._reasoning = Reasoning(marks, tokenizer)
         self._running: dict[str, list[Generation]] = {}  # by the call's id
@@ -118,7 +138,15 @@ class RequestCore:
         except (RequestError, ServiceError) as refusal:
             log_request(call, finish=refusal.code)
             raise
-        request = Request(call.request_id, prompt_ids, params, deadline_s=call.deadline_s)
+        request = Request(
+            call.request_id,
+            prompt_ids,
+            params,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+        )
+        if self._learner is not None:
+            request = asked(request, call, model.name, self._contexts)
         return self._generation(request, call, start_s)
 
     async def prepare_choices(self, call: Call, num_choices: int) -> list[Generation]:
@@ -181,6 +209,7 @@ class RequestCore:
             if not answers:
                 self._running.pop(generation.call.request_id, None)
             self.metrics.count_end(times, finish, usage)
+            self._learn(generation, finish)
             log_request(generation.call, finish=finish, generation=generation)
 
     async def generate(self, call: Call) -> AsyncGenerator[TextDelta, None]:
@@ -237,6 +266,12 @@ class RequestCore:
             token_ids,
             skip_special_tokens=skip_special_tokens,
         )
+
+    def _learn(self, generation: Generation, finish: str) -> None:
+        """Tell how long an answer was, unless an error ended it."""
+        request, ended = generation.request, _ENDED.get(finish)
+        if self._learner is not None and isinstance(request, AskedRequest) and ended is not None:
+            self._learner.learn(request, generation.usage.completion_tokens, ended)
 
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         deltas = self._backend.generate(request)

@@ -78,7 +78,13 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     # The server cannot, now or at all.
     "overloaded": CatalogueEntry(
-        503, "UNAVAILABLE", _SERVER, "too many requests are waiting; try again shortly"
+        503, "RESOURCE_EXHAUSTED", _SERVER, "too many requests are waiting; try again shortly"
+    ),
+    "over_share": CatalogueEntry(
+        429,
+        "RESOURCE_EXHAUSTED",
+        "rate_limit_error",
+        "this caller has more than its share of the requests that wait; try again shortly",
     ),
     "no_worker": CatalogueEntry(
         503, "UNAVAILABLE", _SERVER, "no worker is ready to serve this model; try again shortly"
@@ -103,10 +109,15 @@ num_told: Counter[str] = Counter()
 
 
 class ServiceError(Exception):
-    """The service could not do what was asked, though the request was right. `code` says why."""
+    """The service could not do what was asked, though the request was right. `code` says why.
 
-    def __init__(self, code: str):
+    `message` is for the client, where there is more to say than the catalogue does.
+    """
+
+    def __init__(self, code: str, message: str = "", *, retry_after_s: float | None = None):
         self.code = code if code in CATALOGUE else "internal_error"
+        self.message = message
+        self.retry_after_s = retry_after_s
         super().__init__(self.code)
 
 
@@ -117,6 +128,7 @@ class ApiError:
     code: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None  # when it is worth while to come again, if that is known
 
     @property
     def entry(self) -> CatalogueEntry:
@@ -145,7 +157,8 @@ def _describe(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, RequestError) and error.code in CATALOGUE:
         return ApiError(error.code, error.message, error.param)
     if isinstance(error, ServiceError) and error.code != "internal_error":
-        return ApiError(error.code, CATALOGUE[error.code].message)
+        message = error.message or CATALOGUE[error.code].message
+        return ApiError(error.code, message, retry_after_s=error.retry_after_s)
     if not isinstance(error, ServiceError):
         log.error("request %s failed unexpectedly", request_id, exc_info=error)
     message = CATALOGUE["internal_error"].message

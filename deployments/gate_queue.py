@@ -69,6 +69,7 @@ class Waiting:
     returned: bool = False  # a worker had no room after all
     num_passed: int = 0  # later ones that went before it while it was the first
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
+    told_s: float = 0.0  # the wait that followed from it
 
     _candidates: dict[int, Candidate] = field(default_factory=dict)  # by block size
 
@@ -95,14 +96,17 @@ class TenantCounters:
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
         self._active: dict[str, int] = {}  # requests that wait
+        self._last = 0.0  # the count of whoever was charged last
 
     def __getitem__(self, tenant: str) -> float:
         return self._counts.get(tenant, 0.0)
 
     def joins(self, tenant: str) -> None:
         """One more waits. Whoever comes back from idleness has saved up nothing."""
-        if tenant not in self._active and self._active:
-            least = min(self[each] for each in self._active)
+        if tenant not in self._active:
+            # With nobody else waiting: what others were served while nobody had to wait for it is
+            # not held against them.
+            least = min((self[each] for each in self._active), default=self._last)
             self._counts[tenant] = max(self[tenant], least)
         self._active[tenant] = self._active.get(tenant, 0) + 1
 
@@ -110,12 +114,12 @@ class TenantCounters:
         self._active[tenant] -= 1
         if self._active[tenant] == 0:
             del self._active[tenant]
-        if len(self._counts) > len(self._active) + TenantCounters.MAX_IDLE:
-            self._counts = {each: self[each] for each in self._active}
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Negative: a refund."""
-        self._counts[tenant] = self[tenant] + tokens
+        self._counts[tenant] = self._last = self[tenant] + tokens
+        if len(self._counts) > len(self._active) + TenantCounters.MAX_IDLE:
+            self._counts = {each: self[each] for each in self._active}
 
 
 class GateQueue:

@@ -51,10 +51,8 @@ class Room:
 
     def peak_with(self, candidate: Candidate) -> int:
         """The quantile of the peaks, were the candidate to join now."""
-        if candidate.ceiling == UNBOUNDED and (self.ceilings == UNBOUNDED).all():
-            if not self._index:
-                self._index.append(index_of(self.used, self.remaining))
-            peaks = self._index[0].peaks_with(candidate.used, candidate.remaining)
+        if self._is_plain(candidate):
+            peaks = self._sorted().peaks_with(candidate.used, candidate.remaining)
         else:
             peaks = held_peaks(*_joined(self._grid(), self.remaining, self.ceilings, candidate))
         return order_statistic(peaks, self.level)
@@ -104,17 +102,30 @@ class Room:
         """The rule once so many steps have passed: an answer ending at that step is gone."""
         if candidate.longest > self.capacity:
             return False
-        alive = self.remaining > steps
-        free = len(self.used) + self.slots - alive.sum(axis=0)
+        num_alive = self._sorted().num_after(steps)
+        free = len(self.used) + self.slots - num_alive
         if order_statistic(-free, self.level) > -1:
             return False  # slots are a matter of the quantile, too
-        if not alive.any():
+        if not num_alive.any():
             return True
+        if self._is_plain(candidate):
+            peaks = self._sorted().peaks_with(candidate.used, candidate.remaining, steps)
+            return order_statistic(peaks, self.level) <= self.limit
+        alive = self.remaining > steps
         grown = np.maximum(np.minimum(self._grid() + steps, self.ceilings[:, None]), self._grid())
         used = np.where(alive, grown, 0)
         left = np.where(alive, self.remaining - steps, 0)
         peaks = held_peaks(*_joined(used, left, self.ceilings, candidate))
         return order_statistic(peaks, self.level) <= self.limit
+
+    def _is_plain(self, candidate: Candidate) -> bool:
+        """Nobody's cache rolls."""
+        return candidate.ceiling == UNBOUNDED and bool((self.ceilings == UNBOUNDED).all())
+
+    def _sorted(self) -> PeakIndex:
+        if not self._index:
+            self._index.append(index_of(self.used, self.remaining))
+        return self._index[0]
 
     def _grid(self) -> Ints:
         """[n, samples] of what is used now."""

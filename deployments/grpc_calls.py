@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from penstock.deployments.auth import ApiKeys
 from penstock.deployments.calls import new_request_id
@@ -37,11 +39,26 @@ async def answering(context: Context) -> AsyncIterator[str]:
 
 async def abort(context: Context, error: ApiError, request_id: str) -> None:
     """End the call with what a client is told about `error`. Raises AbortError."""
-    trailing = [("error-code", error.code), ("request-id", request_id)]
+    trailing: list[tuple[str, Any]] = [("error-code", error.code), ("request-id", request_id)]
     if error.param is not None:
         trailing.append(("error-param", error.param))
+    if error.retry_after_s is not None:
+        trailing += _when_to_retry(error, error.retry_after_s)
     status = grpc.StatusCode[error.entry.grpc_status]
     await context.abort(status, error.message, trailing_metadata=tuple(trailing))
+
+
+def _when_to_retry(error: ApiError, seconds: float) -> list[tuple[str, Any]]:
+    """What gRPC's own retries read, and the standard details, google.rpc.RetryInfo."""
+    delay = duration_pb2.Duration()
+    delay.FromMilliseconds(round(seconds * 1000))
+    code: int = grpc.StatusCode[error.entry.grpc_status].value[0]
+    details = status_pb2.Status(code=code, message=error.message)
+    details.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return [
+        ("grpc-retry-pushback-ms", str(round(seconds * 1000))),
+        ("grpc-status-details-bin", details.SerializeToString()),
+    ]
 
 
 def about(

@@ -58,7 +58,10 @@ def add_console_routes(app: FastAPI, core: RequestCore, workers: Workers | None)
         return Status(
             version=app.version,
             is_ready=core.ready(),
-            models=[ModelBody.model_validate(model_body(model)) for model in core.models()],
+            models=[
+                ModelBody.model_validate(model_body(model, (info for info, _ in alive)))
+                for model in core.models()
+            ],
             workers=[_worker_status(info, stats) for info, stats in alive],
         )
 

@@ -113,8 +113,17 @@ class PenstockCollector(Collector):
                 _add(tokens, labels, stats.step_tokens)
             for phase, total in stats.step_seconds.items():
                 seconds.add_metric((*labels, phase), total)
+        weights = GaugeMetricFamily(
+            "penstock_model_weight_bytes",
+            "Memory of the model's weights, by their number format.",
+            labels=(*LABELS, "weights"),
+        )
+        for info, _ in workers:
+            if info.weights:
+                weights.add_metric((info.model, info.address, info.weights), info.weight_bytes)
         yield tokens
         yield seconds
+        yield weights
         yield GaugeMetricFamily(
             "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
         )

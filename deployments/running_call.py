@@ -31,6 +31,7 @@ class RunningCall:
     link: Any = None
     stream_id: int = 0
     num_emitted: int = 0
+    num_declined: int = 0  # times that a worker had no room
     is_second_try: bool = False
 
     def add(self, delta: Delta) -> None:

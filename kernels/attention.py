@@ -118,12 +118,12 @@ def rope_write_kv(
     scratch: tuple[Tensor, Tensor] | None = None,
     scales: KvScales | None = None,
 ) -> None:
-    """`rowwise.rope_(q, k, cos, sin)` and then `write_kv`, on the CPU in one pass; the same bits.
+    """`rowwise.rope_(q, k, cos, sin)` and then `write_kv` in one pass; on the CPU the same bits.
 
     `q` [T, H, D] is rotated in place; what `k` holds afterwards is not said.
     """
     lib = _library(k, k_cache, scales)
-    if k.is_cuda or lib is None:
+    if lib is None and not k.is_cuda:
         rope_(q, k, cos, sin)
         write_kv(k, v, k_cache, v_cache, slots, scratch=scratch, scales=scales)
         return
@@ -131,6 +131,11 @@ def rope_write_kv(
     assert q.dtype == k.dtype == v.dtype and slots.dtype == torch.int64
     assert cos.dtype == sin.dtype == torch.float32
     _check_cache(k.dtype, k_cache, v_cache, scratch, scales)
+    if lib is None:
+        from penstock.kernels import attention_triton
+
+        attention_triton.rope_write_kv(q, k, v, cos, sin, k_cache, v_cache, slots, scratch, scales)
+        return
     cos, sin = cos.contiguous(), sin.contiguous()
     lib.ps_rope_write_kv(_ROPE_WRITE.pack(
         *_write_arguments(k, v, k_cache, v_cache, slots, scratch, scales),

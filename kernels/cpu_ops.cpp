@@ -11,6 +11,7 @@
 
 #include "cpu_decode.h"
 #include "cpu_linear.h"
+#include "cpu_linear_int8.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
 #include "cpu_sampling.h"
@@ -27,6 +28,7 @@
 
 OPERATOR(pack, PackArgs)
 OPERATOR(linear, LinearArgs)
+OPERATOR(linear_int8, Int8LinearArgs)
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
@@ -34,6 +36,7 @@ OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 
 EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
@@ -42,5 +45,6 @@ EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
     else
         rope_write_kv<bf16>(*args);
 }
+EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }

@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define HAVE_DPBF16 1
 #else
 #define HAVE_DPBF16 0
@@ -52,6 +54,11 @@ INLINE vf load(const bf16* p) {
     vh h;
     std::memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+INLINE vi load_bits(const void* p) {
+    vi v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
 }
 INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 INLINE vh round_bf16(vf v) {  // to nearest even; NaN stays NaN

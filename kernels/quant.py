@@ -61,6 +61,37 @@ class QuantizedWeight:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Rows:
+    """Activations [M, K] that are quantised already: what `quantize_rows_int8` gives.
+
+    `codes` int8 [M, K], any stride over M; `scales` fp32 [M]. `dtype` is what they were before, and
+    what a linear makes of them.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def inside(cls, memory: Tensor, scales: Tensor | None = None) -> Int8Rows:
+        """Rows to be filled, whose codes lie at the start of each row of `memory` [M, K].
+
+        `memory` may hold what they will be made of: `rowwise` reads a value before it writes there.
+        `scales` fp32, M elements in a row; by default they are new.
+        """
+        codes = memory.view(torch.int8)[:, : memory.shape[1]]
+        if scales is None:
+            num_rows, fp32 = memory.shape[0], torch.float32
+            scales = torch.empty(num_rows, dtype=fp32, device=memory.device)
+        return cls(codes, scales.view(-1), memory.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(M, K)."""
+        return self.codes.shape
+
+
 def quantize_weight(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
     """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration."""
     wide = weight.float()

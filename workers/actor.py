@@ -42,9 +42,23 @@ class Worker:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_model(config.model, weights=config.weights, device=device, progress=False)
+        model = load_model(
+            config.model,
+            weights=config.weights,
+            quantize_o=config.quantize_o,
+            quantize_lm_head=config.quantize_lm_head,
+            device=device,
+            progress=False,
+        )
         engine = Engine(config, model)
-        self._channel = ChannelServer(host, model_name, engine.max_model_len, announce)
+        self._channel = ChannelServer(
+            host,
+            model_name,
+            engine.max_model_len,
+            announce,
+            weights=model.weights.format,
+            weight_bytes=model.weights.num_bytes,
+        )
         grammars = GrammarCompiler(
             lambda: Tokenizer.load(resolve_model(config.model)).to_json(),
             vocab_size=model.config.vocab_size,

@@ -30,7 +30,8 @@ from penstock.workers.wire import request_from, step_message
 log = logging.getLogger("penstock.worker")
 
 TOKEN_KEY = "penstock-worker-token"
-REPORT_S = 1.0
+REPORT_S = 1.0  # and BUSY_REPORT_S while there is work
+BUSY_REPORT_S = 0.1
 MAX_MESSAGE_BYTES = 64 << 20
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -55,17 +56,21 @@ class EngineLike(Protocol):
 
 @dataclass(slots=True)
 class _Route:
-    """Where the deltas of one running request go, and how many tokens are expected of it still."""
+    """Where the deltas of one running request go, and how far it has come."""
 
     link: _Link
     stream_id: int
+    name: str  # as its ingress calls it
     num_prompt: int
-    num_expected: int
+    max_tokens: int  # 0: no limit was given
+    num_expected: int  # tokens still to compute, as far as one can guess
+    num_generated: int = 0
 
     def count(self, delta: Delta) -> None:
         # The first delta says that the whole prompt is computed.
-        self.num_expected = max(0, self.num_expected - self.num_prompt - len(delta.token_ids))
-        self.num_prompt = 0
+        num_computed = len(delta.token_ids) + (self.num_prompt if not self.num_generated else 0)
+        self.num_expected = max(0, self.num_expected - num_computed)
+        self.num_generated += len(delta.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +83,23 @@ class _Link:
     def request_id(self, message: pb.Submit | pb.Cancel) -> str:
         """The engine's id: a second attempt is kept apart from the first one's late deltas."""
         return f"{message.request_id}#{self.number}.{message.stream_id}"
+
+
+class _Pace:
+    """How long a step takes of late, from the engine's totals."""
+
+    WEIGHT = 0.3  # of the steps since the last look
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._num_steps, self._seconds = 0, 0.0
+
+    def observe(self, stats: EngineStats) -> None:
+        seconds, num = sum(stats.step_seconds.values()), stats.num_steps - self._num_steps
+        if num > 0:
+            newest = (seconds - self._seconds) / num
+            self.step_s += (_Pace.WEIGHT if self.step_s else 1.0) * (newest - self.step_s)
+        self._num_steps, self._seconds = stats.num_steps, seconds
 
 
 class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
@@ -93,6 +115,9 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
         max_model_len: int,
         announce: Announce | None = None,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
+        *,
+        weights: str = "",
+        weight_bytes: int = 0,
     ):
         self._host = host
         self._announce = announce
@@ -101,6 +126,8 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
         self._routes: dict[str, _Route] = {}
         self._links: set[_Link] = set()
         self._link_numbers = itertools.count()
+        self._sequences = itertools.count(1)  # of reports
+        self._pace = _Pace()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
@@ -112,6 +139,8 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
             pid=os.getpid(),
             model=model,
             max_model_len=max_model_len,
+            weights=weights,
+            weight_bytes=weight_bytes,
         )
 
     def start(self, engine: EngineLike) -> None:
@@ -199,7 +228,12 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
                 submit = message.submit
                 request = request_from(submit, link.request_id(submit))
                 self._routes[request.request_id] = _Route(
-                    link, submit.stream_id, len(request.prompt_ids), submit.expected_tokens
+                    link,
+                    submit.stream_id,
+                    submit.request_id,
+                    len(request.prompt_ids),
+                    request.params.max_tokens or 0,
+                    submit.expected_tokens,
                 )
                 self._engine.submit(request)
             elif message.HasField("cancel"):
@@ -224,13 +258,24 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
 
     def _report(self, link: _Link) -> pb.Report:
         stats = self._engine.stats()
-        others = sum(r.num_expected for r in list(self._routes.values()) if r.link is not link)
+        routes = list(self._routes.values())
+        others = sum(route.num_expected for route in routes if route.link is not link)
         return pb.Report(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_blocks - stats.num_live_blocks,
             others_tokens=others,
+            sequence=next(self._sequences),
+            step_s=self._pace.step_s,
+            num_preemptions=stats.num_preemptions,
+            block_size=stats.block_size,
+            max_num_seqs=stats.max_num_seqs,
+            # From what was handed out: a long step of the engine must not hide who has come.
+            request_ids=[route.name for route in routes],
+            generated=[route.num_generated for route in routes],
+            prompt_tokens=[route.num_prompt for route in routes],
+            max_tokens=[route.max_tokens for route in routes],
         )
 
     def _run(self) -> None:
@@ -257,10 +302,17 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
         await server.stop(grace=0)
 
     async def _report_forever(self) -> None:
+        rest_s, was_busy = 0.0, False
         while True:
-            for link in self._links:
-                link.outbox.ask_report()
-            await asyncio.sleep(REPORT_S)
+            is_busy = bool(self._routes)
+            if is_busy or was_busy or rest_s <= 0:  # the last of them is told, too
+                self._pace.observe(self._engine.stats())
+                for link in self._links:
+                    link.outbox.ask_report()
+                rest_s = REPORT_S
+            was_busy = is_busy
+            rest_s -= BUSY_REPORT_S
+            await asyncio.sleep(BUSY_REPORT_S)
 
     async def _announce_forever(self) -> None:
         """Tell the registry every second; while it is away, streams go on without it."""

@@ -27,6 +27,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
 
 T = TypeVar("T")
 
+WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8")
 KV = ("auto", "int8", "fp8")
 KV_GROUPS = ("auto", "8", "32", "64", "head")
 CONTEXT_POLICIES = ("full", "sink_window")
@@ -57,7 +58,14 @@ class EngineConfig:
         "builtin", "local folder, hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)"
     )
     weights: str = option(
-        "auto", "number format of the weights; auto: as the checkpoint", ("auto", "fp32", "bf16")
+        "auto",
+        "number format of the linear layers' weights, quantised at load if need be; auto: as the "
+        "checkpoint (docs/quantisation.md)",
+        WEIGHTS,
+    )
+    quantize_o: bool = option(True, "weights: attention's output projections too")
+    quantize_lm_head: bool = option(
+        False, "weights: the head too; where it shares its table with the embedding, a copy of it"
     )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", ("auto", "cpu", "cuda")
@@ -80,6 +88,9 @@ class EngineConfig:
         "tail",
         "where the activations of a prefill lie: in the free tail of the KV pool, or set apart",
         ("tail", "separate"),
+    )
+    merge_steps: bool = option(
+        True, "prefill and decode in the same steps; off: in steps of their own, for comparisons"
     )
     kv: str = option(
         "auto",

@@ -37,6 +37,7 @@ from penstock.workers.swap import host_swap
 
 log = logging.getLogger("penstock.engine")
 
+DECLINED = "declined"  # a code that no client sees: the request is sent elsewhere
 LOAD_WAIT_S = 0.01  # with nothing else to do; then the inbox is looked at again
 
 
@@ -71,6 +72,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tokens_that_fit=self.memory.tokens_that_fit,
+            merges=config.merge_steps,
         )
         kv_layers = self.arena.kv_layers()
         if config.kv_commit == "deferred":
@@ -81,7 +83,13 @@ class Engine:
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
             rule = commit_rule or rule_of(
-                config, facts, run_rows, most_rows=most_rows, is_cuda=is_cuda, layout=layout
+                config,
+                facts,
+                run_rows,
+                most_rows=most_rows,
+                is_cuda=is_cuda,
+                weights=model.weights.format,
+                layout=layout,
             )
             self.scheduler.deferral = deferral_of(config, rule)
         self._rates: Rates | None = None
@@ -114,6 +122,10 @@ class Engine:
             raise RequestError("this request id is already running", code="internal_error")
         max_total = self.intake.check(request, matcher)
         context = self.intake.context(request)
+        if request.may_decline and not self.scheduler.has_room_for(
+            len(request.prompt_ids), context
+        ):
+            raise RequestError("this worker has no room for it now", code=DECLINED)
         if len(self.scheduler.waiting) >= self.config.max_waiting:
             raise RequestError("too many requests are waiting on this worker", code="overloaded")
         stop_ids = set(request.params.stop_token_ids)
@@ -182,6 +194,8 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             num_blocks=pool.num_blocks,
             num_block_bytes=self.arena.layout.block_bytes,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
             num_live_blocks=pool.num_live,
             num_cached_blocks=pool.num_cached,
             num_saved_bytes=saved_bytes(self.config, self.memory),

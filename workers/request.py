@@ -178,6 +178,9 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     emitted_ids: tuple[int, ...] = ()
     deadline_s: float | None = None  # on time.monotonic(): not begun by then, it never is
+    priority: int = 0  # lower goes first, and is preempted last
+    may_decline: bool = False  # a worker without room may send it back, with the error `declined`
+    num_expected: int = 0  # tokens of prompt and answer, as it is guessed; 0: nobody has
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class WorkerInfo:
     pid: int
     model: str
     max_model_len: int  # prompt + answer, in tokens
+    weights: str = ""  # their number format
+    weight_bytes: int = 0  # all of them, as they lie in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class EngineStats:
     num_waiting: int = 0
     num_blocks: int = 0
     num_block_bytes: int = 0  # of one block: K, V and scales of all layers
+    block_size: int = 0  # tokens
+    max_num_seqs: int = 0
     num_live_blocks: int = 0
     num_cached_blocks: int = 0
     num_saved_bytes: int = 0  # by lending the tail of the pool to the activations of a step

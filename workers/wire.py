@@ -29,7 +29,9 @@ _TO_WIRE = {
 _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 
 
-def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb.Submit:
+def submit_message(
+    request: Request, stream_id: int, expected_tokens: int, *, may_decline: bool = False
+) -> pb.Submit:
     """`request` as the ingress sends it, under the stream's own number."""
     deadline_s = request.deadline_s
     return pb.Submit(
@@ -41,6 +43,8 @@ def submit_message(request: Request, stream_id: int, expected_tokens: int) -> pb
         expected_tokens=expected_tokens,
         # Time left, not a point in time: two machines share no clock.
         remaining_s=None if deadline_s is None else deadline_s - time.monotonic(),
+        may_decline=may_decline,
+        priority=request.priority,
     )
 
 
@@ -54,6 +58,9 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         deadline_s=(
             time.monotonic() + submit.remaining_s if submit.HasField("remaining_s") else None
         ),
+        priority=submit.priority,
+        may_decline=submit.may_decline,
+        num_expected=submit.expected_tokens,
     )
 
 

@@ -309,7 +309,7 @@ def test_unary_refusals(stub):
 @pytest.mark.parametrize(
     ("script", "status", "code", "num_before"),
     [
-        (("overloaded",), Code.UNAVAILABLE, "overloaded", 0),
+        (("overloaded",), Code.RESOURCE_EXHAUSTED, "overloaded", 0),
         (([5], "numerical_error"), Code.DATA_LOSS, "numerical_error", 1),
         (([5], RuntimeError("/secret/path")), Code.INTERNAL, "internal_error", 1),
         (([5],), Code.UNAVAILABLE, "worker_lost", 1),

@@ -270,7 +270,7 @@ def test_models_that_are_not_served(stub):
 
 def test_failures_have_a_status_and_leak_nothing():
     for step, status, code in (
-        ("overloaded", Code.UNAVAILABLE, "overloaded"),
+        ("overloaded", Code.RESOURCE_EXHAUSTED, "overloaded"),
         (RuntimeError("/secret/path"), Code.INTERNAL, "internal_error"),
     ):
         with Scripted([5], step) as server:

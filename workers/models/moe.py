@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.moe import gated_mlp, moe_mlp
+from penstock.kernels.moe import gated_mlp, moe_mlp, pack_experts
+from penstock.kernels.quant import Int8Rows
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Mlp
 from penstock.workers.workspace import Workspace
@@ -32,21 +33,26 @@ class MoeMlp:
         shared: Mlp | None,
     ):
         self.router = router
-        self.experts = experts
+        self.experts = pack_experts(experts)
         self.shared = shared
         self.num_experts = config.num_experts
         self.top_k = config.num_experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
 
-    def __call__(self, x: Tensor, workspace: Workspace) -> Tensor:
+    takes_int8 = False  # the router reads plain rows
+
+    def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         """`x` [T, hidden] -> [T, hidden], written over `x`."""
+        assert isinstance(x, Tensor)
         ws, num_tokens = workspace, x.shape[0]
         scores = linear(x, self.router, out=ws.scores)  # [T, experts (+ 1)]
         logits = ws.router_logits.copy_(scores[:, : self.num_experts])
         weights, ids = self.route(logits, ws.probabilities)
         if self.shared is not None:
             inner = _narrowed(ws.inner, self.shared.gate_up.out_features)
-            gated_mlp(x, self.shared.gate_up, self.shared.down, inner, out=ws.shared)
+            gated_mlp(
+                x, self.shared.gate_up, self.shared.down, inner, ws.shared, scales=ws.row_scales
+            )
         grouped = ws.grouped.view(num_tokens * self.top_k, -1)
         inner = _narrowed(ws.inner, self.experts[0][0].out_features)
         moe_mlp(x, ids, weights, self.experts, grouped=grouped, inner=inner, out=x)

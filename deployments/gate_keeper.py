@@ -1,0 +1,346 @@
+"""What the gate's process does with messages: predictor, gate and books behind one clock.
+
+Plain and synchronous: messages of ingresses in, answers to each of them out. Offers gather in an
+inbox and are taken in pieces, so that a flood of them holds up no answer. Knows nothing of Ray,
+sockets or event loops; the clock is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.deployments.calibration import LEVELS, coverage
+from penstock.deployments.gate_core import Gate
+from penstock.deployments.gate_queue import QueueSettings
+from penstock.deployments.gate_types import (
+    Expiry,
+    GateRequest,
+    GateSettings,
+    Outcome,
+    Refusal,
+    Ticket,
+)
+from penstock.deployments.gate_wire import (
+    epoch_name,
+    features_from,
+    refusal_message,
+    report_from,
+    spec_from,
+    wait_message,
+)
+from penstock.deployments.length_distribution import NUM_BINS, LengthDistribution
+from penstock.deployments.length_features import Features
+from penstock.deployments.predictor import LengthPredictor
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+
+log = logging.getLogger("penstock.gate")
+
+SILENCE_S = 3.0  # a worker of which nothing is heard for so long is gone
+REBUILD_S = 2.0  # at most so long a new gate waits for the reports of all workers
+MAX_LABELS = 4096  # that wait to be learnt; older ones are dropped
+COVERAGE_WEIGHT = 0.01  # of the newest answer
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GateSetup:
+    """How an operator wants the gate. Small: each ingress shows its own when it asks for it."""
+
+    admission: str = "predicted"  # or "reserve_max"
+    max_queued: int = 1024
+    longest_wait_s: float | None = None
+    host: str | None = None  # address that the gate listens on; None: its node's in the cluster
+    snapshot_file: str | None = None  # what the predictor has learnt
+
+    def gate_settings(self) -> GateSettings:
+        wait_s = float("inf") if self.longest_wait_s is None else self.longest_wait_s
+        return GateSettings(longest_wait_s=wait_s, queue=QueueSettings(max_waiting=self.max_queued))
+
+
+@dataclass(slots=True)
+class _Worker:
+    epoch: int
+    heard_s: float
+
+
+@dataclass(slots=True)
+class _Offer:
+    ingress: str
+    message: pb.Offer
+    came_s: float
+
+
+@dataclass(slots=True)
+class KeeperCounts:
+    """Totals of this life, for metrics."""
+
+    admitted: int = 0
+    expired: int = 0
+    declined: int = 0
+    learnt: int = 0
+    completed: int = 0
+    preemptions: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    waits: int = 0  # of those that waited: how many, what they were told, what it was
+    predicted_wait_s: float = 0.0
+    actual_wait_s: float = 0.0
+    wait_error_s: float = 0.0
+
+
+class GateKeeper:
+    """One gate and one predictor, and who is to be told what.
+
+    `send(ingress)` gives the message to that ingress which is being made.
+    """
+
+    def __init__(
+        self,
+        setup: GateSetup,
+        predictor: LengthPredictor,
+        send: Callable[[str], pb.ToIngress],
+        now: float,
+    ):
+        self.setup = setup
+        self.predictor = predictor
+        self.gate = Gate(setup.gate_settings(), seed=SEED)
+        self.life = secrets.randbits(64)
+        self.counts = KeeperCounts()
+        self.coverage = np.array(LEVELS)
+        self.inbox: OrderedDict[str, _Offer] = OrderedDict()
+        self.labels: deque[pb.Label] = deque(maxlen=MAX_LABELS)
+        self._send = send
+        self._owners: dict[str, str] = {}  # of what waits or runs: its ingress
+        self._last_messages: dict[str, int] = {}  # by ingress: newest that is counted in
+        self._workers: dict[str, _Worker] = {}
+        self._expected: set[int] = set()  # epochs that an ingress has named, and not yet reported
+        self._num_preempted: dict[str, int] = {}
+        self._born_s = now
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.gate.queue) + len(self.inbox)
+
+    def is_rebuilt(self, now: float) -> bool:
+        """Whether all workers that ingresses know have said what they run."""
+        return not self._expected or now - self._born_s > REBUILD_S
+
+    def joins(self, ingress: str) -> None:
+        self._last_messages[ingress] = 0
+
+    def leaves(self, ingress: str) -> None:
+        """An ingress is gone, or sends what waits elsewhere."""
+        self._last_messages.pop(ingress, None)
+        for name in [each for each, owner in self._owners.items() if owner == ingress]:
+            del self._owners[name]
+            self.inbox.pop(name, None)
+            self.gate.cancel(name, 0.0)
+
+    def take(self, ingress: str, message: pb.FromIngress, now: float) -> None:
+        """All that is quick. Offers go to the inbox: `work` takes them."""
+        for report in message.reports:
+            self._report(report, now)
+        for name in message.declined:
+            self.counts.declined += self.gate.declined(name, now)
+        for ended in message.ended:
+            self._ended(ended, now)
+        for offer in message.offers:
+            self._owners[offer.request_id] = ingress
+            self.inbox[offer.request_id] = _Offer(ingress, offer, now)
+        self.labels.extend(message.labels)
+        self._last_messages[ingress] = max(message.number, self._last_messages.get(ingress, 0))
+
+    def work(self, now: float) -> bool:
+        """One offer out of the inbox; False if there was none."""
+        if not self.inbox:
+            return False
+        name, offer = self.inbox.popitem(last=False)
+        try:
+            self._offer(name, offer, now)
+        except ValueError as error:  # a request that cannot be judged goes its own way
+            log.warning("request %s cannot be judged: %s", name, error)
+            self._tell(Refusal(name, "never_fits", str(error)))
+        return True
+
+    def learn(self) -> bool:
+        """One label; False if there was none."""
+        if not self.labels:
+            return False
+        label = self.labels.popleft()
+        try:
+            features = features_from(label.features)
+            law = self.predictor.predict(features)
+            is_end, left = label.ended == "stop", label.ended == "cancel"
+            self.predictor.observe(features, label.length, label.ended)
+        except ValueError as error:
+            log.debug("a label that does not fit: %s", error)
+            return True
+        self.counts.learnt += 1
+        if not features.ignore_eos:
+            held = coverage(law, label.length, is_end, left)
+            for i, hit in enumerate(held):
+                if hit is not None:
+                    self.coverage[i] += COVERAGE_WEIGHT * (hit - self.coverage[i])
+        return True
+
+    def tick(self, now: float) -> None:
+        """Whatever was decided by now is told."""
+        for name, worker in list(self._workers.items()):
+            if now - worker.heard_s > SILENCE_S:
+                log.warning("worker %s is silent: nobody is sent there", name)
+                self._forget(name)
+        if not self.is_rebuilt(now):
+            return
+        for outcome in self.gate.tick(now):
+            self._tell(outcome)
+
+    def told_waiting(self, names: list[str], ingress: str) -> None:
+        """Those of `names` that are still here wait: say so."""
+        waiting = [n for n in names if n in self.inbox or n in self.gate.queue]
+        if waiting:
+            self._send(ingress).queued.extend(waiting)
+
+    def passes(self, ingress: str, now: float) -> pb.Passes:
+        """What this ingress may let in without asking: its share, while nobody waits."""
+        message = pb.Passes(as_of=self._last_messages.get(ingress, 0))
+        if self.num_waiting or not self.is_rebuilt(now):
+            return message
+        num = max(len(self._last_messages), 1)
+        for name, (tokens, slots) in self.gate.spare().items():
+            worker = self._workers.get(name)
+            if worker is not None and slots >= num:
+                message.epochs.append(worker.epoch)
+                message.tokens.append(tokens // num)
+                message.slots.append(slots // num)
+        return message
+
+    def figures(self) -> pb.Figures:
+        counts = self.counts
+        return pb.Figures(
+            life=self.life,
+            num_waiting=self.num_waiting,
+            num_admitted=counts.admitted,
+            num_expired=counts.expired,
+            num_declined=counts.declined,
+            num_refused=counts.refused,
+            num_learnt=counts.learnt,
+            levels=LEVELS,
+            coverage=self.coverage.tolist(),
+            num_waits=counts.waits,
+            predicted_wait_s=counts.predicted_wait_s,
+            actual_wait_s=counts.actual_wait_s,
+            wait_error_s=counts.wait_error_s,
+            num_preemptions=counts.preemptions,
+            num_completed=counts.completed,
+        )
+
+    def explain(self, now: float, limit: int) -> pb.ExplainResponse:
+        books = []
+        for name, ledger in self.gate.ledgers.items():
+            room = ledger.room(now, 1.0, self.gate.settings.num_samples)
+            books.append(
+                pb.WorkerBook(
+                    worker=name,
+                    num_held=len(ledger),
+                    slots=ledger.spec.slots,
+                    used=int(room.used.sum()),
+                    capacity=ledger.spec.capacity,
+                    headroom=ledger.headroom.share,
+                    is_open=ledger.is_open,
+                )
+            )
+        waits = [wait_message(each) for each in self.gate.explain(now, limit)]
+        return pb.ExplainResponse(waits=waits, workers=books, num_waiting=self.num_waiting)
+
+    def _report(self, message: pb.WorkerReport, now: float) -> None:
+        spec = spec_from(message)
+        if spec is None:
+            if message.epoch not in {each.epoch for each in self._workers.values()}:
+                self._expected.add(message.epoch)  # named, and nothing is known of it yet
+            return
+        self._expected.discard(message.epoch)
+        self.gate.add_worker(spec)
+        self._workers[spec.name] = _Worker(message.epoch, now)
+        before = self._num_preempted.get(epoch_name(message.epoch))
+        preempted = message.report.num_preemptions
+        if before is not None:
+            self.counts.preemptions += max(preempted - before, 0)
+        self._num_preempted[epoch_name(message.epoch)] = preempted
+        self.gate.report(spec.name, report_from(message), now)
+
+    def _forget(self, name: str) -> None:
+        worker = self._workers.pop(name)
+        self._num_preempted.pop(epoch_name(worker.epoch), None)
+        self.gate.remove_worker(name)
+
+    def _ended(self, ended: pb.Ended, now: float) -> None:
+        name = ended.request_id
+        self._owners.pop(name, None)
+        if self.inbox.pop(name, None) is not None or self.gate.cancel(name, now):
+            return
+        self.counts.completed += 1
+        self.gate.completed(name, ended.generated, now)
+
+    def _offer(self, name: str, offer: _Offer, now: float) -> None:
+        message = offer.message
+        if name in self.gate.queue:  # it came back from a worker, and waits again
+            return
+        law, holding = self._laws(features_from(message.features))
+        prompt, ceiling = message.features.prompt_tokens, message.ceiling or None
+        if self.setup.admission == "reserve_max":
+            # All that it may need is held from the beginning, and it grows no more.
+            prompt = min(prompt + law.ceiling, ceiling or (1 << 40))
+            ceiling = prompt
+        deadline = offer.came_s + message.remaining_s if message.HasField("remaining_s") else None
+        request = GateRequest(
+            name, prompt, message.features.tenant, message.priority, deadline, ceiling
+        )
+        if message.HasField("entered"):
+            worker = self._name_of(message.entered)
+            if worker is not None:
+                self.gate.entered(request, law, worker, now, holding=holding)
+                self.counts.admitted += 1
+            return
+        if self.gate.is_admitted(name):  # its ingress knows better
+            self.gate.completed(name, 0, now)
+        refusal = self.gate.offer(request, law, now, holding=holding)
+        if refusal is not None:
+            self._tell(refusal)
+
+    def _laws(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
+        law, holding = self.predictor.predict_both(features)
+        if self.setup.admission == "reserve_max":
+            holding = LengthDistribution(np.zeros(NUM_BINS + 1), max_tokens=features.max_tokens)
+        return law, holding
+
+    def _name_of(self, epoch: int) -> str | None:
+        return next((n for n, each in self._workers.items() if each.epoch == epoch), None)
+
+    def _tell(self, outcome: Outcome) -> None:
+        name, counts = outcome.request_id, self.counts
+        ingress = self._owners.get(name)
+        if isinstance(outcome, Ticket):
+            counts.admitted += 1
+            if outcome.predicted_s > 0:
+                counts.waits += 1
+                counts.predicted_wait_s += outcome.predicted_s
+                counts.actual_wait_s += outcome.waited_s
+                counts.wait_error_s += abs(outcome.waited_s - outcome.predicted_s)
+            if ingress is not None:
+                epoch = int(outcome.epoch, 16)
+                self._send(ingress).tickets.append(pb.Ticket(request_id=name, epoch=epoch))
+            return
+        self._owners.pop(name, None)
+        if isinstance(outcome, Expiry):
+            counts.expired += 1
+            if ingress is not None:
+                self._send(ingress).expired.append(name)
+            return
+        counts.refused[outcome.reason] += 1
+        if ingress is not None:
+            self._send(ingress).refusals.append(refusal_message(outcome))
