@@ -27,6 +27,7 @@ from penstock.deployments import grpc_ingress, http_ingress
 from penstock.deployments.channel import WorkerPool
 from penstock.deployments.config import ServeConfig, config_from, read_api_keys
 from penstock.deployments.core import RequestCore
+from penstock.deployments.expert_link import ExpertStoreClient, StoreLink, StoreSpec
 from penstock.deployments.gate import GateActor
 from penstock.deployments.gate_client import GateClient
 from penstock.deployments.gate_keeper import GateSetup
@@ -37,6 +38,7 @@ from penstock.workers.actor import Worker
 from penstock.workers.model_config import read_limits
 from penstock.workers.models.folder import resolve_model
 from penstock.workers.policies import ContextSettings
+from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.app")
@@ -45,6 +47,8 @@ HEALTH_PERIOD_S = 2.0  # how soon a dead replica is replaced
 HEALTH_TIMEOUT_S = 30.0
 BEAT_S = 0.5
 MAX_START_ATTEMPTS = 3
+GATE_ANSWER_MS = 20.0
+GATE_ANSWER_BESIDE_WORKERS_MS = 200.0  # who keep all cores busy; their own steps take as long
 FAREWELL_S = 1.0  # after draining, for errors to reach clients
 # Of an ingress: with a loop for Serve and a loop for us, gRPC would wake both for every message.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
@@ -59,16 +63,29 @@ class WorkerReplica:
         _hide_serve_port()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
+        self._store: StoreLink | None = None
         try:
+            client = _store_client(config)
+            manifest = None if client is None else client.manifest()
             self._worker = Worker(
                 config.engine,
                 model_name=config.model_name,
                 host=host or ray.util.get_node_ip_address(),
-                announce=self._registry.worker_beat,
+                announce=self._announce,
+                experts=manifest,
             )
+            if client is not None and manifest is not None:
+                self._store = StoreLink(client, self._worker, manifest.epoch)
+                self._store.warm()
         except Exception as error:
             self._registry.call_now("failed", _in_words("a worker", error))
             raise
+
+    async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
+        """Tell the registry, and the expert store of this node, that this worker lives."""
+        if self._store is not None and stats.experts is not None:
+            await self._store.beat(info.epoch, stats.experts)
+        await self._registry.worker_beat(info, stats)
 
     def check_health(self) -> None:
         self._worker.check_health()
@@ -103,7 +120,7 @@ class IngressReplica:
         self._asking: asyncio.Task[None] | None = None
         if setup is not None:
             actor = GateActor(config.app_name, setup)
-            answer_s = config.gate_answer_ms / 1000
+            answer_s = (config.gate_answer_ms or GATE_ANSWER_MS) / 1000
             self._gate = GateClient(self._ingress_id, actor.where, answer_s=answer_s)
             self._asking = asyncio.ensure_future(self._gate.run())
         self._pool = WorkerPool(self._ingress_id, self._gate)
@@ -137,7 +154,11 @@ class IngressReplica:
         )
         api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
         self._asgi_app = http_ingress.build_app(
-            core, api_keys=api_keys, workers=lambda: self._view.workers
+            core,
+            api_keys=api_keys,
+            workers=lambda: self._view.workers,
+            gate=self._gate,
+            admission=config.admission,
         )
         self._http = uvicorn.Server(
             uvicorn.Config(
@@ -159,7 +180,7 @@ class IngressReplica:
         gc.freeze()
         self._request_metrics = core.metrics
         if config.metrics_port:
-            collector = PenstockCollector(core.metrics, lambda: self._view.workers)
+            collector = PenstockCollector(core.metrics, lambda: self._view.workers, self._gate)
             # Not on the loop: it asks for the name of the address.
             self._metrics = await asyncio.to_thread(
                 MetricsServer, collector, config.metrics_host, config.metrics_port
@@ -250,7 +271,10 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         resources = {"num_cpus": share}
         # Ray would allow a process as many threads as it reserved CPUs; say what is meant.
         threads = config.engine.threads or max(1, int(share))
-        config = replace(config, engine=replace(config.engine, threads=threads))
+        answer_ms = config.gate_answer_ms or GATE_ANSWER_BESIDE_WORKERS_MS
+        config = replace(
+            config, engine=replace(config.engine, threads=threads), gate_answer_ms=answer_ms
+        )
     supervision = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
@@ -293,6 +317,16 @@ def wants_gpus(config: ServeConfig) -> bool:
     if config.engine.device != "auto":
         return config.engine.device == "cuda"
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1
+
+
+def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
+    """The expert store of this node, where the model's experts are to come from one."""
+    engine = config.engine
+    if engine.expert_cache_gb is None:
+        return None
+    device = "cuda" if wants_gpus(config) else "cpu"
+    spec = StoreSpec(config.app_name, engine.model, engine.weights, device, engine.expert_store_dir)
+    return ExpertStoreClient(spec)
 
 
 def _cpus_per_worker(num_workers: int) -> float:

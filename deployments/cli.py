@@ -52,6 +52,7 @@ GROUPS = {
     "memory and batches": (
         *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
+        "merge_steps",
     ),
     "who may come in": (
         *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
@@ -62,6 +63,9 @@ GROUPS = {
     "when KV blocks run out": (
         *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
+    ),
+    "experts of a mixture-of-experts model": (
+        *("expert_cache_gb", "expert_prefetch", "expert_store_dir", "moe_mode"),
     ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
 }
@@ -102,10 +106,17 @@ def build_parser() -> argparse.ArgumentParser:
         run_ablate=_bench_ablate,
     )
     add_plan(commands, run_plan)
+    experts = commands.add_parser("experts", help="how the caches of experts of a server do")
+    _add_server_flags(experts)
+    experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)
+    queue = commands.add_parser("queue", help="show who waits at a server's gate, and why")
+    _add_server_flags(queue)
+    queue.add_argument("--limit", type=int, default=50, metavar="N", help="rows (default: 50)")
+    queue.set_defaults(run=_queue)
     commands.add_parser("version", help="print the version").set_defaults(run=_version)
     return parser
 
@@ -221,6 +232,19 @@ def _complete(args: argparse.Namespace) -> int:
 def _models(args: argparse.Namespace) -> int:
     with _server(args) as server:
         print("\n".join(server.models()))
+    return 0
+
+
+def _experts(args: argparse.Namespace) -> int:
+    from penstock.deployments.experts_command import run_experts
+
+    return run_experts(args.url, _api_key(args))
+
+
+def _queue(args: argparse.Namespace) -> int:
+    from penstock.deployments.queue_command import fetch_queue, queue_text
+
+    print(queue_text(fetch_queue(args.url, _api_key(args), args.limit)))
     return 0
 
 

@@ -29,7 +29,17 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from penstock.deployments import errors
+from penstock.deployments.gate_client import GateClient
+from penstock.deployments.gate_metrics import (
+    ADMISSIONS,
+    GATE_COUNTERS,
+    GATE_GAUGES,
+    REASONS,
+    WAIT_HISTOGRAM,
+)
 from penstock.deployments.metric_tables import (
+    EXPERT_COUNTERS,
+    EXPERT_GAUGES,
     REQUEST_COUNTERS,
     REQUEST_HISTOGRAMS,
     WORKER_COUNTERS,
@@ -50,14 +60,22 @@ SLOW_CLIENT_S = 10.0  # whoever says nothing for so long is cut off
 class PenstockCollector(Collector):
     """All metrics of one ingress, and those of all workers as the registry last told it."""
 
-    def __init__(self, requests: RequestMetrics, workers: Callable[[], Workers]):
+    def __init__(
+        self,
+        requests: RequestMetrics,
+        workers: Callable[[], Workers],
+        gate: GateClient | None = None,
+    ):
         self._requests = requests
         self._workers = workers
+        self._gate = gate
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_requests()
         yield from self._of_workers(tuple(self._workers()))
         yield from self._of_front_ends()
+        if self._gate is not None:
+            yield from self._of_gate(self._gate)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not collect."""
@@ -123,7 +141,17 @@ class PenstockCollector(Collector):
                 weights.add_metric((info.model, info.address, info.weights), info.weight_bytes)
         yield tokens
         yield seconds
+        yield from _of_experts(named)
         yield weights
+        model = GaugeMetricFamily(
+            "penstock_step_model_seconds",
+            "What a step costs, and each row, cached token and prompt token in it, as fitted.",
+            labels=(*LABELS, "term"),
+        )
+        for labels, stats in named:
+            for term, cost in stats.step_model.items():
+                model.add_metric((*labels, term), cost)
+        yield model
         yield GaugeMetricFamily(
             "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
         )
@@ -142,6 +170,84 @@ class PenstockCollector(Collector):
             "Clients of this ingress that left before the end of their answer.",
             value=self._requests.num_disconnects,
         )
+
+    def _of_gate(self, gate: GateClient) -> Iterator[Metric]:
+        for name, text, value in GATE_GAUGES:
+            yield GaugeMetricFamily(name, text, value=value(gate))
+        for name, text, value in GATE_COUNTERS:
+            yield CounterMetricFamily(name, text, value=value(gate))
+        admitted = CounterMetricFamily(
+            "penstock_admissions",
+            "Requests of this ingress that came in, by how.",
+            labels=("by",),
+        )
+        for by, value in ADMISSIONS:
+            admitted.add_metric((by,), value(gate))
+        yield admitted
+        figures = gate.figures
+        refused = CounterMetricFamily(
+            "penstock_gate_refusals",
+            "Requests that did not come in, by reason.",
+            labels=("reason",),
+        )
+        for reason in REASONS:
+            refused.add_metric((reason,), figures.num_refused.get(reason, 0))
+        refused.add_metric(("expired",), figures.num_expired)
+        yield refused
+        held = GaugeMetricFamily(
+            "penstock_predictor_coverage",
+            "Share of late answers that stayed within the quantile of that level.",
+            labels=("level",),
+        )
+        for level, share in zip(figures.levels, figures.coverage, strict=True):
+            held.add_metric((f"{level:g}",), share)
+        yield held
+        waits = HistogramMetricFamily(
+            WAIT_HISTOGRAM, "From asking the gate to its ticket.", labels=()
+        )
+        _add(waits, (), gate.waits.snapshot())
+        yield waits
+
+
+def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
+    """Of the workers that have a cache of experts."""
+    named = [(labels, stats.experts) for labels, stats in workers if stats.experts is not None]
+    for name, text, value in EXPERT_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            gauge.add_metric(labels, value(experts))
+        yield gauge
+    for name, text, value in EXPERT_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            counter.add_metric(labels, value(experts))
+        yield counter
+    lookups = CounterMetricFamily(
+        "penstock_expert_lookups",
+        "Experts that steps needed, by what of them was on the device.",
+        labels=(*LABELS, "found"),
+    )
+    moved = CounterMetricFamily(
+        "penstock_expert_bytes",
+        "Bytes of experts that were copied to the device, by why.",
+        labels=(*LABELS, "why"),
+    )
+    foreseen = CounterMetricFamily(
+        "penstock_expert_predictions",
+        "Experts of tokens that there was a guess for, by layer and whether they were in it.",
+        labels=(*LABELS, "layer", "right"),
+    )
+    for labels, experts in named:
+        lookups.add_metric((*labels, "whole"), experts.num_hits)
+        lookups.add_metric((*labels, "partial"), experts.num_partial)
+        lookups.add_metric((*labels, "absent"), experts.num_misses)
+        moved.add_metric((*labels, "demand"), experts.demand_bytes)
+        moved.add_metric((*labels, "prefetch"), experts.prefetch_bytes)
+        for each in experts.by_layer:
+            layer, wrong = str(each.layer), each.num_routed - each.num_right
+            foreseen.add_metric((*labels, layer, "true"), each.num_right)
+            foreseen.add_metric((*labels, layer, "false"), wrong)
+    yield from (lookups, moved, foreseen)
 
 
 class MetricsServer:

@@ -6,6 +6,7 @@ Knows matrices; nothing of checkpoints or layers.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,6 +85,39 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) ->
     return _packed(weight, weight, bias, "plain")
 
 
+def empty_linear(
+    out_features: int, in_features: int, dtype: torch.dtype, memory: Tensor, *, transposed: bool
+) -> PackedLinear:
+    """A weight in zeroed `memory`, uint8 [linear_bytes(...)], to be filled in place.
+
+    In the native layout where that can be had; else plain, as [N, K], or `transposed` in memory.
+    """
+    flat = memory[: linear_bytes(out_features, in_features, dtype, memory.device)].view(dtype)
+    if native.usable(flat) is not None:
+        weight = flat.view(_native_shape(out_features, in_features, dtype))
+        return _empty(weight, in_features, out_features, "native")
+    if transposed:
+        weight = flat.view(in_features, out_features).T
+    else:
+        weight = flat.view(out_features, in_features)
+    return _empty(weight, in_features, out_features, "plain")
+
+
+def _empty(weight: Tensor, in_features: int, out_features: int, layout: Layout) -> PackedLinear:
+    num_bytes = in_features * out_features * weight.element_size()
+    format = FLOAT_FORMATS[weight.dtype]
+    return PackedLinear(weight, None, in_features, out_features, num_bytes, format, layout)
+
+
+def linear_bytes(
+    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes of a weight [N, K] as `empty_linear` lays it out, padding included."""
+    if device.type == "cpu" and dtype in native.DTYPES and native.library() is not None:
+        return math.prod(_native_shape(out_features, in_features, dtype)) * dtype.itemsize
+    return out_features * in_features * dtype.itemsize
+
+
 def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
     """`x` [M, K] times the packed weight, plus the bias -> [M, N] in `x.dtype`; sums in fp32.
 
@@ -99,7 +133,7 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
         from penstock.kernels import matmul_triton
 
         return matmul_triton.linear(x, packed.payload, out)
-    if isinstance(packed.payload, NativeWeight) and x.dtype in native.DTYPES:
+    if isinstance(packed.payload, NativeWeight):
         return matmul_quant.native_linear(x, packed.payload, out)
     if isinstance(packed.payload, QuantizedWeight):
         y = matmul_quant.plain_linear(x, packed.payload, packed.bias)
@@ -145,14 +179,21 @@ def _pack_native(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> Packe
     num_outputs, num_inputs = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    panel = lib.ps_panel()
-    depth = num_inputs + num_inputs % 2 if weight.dtype == torch.bfloat16 else num_inputs
-    packed = torch.empty(-(-num_outputs // panel), depth, panel, dtype=weight.dtype)
+    packed = torch.empty(_native_shape(num_outputs, num_inputs, weight.dtype), dtype=weight.dtype)
     lib.ps_pack(_PACK.pack(
         native.DTYPES[weight.dtype], weight.data_ptr(), weight.stride(0), packed.data_ptr(),
         num_outputs, num_inputs, torch.get_num_threads(),
     ))  # fmt: skip
     return _packed(packed, weight, None if bias is None else bias.contiguous(), "native")
+
+
+def _native_shape(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Panels, input features (bf16 is read in pairs), output features of a panel."""
+    lib = native.library()
+    assert lib is not None
+    panel = lib.ps_panel()
+    depth = num_inputs + num_inputs % 2 if dtype == torch.bfloat16 else num_inputs
+    return -(-num_outputs // panel), depth, panel
 
 
 def _native_linear(x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:

@@ -6,7 +6,8 @@ Knows packed matrices and routes; nothing of routers, caches or where experts li
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from penstock.kernels.rowwise import silu_mul, silu_mul_int8
 _COMBINE = struct.Struct("9q")
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
+# Given the experts that have tokens, hands out each of them once, in the order that suits it. An
+# expert is used only until the next one is asked for.
+Visit = Callable[[list[int]], Iterator[tuple[int, Expert]]]
 
 
 class GroupedExperts(tuple[Expert, ...]):
@@ -47,8 +51,9 @@ def moe_mlp(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    experts: Sequence[Expert],
+    experts: Sequence[Expert] | Visit,
     *,
+    num_experts: int | None = None,
     grouped: Tensor | None = None,
     inner: Tensor | None = None,
     out: Tensor | None = None,
@@ -56,7 +61,8 @@ def moe_mlp(
     """The weighted sum of each row of `x` [T, d] through its k experts -> [T, d].
 
     `topk_ids` int64 and `topk_weights` fp32 are [T, k]; `experts[e]` is (gate_up [2I, d],
-    down [d, I]). One sort groups the routes by expert, and an expert without tokens costs nothing.
+    down [d, I]), or `experts` hands out those that are used of `num_experts`; then `inner` must be
+    given. One sort groups the routes by expert, and an expert without tokens costs nothing.
     The sum runs in fp32 over a token's routes in their given order, so that with native linears its
     result does not depend on its batch-mates. On a GPU, experts of `pack_experts` take two launches
     in all, and the host never waits for the routes.
@@ -69,6 +75,7 @@ def moe_mlp(
     if grouped is None:
         grouped = x.new_empty(num_tokens * top_k, x.shape[1])
     if inner is None:
+        assert not callable(experts)
         inner = x.new_empty(num_tokens, experts[0][0].out_features)
     if out is None:
         out = torch.empty_like(x)
@@ -78,14 +85,19 @@ def moe_mlp(
         table = experts.table
         return moe_triton.moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out)
     order = topk_ids.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(topk_ids.reshape(-1), minlength=len(experts)).tolist()
+    if num_experts is None:
+        assert not callable(experts)
+        num_experts = len(experts)
+    counts = torch.bincount(topk_ids.reshape(-1), minlength=num_experts).tolist()
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=x.device)
     torch.index_select(x, 0, order // top_k, out=grouped)
-    end = 0
-    for (gate_up, down), count in zip(experts, counts, strict=True):
-        start, end = end, end + count
-        for first in range(start, end, max(1, inner.shape[0])):
+    ends = list(accumulate(counts))
+    used = [expert for expert, count in enumerate(counts) if count]
+    in_turn = experts(used) if callable(experts) else ((e, experts[e]) for e in used)
+    for expert, (gate_up, down) in in_turn:
+        end = ends[expert]
+        for first in range(end - counts[expert], end, max(1, inner.shape[0])):
             rows = grouped[first : min(end, first + inner.shape[0])]
             gated_mlp(rows, gate_up, down, inner, out=rows)
     return _combine(grouped, places.view_as(topk_ids), topk_weights, out)

@@ -38,7 +38,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 FUNCTIONS = (
     "pack", "linear", "pack_int8", "linear_int8", "pack_codes", "linear_codes", "write_kv",
     "rope_write_kv", "decode", "prefill", "rms_norm", "quantize", "rope", "rope_to", "silu_mul",
-    "combine", "sample",
+    "combine", "unpack_neurons", "sample",
 )  # fmt: skip
 
 

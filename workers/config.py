@@ -146,6 +146,22 @@ class EngineConfig:
     kv_restore_min_tokens: int | None = option(
         None, "fewer tokens than that are always computed again; none: as the rates say"
     )
+    expert_cache_gb: float | None = option(
+        None,
+        "GiB of device memory for the experts of a mixture-of-experts model, which then come from "
+        "one copy in the node's shared memory (docs/experts.md); none: all are on the device",
+    )
+    expert_prefetch: bool = option(
+        True, "load the experts that the next layer is likely to want while one computes"
+    )
+    expert_store_dir: str = option(
+        "/dev/shm", "folder in memory for the experts of a node, a copy as large as they are"
+    )
+    moe_mode: str = option(
+        "exact",
+        "what a cached expert gives; exact: what the plain model does, bit for bit",
+        ("exact",),
+    )
     max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
     threads: int | None = option(None, "CPU threads for computing; none: one per core")
     seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
@@ -158,7 +174,7 @@ class EngineConfig:
             _positive(name, getattr(self, name))
         for name in (
             *("max_model_len", "num_blocks", "kv_cache_gb", "threads"),
-            *("sinks", "window", "ridge_tokens", "host_kv_gb"),
+            *("sinks", "window", "ridge_tokens", "host_kv_gb", "expert_cache_gb"),
         ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))

@@ -98,6 +98,21 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     raise LoadError(f"{folder} holds no safetensors file")
 
 
+def find_tensor(
+    tensors: dict[str, StoredTensor], folder: Path, name: str, shape: tuple[int, ...] | None
+) -> StoredTensor:
+    """The tensor `name`. Raises LoadError if there is none, or its shape is not the given one."""
+    stored = tensors.get(name)
+    if stored is None:
+        raise LoadError(f"{folder}: tensor {name!r} is missing from the checkpoint")
+    if shape is not None and stored.shape != shape:
+        raise LoadError(
+            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; config.json "
+            f"implies {list(shape)}"
+        )
+    return stored
+
+
 def _open_sharded(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX_NAME
     try:

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
+from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory import KvLayer
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Attention, AttentionInputs, Mlp
@@ -43,6 +44,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         lm_head: PackedLinear,
+        routed: RoutedExperts | None = None,
     ):
         self.config = config
         self.dtype = embedding.dtype
@@ -51,6 +53,7 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
+        self.routed = routed  # where experts come out of a cache
         self.plan = activation_plan(config, self.dtype)
         self.weights = weight_facts(self)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)

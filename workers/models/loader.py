@@ -17,6 +17,13 @@ from tqdm import tqdm
 from penstock.kernels.matmul import PackedLinear, pack_linear
 from penstock.kernels.quant import QuantizedWeight, quantize_weight
 from penstock.workers.config import ConfigError
+from penstock.workers.experts.predictor import RoutedLayer
+from penstock.workers.experts.routed import (
+    ExpertSettings,
+    RoutedExperts,
+    check_weights,
+    open_experts,
+)
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import StoredTensor, open_checkpoint
 from penstock.workers.models.decoder import Decoder, DecoderLayer
@@ -33,8 +40,8 @@ from penstock.workers.models.weight_sources import (
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     QuantizedFormat,
-    StoredScheme,
     WeightPlan,
+    weight_plan,
 )
 
 log = logging.getLogger("penstock.loader")
@@ -49,6 +56,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     progress: bool = True,
+    experts: ExpertSettings | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
 
@@ -57,16 +65,18 @@ def load_model(
     that is quantised already is served as stored, or with "fp32" and "bf16" dequantised.
     `dtype`: of activations and of all that is not quantised: "auto" is the checkpoint's (fp16
     becomes bf16 or fp32 on a CPU), or what `weights` says if that is a float format. With
-    `progress`, a bar of bytes on stderr. Raises ConfigError for an unusable config and LoadError,
-    naming file and tensor, for weights that do not match it.
+    `progress`, a bar of bytes on stderr. With `experts`, routed experts stay in host memory behind
+    a cache, which `Decoder.routed.close` ends. Raises ConfigError for an unusable config and
+    LoadError, naming file and tensor, for weights that do not match it.
     """
-    folder = resolve_model(str(path_or_id))
-    config = ModelConfig.from_pretrained(folder)
-    plan = _weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
-    tensors = open_checkpoint(folder)
-    if config.dtype == "auto":
-        config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
-    config = _with_dtype(config, weights if dtype == "auto" else dtype, torch.device(device))
+    folder, config, tensors = open_model(
+        str(path_or_id), weights if dtype == "auto" else dtype, device
+    )
+    plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
+    routed, in_arena = None, set[str]()
+    if experts is not None:
+        check_weights(weights, config)
+        routed, in_arena = open_experts(experts, folder, config, tensors, torch.device(device))
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(
         total=total,
@@ -85,11 +95,27 @@ def load_model(
             scheme=config.stored_scheme,
             dequantize=weights in DTYPES,
         )
-        decoder = build_decoder(config, source, plan)
+        decoder = build_decoder(config, source, plan, routed)
         bar.update(total - bar.n)
-    source.warn_of_unused()
+    source.warn_of_unused(in_arena)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
+
+
+def open_model(
+    name: str, weights: str, device: str
+) -> tuple[Path, ModelConfig, dict[str, StoredTensor]]:
+    """Folder, shape and tensors of a model, with the dtype of its activations: as `weights` says
+    if that is a float format.
+
+    Reads no tensor. Raises as `load_model` does.
+    """
+    folder = resolve_model(name)
+    config = ModelConfig.from_pretrained(folder)
+    tensors = open_checkpoint(folder)
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
+    return folder, _with_dtype(config, weights, torch.device(device)), tensors
 
 
 def build_random(
@@ -104,22 +130,35 @@ def build_random(
     """A decoder with random weights (normal, standard deviation 0.02), for benchmarks."""
     config = dataclasses.replace(config, dtype="fp32") if config.dtype == "auto" else config
     config = dataclasses.replace(config, stored_scheme=None)
-    plan = _weight_plan(None, weights, quantize_o, quantize_lm_head)
+    plan = weight_plan(None, weights, quantize_o, quantize_lm_head)
     config = _with_dtype(config, weights, torch.device(device))
     return build_decoder(config, RandomWeights(config, seed, device), plan)
 
 
 def build_decoder(
-    config: ModelConfig, source: WeightSource, plan: WeightPlan | None = None
+    config: ModelConfig,
+    source: WeightSource,
+    plan: WeightPlan | None = None,
+    routed: RoutedExperts | None = None,
 ) -> Decoder:
-    """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack."""
-    return _Builder(config, source, plan or WeightPlan()).decoder()
+    """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
+
+    With `routed`, the experts of MoE layers are its own, and not taken.
+    """
+    return _Builder(config, source, plan or WeightPlan(), routed).decoder()
 
 
 class _Builder:
     """One decoder in the making."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, plan: WeightPlan):
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        plan: WeightPlan,
+        routed: RoutedExperts | None,
+    ):
+        self.routed = routed
         self.config = config
         self.source = source
         self.plan = plan
@@ -140,9 +179,17 @@ class _Builder:
             if isinstance(output, Tensor) and torch.equal(output.to(self.dtype), embedding):
                 output = embedding  # one copy where the packed form can share it
         layers = [self._layer(index) for index in range(config.num_layers)]
+        if self.routed is not None:
+            self.routed.look_ahead_by(
+                [
+                    RoutedLayer(index, layer.post_attention_norm, layer.mlp.choose)
+                    for index, layer in enumerate(layers)
+                    if isinstance(layer.mlp, MoeMlp)
+                ]
+            )
         final_norm = source.take("model.norm.weight", hidden)
         lm_head = self._packed(output, None, self.plan.of_lm_head())
-        return Decoder(config, embedding, layers, final_norm, lm_head)
+        return Decoder(config, embedding, layers, final_norm, lm_head, self.routed)
 
     def _layer(self, index: int) -> DecoderLayer:
         name, hidden = f"model.layers.{index}", self.config.hidden_size
@@ -152,7 +199,7 @@ class _Builder:
             input_norm=self.source.take(f"{name}.input_layernorm.weight", hidden),
             attention=self._attention(index, f"{name}.self_attn"),
             post_attention_norm=self.source.take(f"{name}.post_attention_layernorm.weight", hidden),
-            mlp=self._moe(name) if is_moe else self._mlp(f"{name}.mlp", inner, bias),
+            mlp=self._moe(index) if is_moe else self._mlp(f"{name}.mlp", inner, bias),
         )
 
     def _attention(self, index: int, name: str) -> Attention:
@@ -179,8 +226,9 @@ class _Builder:
             self._fused(down, inner, self.plan.format, bias),
         )
 
-    def _moe(self, layer: str) -> MoeMlp:
-        config, name = self.config, f"{layer}.mlp"
+    def _moe(self, index: int) -> MoeMlp:
+        config, layer = self.config, f"model.layers.{index}"
+        name = f"{layer}.mlp"
         if f"{layer}.block_sparse_moe.gate.weight" in self.source:  # Mixtral, as published
             name = f"{layer}.block_sparse_moe"
         router, shared = {f"{name}.gate": config.num_experts}, None
@@ -188,6 +236,8 @@ class _Builder:
             router[f"{name}.shared_expert_gate"] = 1
             shared = self._mlp(f"{name}.shared_expert", config.shared_expert_intermediate_size)
         packed_router = self._fused(router, config.hidden_size, None)
+        if self.routed is not None:
+            return MoeMlp(config, packed_router, self.routed.layer(index), shared)
         return MoeMlp(config, packed_router, self._experts(f"{name}.experts"), shared)
 
     def _experts(self, name: str) -> list[tuple[PackedLinear, PackedLinear]]:
@@ -234,23 +284,6 @@ class _Builder:
         if format is not None:
             return pack_linear(quantize_weight(weight, format), bias)
         return pack_linear(weight.to(self.dtype), bias)
-
-
-def _weight_plan(
-    scheme: StoredScheme | None, weights: str, quantize_o: bool, quantize_lm_head: bool
-) -> WeightPlan:
-    """What is to be quantised at load. Raises ConfigError for what is quantised differently."""
-    if weights not in QUANTIZED_FORMATS:
-        return WeightPlan()
-    if scheme is None:
-        return WeightPlan(weights, quantize_o, quantize_lm_head)
-    if scheme.formats != (weights,):
-        raise ConfigError(
-            f"weights is {weights}, but this checkpoint is quantised as "
-            f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "
-            "original checkpoint"
-        )
-    return WeightPlan()
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:

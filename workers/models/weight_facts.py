@@ -6,7 +6,7 @@ Counts tensors; changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,10 +59,15 @@ def _linears(decoder: Decoder) -> Iterator[PackedLinear]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
             continue
         yield layer.mlp.router
-        for pair in layer.mlp.experts:
-            yield from pair
+        if isinstance(layer.mlp.experts, Sequence):
+            for pair in layer.mlp.experts:
+                yield from pair
         if layer.mlp.shared is not None:
             yield from (layer.mlp.shared.gate_up, layer.mlp.shared.down)
+
+    if decoder.routed is not None:  # of experts, what is on the device
+        for slot in decoder.routed.cache.table:
+            yield from slot.expert
 
 
 def _tensors(decoder: Decoder) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.quant import QuantizedWeight, dequantize_weight
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.checkpoint import StoredTensor
+from penstock.workers.models.checkpoint import StoredTensor, find_tensor
 from penstock.workers.models.folder import LoadError
 from penstock.workers.models.stored_weights import is_stored_quantized, moved, read_weight
 from penstock.workers.quantization import StoredScheme
@@ -96,23 +96,16 @@ class CheckpointWeights:
         )
 
     def _take(self, name: str, shape: tuple[int, ...] | None, *, codes: bool = False) -> Tensor:
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise LoadError(f"{self.folder}: tensor {name!r} is missing from the checkpoint")
-        if shape is not None and stored.shape != shape:
-            raise LoadError(
-                f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-                f"implies {list(shape)}"
-            )
+        stored = find_tensor(self.tensors, self.folder, name, shape)
         tensor = stored.read(codes=codes)
         if name not in self._taken:
             self._taken.add(name)
             self._on_bytes(stored.num_bytes)
         return tensor
 
-    def warn_of_unused(self) -> None:
-        """Log tensors that nobody took, except those that are known to be of no use."""
-        unused = [n for n in self.tensors if n not in self._taken]
+    def warn_of_unused(self, elsewhere: set[str]) -> None:
+        """Log tensors that nobody took, here or `elsewhere`, except those known to be of no use."""
+        unused = [n for n in self.tensors if n not in self._taken and n not in elsewhere]
         unused = [n for n in unused if not n.endswith(IGNORED_SUFFIXES)]
         if unused:
             some = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
