@@ -27,6 +27,7 @@ from penstock.deployments import grpc_ingress, http_ingress
 from penstock.deployments.channel import WorkerPool
 from penstock.deployments.config import ServeConfig, config_from, read_api_keys
 from penstock.deployments.core import RequestCore
+from penstock.deployments.expert_link import ExpertStoreClient, StoreLink, StoreSpec
 from penstock.deployments.gate import GateActor
 from penstock.deployments.gate_client import GateClient
 from penstock.deployments.gate_keeper import GateSetup
@@ -37,6 +38,7 @@ from penstock.workers.actor import Worker
 from penstock.workers.model_config import read_limits
 from penstock.workers.models.folder import resolve_model
 from penstock.workers.policies import ContextSettings
+from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.app")
@@ -61,16 +63,29 @@ class WorkerReplica:
         _hide_serve_port()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
+        self._store: StoreLink | None = None
         try:
+            client = _store_client(config)
+            manifest = None if client is None else client.manifest()
             self._worker = Worker(
                 config.engine,
                 model_name=config.model_name,
                 host=host or ray.util.get_node_ip_address(),
-                announce=self._registry.worker_beat,
+                announce=self._announce,
+                experts=manifest,
             )
+            if client is not None and manifest is not None:
+                self._store = StoreLink(client, self._worker, manifest.epoch)
+                self._store.warm()
         except Exception as error:
             self._registry.call_now("failed", _in_words("a worker", error))
             raise
+
+    async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
+        """Tell the registry, and the expert store of this node, that this worker lives."""
+        if self._store is not None and stats.experts is not None:
+            await self._store.beat(info.epoch, stats.experts)
+        await self._registry.worker_beat(info, stats)
 
     def check_health(self) -> None:
         self._worker.check_health()
@@ -302,6 +317,16 @@ def wants_gpus(config: ServeConfig) -> bool:
     if config.engine.device != "auto":
         return config.engine.device == "cuda"
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1
+
+
+def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
+    """The expert store of this node, where the model's experts are to come from one."""
+    engine = config.engine
+    if engine.expert_cache_gb is None:
+        return None
+    device = "cuda" if wants_gpus(config) else "cpu"
+    spec = StoreSpec(config.app_name, engine.model, engine.weights, device, engine.expert_store_dir)
+    return ExpertStoreClient(spec)
 
 
 def _cpus_per_worker(num_workers: int) -> float:

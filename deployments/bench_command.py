@@ -34,7 +34,7 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
         raise ConfigError("--prompts ids is for completions; drop one of it and --chat")
     _extra_body(args)
     bench_report.check_plot(args.plot)
-    jobs = _jobs(args)
+    jobs = jobs_of(args)
     began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     try:
         model, outcomes = asyncio.run(_serve_jobs(args, jobs, api_key))
@@ -43,7 +43,7 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
     figures = figures_of(outcomes, Slo(args.slo_ttft_ms, args.slo_tpot_ms))
     print(bench_report.table(figures))
     if args.json is not None:
-        content = {"began": began, "model": model, "args": _plain(args), "figures": figures}
+        content = {"began": began, "model": model, "args": plain(args), "figures": figures}
         rows = bench_report.request_rows(outcomes)
         bench_report.write_json(args.json, {**content, "requests": rows})
     if args.plot is not None:
@@ -142,7 +142,7 @@ def run_offline(args: argparse.Namespace) -> int:
     from penstock.workers.engine import Engine
     from penstock.workers.models.loader import load_model
 
-    jobs = _jobs(args)
+    jobs = jobs_of(args)
     threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     device = args.device
@@ -179,13 +179,13 @@ def run_offline(args: argparse.Namespace) -> int:
         outcomes, figures = drain_all(engine, jobs, seed=args.seed, tell=bar.update)
     print(bench_report.table(figures))
     if args.json is not None:
-        content = {"args": _plain(args), "threads": threads, "figures": figures}
+        content = {"args": plain(args), "threads": threads, "figures": figures}
         rows = bench_report.request_rows(outcomes)
         bench_report.write_json(args.json, {**content, "requests": rows})
     return 0
 
 
-def _jobs(args: argparse.Namespace) -> list[Job]:
+def jobs_of(args: argparse.Namespace) -> list[Job]:
     """The load that the flags describe, clipped as they say."""
     duration_s = getattr(args, "duration", None)
     arrivals = getattr(args, "arrivals", "at-once")
@@ -228,5 +228,5 @@ def _extra_body(args: argparse.Namespace) -> dict[str, Any]:
     return body
 
 
-def _plain(args: argparse.Namespace) -> dict[str, Any]:
+def plain(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name != "run"}

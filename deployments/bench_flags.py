@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from penstock.workers.config import WEIGHTS
+
 ARRIVALS = ("poisson", "bursty", "constant", "trace", "at-once")
 SERVE_EXAMPLES = """\
 examples:
@@ -33,6 +35,17 @@ examples:
   penstock bench offline ./my-checkpoint --weights bf16 --input-len 16:512 --output-len 16:256
   penstock bench offline --trace lengths.json --num-requests 200 --json out.json
 """
+ABLATE_EXAMPLES = """\
+examples:
+  penstock bench ablate                                      on the built-in model
+  penstock bench ablate ./my-checkpoint --num-requests 48 --output-len 32:256 --rounds 5
+  penstock bench ablate --trace lengths.json --pool-share 0.25 --json out.json
+
+All requests are there at the start, and the pool holds --pool-share of their tokens in the model's
+own KV format, so that memory is what is short. The engine is told --max-tokens for every request
+and never the true length. Compare within a run: every round serves the load with all parts and
+without each of them, and the table has the medians.
+"""
 LEAST_VOCABULARY = 1000  # ids below it exist in every vocabulary that is in use
 
 
@@ -42,8 +55,9 @@ def add_bench(
     *,
     run_serve: Callable[[argparse.Namespace], int],
     run_offline: Callable[[argparse.Namespace], int],
+    run_ablate: Callable[[argparse.Namespace], int],
 ) -> None:
-    """Add `bench serve` and `bench offline` to the commands of the command line."""
+    """Add `bench serve`, `offline` and `ablate` to the commands of the command line."""
     bench = commands.add_parser("bench", help="measure a server, or the engine alone")
     forms = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT")
     serve = forms.add_parser(
@@ -73,6 +87,19 @@ def add_bench(
     _add_length_flags(offline, num_requests=32)
     _add_output_flags(offline, plot=False)
     offline.set_defaults(run=run_offline)
+    ablate = forms.add_parser(
+        "ablate",
+        help="what each part of the server recipe brings",
+        description="Serve one load with the whole recipe (merged steps, quantised weights and KV, "
+        "text beside the steps, predicted admission) and without each of its parts.",
+        epilog=ABLATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_ablate_flags(ablate)
+    _add_length_flags(ablate, num_requests=32)
+    _add_output_flags(ablate, plot=False)
+    ablate.set_defaults(run=run_ablate)
 
 
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -199,12 +226,44 @@ def _add_output_flags(parser: argparse.ArgumentParser, *, plot: bool) -> None:
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
+def _add_ablate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_path", nargs="?", default="builtin", metavar="MODEL", help="(default: builtin)"
+    )
+    group = parser.add_argument_group("what is compared")
+    group.add_argument(
+        "--weights",
+        choices=("int8", "int4", "nf4", "fp8"),
+        default="int8",
+        help="the recipe's; without it: the checkpoint's own (default: int8)",
+    )
+    group.add_argument("--kv", choices=("int8", "fp8"), default="int8", help="(default: int8)")
+    group.add_argument(
+        "--pool-share",
+        type=_positive,
+        default=0.25,
+        metavar="X",
+        help="of all tokens of the load, that the KV pool holds unquantised (default: 0.25)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=_positive_int,
+        metavar="N",
+        help="what the engine is told of each answer (default: four times the longest)",
+    )
+    group.add_argument("--rounds", type=_positive_int, default=3, metavar="N", help="(default: 3)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument("--threads", type=_positive_int, metavar="N", help="(default: all cores)")
+    group.add_argument("--max-num-seqs", type=_positive_int, default=64, metavar="N")
+    group.add_argument("--max-num-batched-tokens", type=_positive_int, default=2048, metavar="N")
+
+
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_path", nargs="?", default="builtin", metavar="MODEL", help="(default: builtin)"
     )
     group = parser.add_argument_group("engine")
-    group.add_argument("--weights", choices=("auto", "fp32", "bf16"), default="auto")
+    group.add_argument("--weights", choices=WEIGHTS, default="auto")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--threads", type=_positive_int, metavar="N", help="(default: all cores)")
     group.add_argument("--max-num-seqs", type=_positive_int, default=64, metavar="N")

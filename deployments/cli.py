@@ -23,6 +23,7 @@ from penstock.deployments.config import (
     settings,
 )
 from penstock.deployments.plan_command import add_plan, run_plan
+from penstock.deployments.quantize_command import add_quantize, run_quantize
 from penstock.workers.config import ConfigError
 
 SERVE_EXAMPLES = """\
@@ -40,7 +41,8 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that 
 
 GROUPS = {
     "what to serve": (
-        *("served_model_name", "weights", "max_model_len", "seed", "reasoning_marks"),
+        *("served_model_name", "weights", "quantize_o", "quantize_lm_head"),
+        *("max_model_len", "seed", "reasoning_marks"),
     ),
     "where to listen": (
         *("host", "http_port", "grpc_port", "api_keys_file"),
@@ -50,6 +52,7 @@ GROUPS = {
     "memory and batches": (
         *("kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
+        "merge_steps",
     ),
     "who may come in": (
         *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
@@ -60,6 +63,9 @@ GROUPS = {
     "when KV blocks run out": (
         *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
+    ),
+    "experts of a mixture-of-experts model": (
+        *("expert_cache_gb", "expert_prefetch", "expert_store_dir", "moe_mode"),
     ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
 }
@@ -92,8 +98,18 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     _add_complete(commands)
-    add_bench(commands, _add_server_flags, run_serve=_bench_serve, run_offline=_bench_offline)
+    add_bench(
+        commands,
+        _add_server_flags,
+        run_serve=_bench_serve,
+        run_offline=_bench_offline,
+        run_ablate=_bench_ablate,
+    )
     add_plan(commands, run_plan)
+    experts = commands.add_parser("experts", help="how the caches of experts of a server do")
+    _add_server_flags(experts)
+    experts.set_defaults(run=_experts)
+    add_quantize(commands, run_quantize)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)
@@ -219,6 +235,12 @@ def _models(args: argparse.Namespace) -> int:
     return 0
 
 
+def _experts(args: argparse.Namespace) -> int:
+    from penstock.deployments.experts_command import run_experts
+
+    return run_experts(args.url, _api_key(args))
+
+
 def _queue(args: argparse.Namespace) -> int:
     from penstock.deployments.queue_command import fetch_queue, queue_text
 
@@ -241,6 +263,12 @@ def _bench_offline(args: argparse.Namespace) -> int:
     from penstock.deployments.bench_command import run_offline
 
     return run_offline(args)
+
+
+def _bench_ablate(args: argparse.Namespace) -> int:
+    from penstock.deployments.ablate_command import run_ablate
+
+    return run_ablate(args)
 
 
 def _server(args: argparse.Namespace) -> Any:

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from penstock.deployments.app import wants_gpus, wire
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.expert_link import remove_all
 from penstock.deployments.gate import end_gate
 from penstock.deployments.processes import descendants, end
 from penstock.deployments.registry import NAMESPACE, ClusterView, RegistryClient
@@ -162,5 +163,7 @@ class Cluster:
         self.remove_folder()
 
     def remove_folder(self) -> None:
+        if self._is_local and self._config.engine.expert_cache_gb is not None:
+            remove_all(self._config.engine.expert_store_dir, self._config.app_name)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -42,36 +42,43 @@ class PeakIndex:
     ends: Ints  # [n, samples] remaining steps, longest first
     sums: Ints  # [n + 1, samples] tokens used by the first k
     before: Ints  # [n + 1, samples] peak at the first k ends in this order; row 0: none
-    after: (
-        Ints  # [n + 1, samples] peak at the others, were one empty answer more there; row n: none
-    )
+    joint: Ints  # [n, samples] use at each end, were one empty answer more there
 
-    def peaks_with(self, used: int, remaining: Ints) -> Ints:
-        """Peaks if one more answer ran: remaining [samples] -> [samples]. O(log n) a sample.
+    def peaks_with(self, used: int, remaining: Ints, after: int | None = None) -> Ints:
+        """Peaks if one more answer ran: remaining [samples] -> [samples].
 
         Ends up to the candidate's own find it there, with `used` and a token a step; later ends
-        do not know of it; and its own end is a new place where the peak may be.
+        do not know of it; and its own end is a new place where the peak may be. If it only comes
+        `after` so many steps, it does not meet what has ended by then, and the peaks are those from
+        there on. One pass over [n, samples], nothing is sorted.
         """
-        longer = _num_above(self.ends, remaining)  # answers that end after the candidate
+        start = 0 if after is None else after
+        end = start + remaining
+        is_later = self.ends > end
+        longer = np.count_nonzero(is_later, axis=0)  # answers that end after the candidate
         at = np.arange(len(remaining))
         later = self.before[longer, at]
-        own = self.sums[longer, at] + used + (longer + 1) * remaining
-        earlier = np.where(longer < len(self.ends), self.after[longer, at] + used, 0)
-        peaks: Ints = np.maximum(np.maximum(later, own), earlier)
+        own = self.sums[longer, at] + used + longer * end + remaining
+        meets = ~is_later if after is None else ~is_later & (self.ends > after)
+        earlier = np.where(meets, self.joint, start - used).max(axis=0, initial=start - used)
+        peaks: Ints = np.maximum(np.maximum(later, own), earlier + (used - start))
         return peaks
+
+    def num_after(self, steps: int) -> Ints:
+        """[samples] answers that are still there when so many steps are over."""
+        return np.count_nonzero(self.ends > steps, axis=0)
 
 
 def index_of(used: Ints, remaining: Ints) -> PeakIndex:
     """Sort the running answers: used [n], remaining [n, samples]. O(n log n) a sample."""
     num, samples = remaining.shape
-    order = np.argsort(-remaining, axis=0, kind="stable")
-    ends = np.take_along_axis(remaining, order, 0)
+    order = np.argsort(-remaining, axis=0)
+    ends: Ints = remaining[order, np.arange(samples)]
     none = np.zeros((1, samples), np.int64)
     sums = np.concatenate((none, np.cumsum(used[order], axis=0)))
     at_end = sums[1:] + np.arange(1, num + 1)[:, None] * ends
     before = np.concatenate((none, np.maximum.accumulate(at_end, axis=0)))
-    after = np.maximum.accumulate((at_end + ends)[::-1], axis=0)[::-1]
-    return PeakIndex(ends, sums, before, np.concatenate((after, none)))
+    return PeakIndex(ends, sums, before, at_end + ends)
 
 
 def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:
@@ -177,16 +184,3 @@ def empty_grid(horizons: Ints) -> UseGrid:
     """Nothing runs."""
     zero = np.zeros(len(horizons))
     return UseGrid(horizons, zero, zero)
-
-
-def _num_above(ends: Ints, values: Ints) -> Ints:
-    """How many of each column exceed its value; columns descend. Bisection of all at once."""
-    low = np.zeros(len(values), np.int64)
-    high = np.full(len(values), len(ends))
-    at = np.arange(len(values))
-    while (low < high).any():
-        middle = (low + high) // 2
-        above = (low < high) & (ends[np.minimum(middle, len(ends) - 1), at] > values)
-        low = np.where(above, middle + 1, low)
-        high = np.where(above | (low >= high), high, middle)
-    return low

@@ -17,9 +17,10 @@ from itertools import islice
 
 import numpy as np
 
+from penstock.deployments.gate_choice import Choice
 from penstock.deployments.gate_ledger import Demand, Ledger, Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import GateQueue, Waiting
-from penstock.deployments.gate_room import Candidate, Room
+from penstock.deployments.gate_room import Candidate
 from penstock.deployments.gate_types import (
     Expiry,
     GateRequest,
@@ -46,10 +47,13 @@ class Gate:
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
         self._seed = seed
         self._number = 0
+        self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
         self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
+        self._strangers: set[str] = set()  # running, and came past the gate
         self._first_fits_at: float | None = None
+        self._reserved: tuple[str, str, float] | None = None  # request, worker, and when
         self._stranger = LengthDistribution(cumulative_hazard(length_prior()))
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
@@ -58,14 +62,17 @@ class Gate:
         if known is not None and known.spec == spec:
             return []
         lost = self.remove_worker(spec.name)
-        self.ledgers[spec.name] = Ledger(spec)
+        self.ledgers[spec.name], self._pace_s = Ledger(spec), None
         self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
         return lost
 
     def remove_worker(self, name: str) -> list[str]:
         """A worker is gone; returns what was admitted to it, for whoever sends it elsewhere."""
-        if self.ledgers.pop(name, None) is None:
+        ledger = self.ledgers.pop(name, None)
+        if ledger is None:
             return []
+        self._pace_s = None
+        self._strangers = {each for each in self._strangers if each not in ledger}
         lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
         for each in lost:
             del self._admitted[each]
@@ -88,8 +95,7 @@ class Gate:
         or runs already.
         """
         name = request.request_id
-        running = (name in each for each in self.ledgers.values())
-        if name in self.queue or name in self._admitted or any(running):
+        if name in self.queue or name in self._admitted or name in self._strangers:
             raise ValueError(f"request_id {name!r} is already here: give each request its own")
         demand = Demand(
             name, request.prompt_tokens, holding or law, self._dice(name), request.ceiling
@@ -171,9 +177,15 @@ class Gate:
 
     def completed(self, request_id: str, generated: int, now: float) -> None:
         """An answer ended after so many tokens, for whatever reason: its memory is free."""
-        for ledger in self.ledgers.values():
-            if request_id in ledger:  # or it came past the gate
-                ledger.ended(request_id, now)
+        books = list(self.ledgers.values())
+        if request_id in self._strangers:
+            self._strangers.remove(request_id)  # it may be anywhere, and on two workers
+        elif request_id in self._admitted:
+            books = [self.ledgers[self._admitted[request_id][0]]]
+        else:
+            return
+        for ledger in books:
+            if ledger.ended(request_id, now):
                 ledger.headroom.count(completions=1)
         if request_id not in self._admitted:
             return
@@ -187,8 +199,11 @@ class Gate:
         ledger = self.ledgers.get(worker)
         if ledger is None:
             return
+        self._pace_s = None
         strangers = {each.request_id: self._adopt(each) for each in ledger.unknown(report)}
+        self._strangers.update(strangers)
         for gone in ledger.report(report, now, strangers):
+            self._strangers.discard(gone)
             self._admitted.pop(gone, None)  # its charge stays: how long it became is not known
 
     def tick(self, now: float) -> list[Outcome]:
@@ -209,7 +224,7 @@ class Gate:
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
         """Why the first of those that wait do, and until when. Changes nothing."""
-        rooms = self._rooms(now)
+        rooms = Choice(self.ledgers, self.settings, now)
         waits: list[Wait] = []
         first_s: float | None = None
         for position, entry in enumerate(islice(self.queue.order(now), limit)):
@@ -229,74 +244,92 @@ class Gate:
 
     def _admit(self, now: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        rooms = self._rooms(now)
+        rooms = Choice(self.ledgers, self.settings, now)
         order = self.queue.order(now)
         self._first_fits_at = None
         for entry in order:
             if not self._could_fit(entry.demand):  # the worker that could is gone
                 self.queue.remove(entry.request_id)
-                outcomes.append(_never(entry, max(r.capacity for r in rooms.values())))
+                largest = max(each.spec.capacity for each in self.ledgers.values())
+                outcomes.append(_never(entry, largest))
                 continue
-            worker = self._choose(entry, rooms)
-            if worker is not None:
-                outcomes.append(self._grant(entry, worker, rooms, now))
+            able = self._able(entry, rooms)
+            if able:
+                outcomes.append(self._grant(entry, min(able)[1], rooms, now))
                 continue
             outcomes.extend(self._backfill(entry, order, rooms, now))
             break
         return outcomes
 
     def _backfill(
-        self, first: Waiting, order: Iterator[Waiting], rooms: dict[str, Room], now: float
+        self, first: Waiting, order: Iterator[Waiting], rooms: Choice, now: float
     ) -> list[Outcome]:
         """Later ones that fit and leave the first one's reservation alone."""
-        reserved = self._soonest(first, rooms)
+        reserved = self._reservation(first, rooms, now)
         if reserved is None:
             return []
         steps, kept = reserved
         self._first_fits_at = now + steps * self.ledgers[kept].step_s
+        self._reserved = (first.request_id, kept, self._first_fits_at)
         outcomes: list[Outcome] = []
         own = self._candidate(first, kept)
         max_wait_s = self.settings.queue.max_wait_s
         for entry in islice(order, self.settings.max_passes):
             if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
                 break
-            safe = {
-                name: room
-                for name, room in rooms.items()
-                if name != kept
-                or room.joined_by(self._candidate(entry, name)).admits_after(steps, own)
-            }
-            worker = self._choose(entry, safe)
-            if worker is not None:
+            able = self._able(entry, rooms)
+            for place, name in enumerate(each[1] for each in able):
+                if name == kept:
+                    joined = rooms[kept].joined_by(self._candidate(entry, kept))
+                    if not joined.admits_after(steps, own):
+                        del able[place]
+                    break
+            if able:
                 first.num_passed += 1
-                outcomes.append(self._grant(entry, worker, rooms, now))
+                outcomes.append(self._grant(entry, min(able)[1], rooms, now))
         return outcomes
 
-    def _choose(self, entry: Waiting, rooms: dict[str, Room]) -> str | None:
-        """Of the workers with room the one whose predicted peak is the smallest share of it."""
-        best: tuple[float, str] | None = None
-        for name, room in rooms.items():
-            candidate = self._candidate(entry, name)
-            if room.admits(candidate):
-                peak = room.peak_with(candidate) / room.capacity
-                best = min(best, (peak, name)) if best is not None else (peak, name)
-        return None if best is None else best[1]
+    def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
+        """Where the first one will fit, and after how many steps: the soonest that is found.
 
-    def _soonest(self, entry: Waiting, rooms: dict[str, Room]) -> tuple[int, str] | None:
+        What was reserved before is asked again. The rule is not monotone in time, and a search
+        that skips a moment it had found would let later ones delay it.
+        """
+        found = self._soonest(first, rooms)
+        request_id, worker, at = self._reserved or ("", "", 0.0)
+        if request_id != first.request_id or worker not in self.ledgers:
+            return found
+        step_s = self.ledgers[worker].step_s
+        steps = max(round((at - now) / step_s), 0)
+        if found is not None and found[0] * self.ledgers[found[1]].step_s <= steps * step_s:
+            return found
+        holds = rooms[worker].admits_after(steps, self._candidate(first, worker))
+        return (steps, worker) if holds else found
+
+    def _able(self, entry: Waiting, rooms: Choice) -> list[tuple[float, str]]:
+        """Workers with room for it, each with its predicted peak as a share: smallest is best."""
+        able = []
+        for name in rooms.near(entry.demand):
+            peak = rooms[name].peak_if_admitted(self._candidate(entry, name))
+            if peak is not None:
+                able.append((peak / rooms[name].capacity, name))
+        return able
+
+    def _soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
         """Where it fits soonest, and after how many steps there."""
         best: tuple[float, int, str] | None = None
-        for name, room in rooms.items():
-            steps = room.fits_after(self._candidate(entry, name))
+        for name in rooms.near(entry.demand):
+            steps = rooms[name].fits_after(self._candidate(entry, name))
             if steps is not None:
                 found = (steps * self.ledgers[name].step_s, steps, name)
                 best = min(best, found) if best is not None else found
         return None if best is None else best[1:]
 
-    def _grant(self, entry: Waiting, worker: str, rooms: dict[str, Room], now: float) -> Ticket:
+    def _grant(self, entry: Waiting, worker: str, rooms: Choice, now: float) -> Ticket:
         ledger = self.ledgers[worker]
         until = now + self.settings.lease_s
-        rooms[worker] = rooms[worker].joined_by(self._candidate(entry, worker))
         ledger.lease(entry.demand, until)
+        rooms.grant(worker, self._candidate(entry, worker))
         self.queue.remove(entry.request_id)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[entry.request_id] = (worker, entry)
@@ -308,7 +341,7 @@ class Gate:
         epoch = ledger.spec.epoch
         return Ticket(entry.request_id, worker, epoch, waited, until, entry.told_s)
 
-    def _explain_first(self, entry: Waiting, rooms: dict[str, Room], now: float) -> Wait:
+    def _explain_first(self, entry: Waiting, rooms: Choice, now: float) -> Wait:
         waited = now - entry.arrived
         soonest = self._soonest(entry, rooms)
         if soonest is None:
@@ -330,7 +363,9 @@ class Gate:
         self._number += 1
         steps = demand.candidate(1).remaining.astype(np.float64)
         area = float((request.prompt_tokens * steps + steps**2 / 2).mean())
-        paces = [each.step_s for each in self.ledgers.values()] or [0.03]
+        if self._pace_s is None:
+            paces = [each.step_s for each in self.ledgers.values()] or [0.03]
+            self._pace_s = sum(paces) / len(paces)
         return Waiting(
             demand=demand,
             tenant=request.tenant,
@@ -338,13 +373,9 @@ class Gate:
             arrived=now,
             number=self._number,
             expected=law.mean,
-            area=area * float(np.mean(paces)) / self._capacity,
+            area=area * self._pace_s / self._capacity,
             deadline=request.deadline,
         )
-
-    def _rooms(self, now: float) -> dict[str, Room]:
-        level, samples = self.settings.level, self.settings.num_samples
-        return {name: each.room(now, level, samples) for name, each in self.ledgers.items()}
 
     def _candidate(self, entry: Waiting, worker: str) -> Candidate:
         return entry.candidate(self.ledgers[worker].spec.block_size)

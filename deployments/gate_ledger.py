@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.deployments.gate_grid import HORIZONS, GridRoom, grid_room
 from penstock.deployments.gate_room import UNBOUNDED, Candidate, Room
 from penstock.deployments.length_distribution import (
     MAX_LENGTH,
@@ -63,6 +64,11 @@ class Demand:
         limit = self.law.max_tokens
         total = self.prompt_tokens + (1 if limit is None else limit)
         return self._capped(-(-total // block_size) * block_size)
+
+    @property
+    def expected(self) -> float:
+        """Tokens that it may be expected to hold at its end."""
+        return self._capped(self.prompt_tokens + round(self.law.mean))
 
     def candidate(self, block_size: int) -> Candidate:
         remaining = stack([self.law]).sample_remaining(np.zeros(1, np.int64), self.u[None, :])[0]
@@ -128,6 +134,7 @@ class Headroom:
 @dataclass(slots=True)
 class _Holding:
     demand: Demand
+    expected: float  # of the demand, once
     lease_until: float | None  # None: the worker has said that it has it
     generated: int = 0
     reported_at: float = 0.0  # or when it started, as long as no report has listed it
@@ -146,7 +153,11 @@ class Ledger:
     _num_preemptions: int = 0
     _held: dict[str, _Holding] = field(default_factory=dict)
     _over: dict[str, float] = field(default_factory=dict)  # ended of late: id -> when
+    _expected: float = 0.0  # tokens, sum of _held
+    _reported_at: float = 0.0
+    _leases: int = 0  # of _held, not yet started
     _laws: StackedLaws | None = None
+    _room: tuple[tuple[int, bool], Room | GridRoom] | None = None  # None: something changed
 
     REMEMBER_S = 10.0  # a report may be so late and still list what is over
 
@@ -161,37 +172,39 @@ class Ledger:
         if demand.request_id in self._held:
             raise ValueError(f"request {demand.request_id!r} already is on {self.spec.name}")
         self._over.pop(demand.request_id, None)
-        self._held[demand.request_id] = _Holding(demand, until)
-        self._laws = None
+        self._hold(demand, until)
+        self._leases += 1
 
     def started(self, request_id: str, now: float) -> None:
         """The worker has it. Unknown ones (an expired lease) come back with the next report."""
         holding = self._held.get(request_id)
         if holding is not None and holding.lease_until is not None:
             holding.lease_until, holding.reported_at = None, now
+            self._leases -= 1
 
     def withdraw(self, request_id: str) -> None:
         """The worker did not take it: as if it had never been promised."""
-        if self._held.pop(request_id, None) is not None:
-            self._laws = None
+        self._drop(request_id)
 
     def ended(self, request_id: str, now: float) -> bool:
         """Its memory is free; False if it was not in the book."""
+        self._over.pop(request_id, None)  # the newest at the end
         self._over[request_id] = now
-        self._laws = None
-        return self._held.pop(request_id, None) is not None
+        return self._drop(request_id)
 
     def expire(self, now: float) -> list[str]:
         """Take back the leases that ran out without a start; forget what ended long ago."""
+        while self._over and now - next(iter(self._over.values())) >= Ledger.REMEMBER_S:
+            del self._over[next(iter(self._over))]  # they are in the order of their ends
+        if not self._leases:
+            return []
         gone = [
             name
             for name, each in self._held.items()
             if each.lease_until is not None and each.lease_until <= now
         ]
         for name in gone:
-            del self._held[name]
-            self._laws = None
-        self._over = {name: at for name, at in self._over.items() if now - at < Ledger.REMEMBER_S}
+            self._drop(name)
         return gone
 
     def report(self, report: Report, now: float, strangers: dict[str, Demand]) -> list[str]:
@@ -203,6 +216,7 @@ class Ledger:
         if report.epoch != self.spec.epoch or report.sequence <= self._sequence:
             return []
         self._sequence, self.is_open = report.sequence, True
+        self._reported_at, self._room = now, None
         if report.step_s > 0:
             self.step_s = report.step_s
         preempted = report.num_preemptions - self._num_preemptions
@@ -219,9 +233,8 @@ class Ledger:
                 continue  # it ended while the report was under way
             holding = self._held.get(each.request_id)
             if holding is None:
-                holding = _Holding(strangers[each.request_id], None)
-                self._held[each.request_id] = holding
-                self._laws = None
+                holding = self._hold(strangers[each.request_id], None)
+            self._leases -= holding.lease_until is not None
             holding.lease_until = None
             holding.generated, holding.reported_at, holding.listed = each.generated, now, True
         return gone
@@ -256,28 +269,91 @@ class Ledger:
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
-    def room(self, now: float, level: float, num_samples: int) -> Room:
-        """The worker as it should look now."""
+    @property
+    def has_slots(self) -> bool:
+        return self.is_open and len(self._held) < self.spec.slots
+
+    def room(
+        self, now: float, level: float, num_samples: int, deviations: float | None = None
+    ) -> Room | GridRoom:
+        """The worker as it should look now; with `deviations`, by means and variances.
+
+        Made once for each change of the book and each step of the worker.
+        """
+        moment = (self._steps(now), self.is_open)
+        if self._room is not None and self._room[0] == moment:
+            return self._room[1]
         demands = [each.demand for each in self._held.values()]
         generated = self.generated(now)
-        remaining = np.zeros((0, num_samples), np.int64)
-        if demands:
-            if self._laws is None:
-                self._laws = stack([each.law for each in demands])
-            u = np.array([each.u for each in demands])
-            # At its limit an answer still has this step to go: its memory is not free yet.
-            remaining = np.maximum(self._laws.sample_remaining(generated, u), 1)
-        return Room(
-            capacity=self.spec.capacity,
-            limit=int((1.0 - self.headroom.share) * self.spec.capacity),
-            level=level,
-            slots=self.spec.slots - len(demands) if self.is_open else 0,
-            used=_used(demands, generated, self.spec.block_size),
-            remaining=remaining,
-            ceilings=np.array(
-                [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
-            ),
+        if self._laws is None:
+            self._laws = stack([each.law for each in demands])
+        used = _used(demands, generated, self.spec.block_size)
+        ceilings = np.array(
+            [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
         )
+        limit = int((1.0 - self.headroom.share) * self.spec.capacity)
+        slots = self.spec.slots - len(demands) if self.is_open else 0
+        room: Room | GridRoom
+        if deviations is not None:
+            alive = self._laws.survival_after(generated, HORIZONS - 1)
+            alive[:, :2] = 1.0  # at its limit an answer still has this step to go
+            room = grid_room(
+                used,
+                alive,
+                ceilings,
+                capacity=self.spec.capacity,
+                limit=limit,
+                deviations=deviations,
+                slots=slots,
+            )
+        else:
+            remaining = np.zeros((0, num_samples), np.int64)
+            if demands:
+                u = np.array([each.u for each in demands])
+                # At its limit an answer still has this step to go: its memory is not free yet.
+                remaining = np.maximum(self._laws.sample_remaining(generated, u), 1)
+            room = Room(
+                capacity=self.spec.capacity,
+                limit=limit,
+                level=level,
+                slots=slots,
+                used=used,
+                remaining=remaining,
+                ceilings=ceilings,
+            )
+        self._room = (moment, room)
+        return room
+
+    def joined(self, room: Room | GridRoom, candidate: Candidate, now: float) -> Room | GridRoom:
+        """The `room` once the candidate is in it, whose lease is in the book since then."""
+        joined = room.joined_by(candidate)
+        self._room = ((self._steps(now), self.is_open), joined)
+        return joined
+
+    @property
+    def load(self) -> float:
+        """Tokens that its answers are expected to hold at their ends, of all that it has."""
+        return self._expected / self.spec.capacity
+
+    def _steps(self, now: float) -> int:
+        """Since the last report: so many tokens more has each answer that it listed."""
+        return int((now - self._reported_at) / self.step_s)
+
+    def _hold(self, demand: Demand, until: float | None) -> _Holding:
+        holding = _Holding(demand, demand.expected, until)
+        self._held[demand.request_id] = holding
+        self._expected += holding.expected
+        self._laws = self._room = None
+        return holding
+
+    def _drop(self, request_id: str) -> bool:
+        holding = self._held.pop(request_id, None)
+        if holding is None:
+            return False
+        self._expected -= holding.expected
+        self._leases -= holding.lease_until is not None
+        self._laws = self._room = None
+        return True
 
 
 def _is_over(holding: _Holding, now: float) -> bool:

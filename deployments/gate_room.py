@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from penstock.deployments.future_peak import PeakIndex, held_peaks, index_of
-from penstock.deployments.length_distribution import Ints
+from penstock.deployments.length_distribution import Floats, Ints
 
 UNBOUNDED = 1 << 40  # the ceiling of an answer whose cache does not roll
 MAX_PROBES = 64  # ends at which it is asked whether an answer fits
@@ -28,6 +28,7 @@ class Candidate:
     remaining: Ints  # [samples] steps to its end
     ceiling: int = UNBOUNDED  # tokens that it never exceeds, prompt included
     longest: int = UNBOUNDED  # tokens that it holds if it becomes as long as it may
+    survival: list[Floats] = field(default_factory=list, compare=False)  # gate_grid's, once made
 
 
 def order_statistic(values: Ints, level: float) -> int:
@@ -51,19 +52,22 @@ class Room:
 
     def peak_with(self, candidate: Candidate) -> int:
         """The quantile of the peaks, were the candidate to join now."""
-        if candidate.ceiling == UNBOUNDED and (self.ceilings == UNBOUNDED).all():
-            if not self._index:
-                self._index.append(index_of(self.used, self.remaining))
-            peaks = self._index[0].peaks_with(candidate.used, candidate.remaining)
+        if self._is_plain(candidate):
+            peaks = self._sorted().peaks_with(candidate.used, candidate.remaining)
         else:
             peaks = held_peaks(*_joined(self._grid(), self.remaining, self.ceilings, candidate))
         return order_statistic(peaks, self.level)
 
     def admits(self, candidate: Candidate) -> bool:
         """The rule. Alone on a worker, all may try that cannot outgrow it: nobody is in danger."""
+        return self.peak_if_admitted(candidate) is not None
+
+    def peak_if_admitted(self, candidate: Candidate) -> int | None:
+        """The quantile of the peaks, were it to join now; None: it may not."""
         if self.slots < 1 or candidate.longest > self.capacity:
-            return False
-        return len(self.used) == 0 or self.peak_with(candidate) <= self.limit
+            return None
+        peak = self.peak_with(candidate)
+        return peak if len(self.used) == 0 or peak <= self.limit else None
 
     def joined_by(self, candidate: Candidate) -> Room:
         """The same worker with the candidate on it."""
@@ -104,17 +108,30 @@ class Room:
         """The rule once so many steps have passed: an answer ending at that step is gone."""
         if candidate.longest > self.capacity:
             return False
-        alive = self.remaining > steps
-        free = len(self.used) + self.slots - alive.sum(axis=0)
+        num_alive = self._sorted().num_after(steps)
+        free = len(self.used) + self.slots - num_alive
         if order_statistic(-free, self.level) > -1:
             return False  # slots are a matter of the quantile, too
-        if not alive.any():
+        if not num_alive.any():
             return True
+        if self._is_plain(candidate):
+            peaks = self._sorted().peaks_with(candidate.used, candidate.remaining, steps)
+            return order_statistic(peaks, self.level) <= self.limit
+        alive = self.remaining > steps
         grown = np.maximum(np.minimum(self._grid() + steps, self.ceilings[:, None]), self._grid())
         used = np.where(alive, grown, 0)
         left = np.where(alive, self.remaining - steps, 0)
         peaks = held_peaks(*_joined(used, left, self.ceilings, candidate))
         return order_statistic(peaks, self.level) <= self.limit
+
+    def _is_plain(self, candidate: Candidate) -> bool:
+        """Nobody's cache rolls."""
+        return candidate.ceiling == UNBOUNDED and bool((self.ceilings == UNBOUNDED).all())
+
+    def _sorted(self) -> PeakIndex:
+        if not self._index:
+            self._index.append(index_of(self.used, self.remaining))
+        return self._index[0]
 
     def _grid(self) -> Ints:
         """[n, samples] of what is used now."""

@@ -17,6 +17,8 @@ class GateSettings:
 
     level: float = 0.95  # share of the sampled futures that have to fit
     num_samples: int = 32
+    rule: str = "sampled"  # or "gaussian": means and variances, for many workers
+    max_choices: int = 4  # workers that are looked at for a request: those with least to hold
     lease_s: float = 2.0  # a grant that has not started by then is taken back
     max_passes: int = 8  # later requests that may go before a first one that does not fit
     longest_wait_s: float = math.inf  # who would wait longer is refused at once
@@ -28,6 +30,10 @@ class GateSettings:
             raise ValueError(f"level must be above 0 and at most 1, not {self.level}")
         if self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, not {self.num_samples}")
+        if self.rule not in ("sampled", "gaussian"):
+            raise ValueError(f"rule must be 'sampled' or 'gaussian', not {self.rule!r}")
+        if self.max_choices < 1:
+            raise ValueError(f"max_choices must be at least 1, not {self.max_choices}")
         for name in ("lease_s", "longest_wait_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must exceed 0, not {getattr(self, name)}")

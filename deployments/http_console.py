@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from penstock.deployments.console_files import FILES, FOLDER, HEADERS
 from penstock.deployments.core import RequestCore
 from penstock.deployments.openai_answers import ErrorBody, ModelBody, model_body
-from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo
 
 Workers = Callable[[], Iterable[tuple[WorkerInfo, EngineStats]]]
 
@@ -35,6 +35,7 @@ class WorkerStatus(BaseModel):
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
+    experts: ExpertStats | None  # where there is a cache of experts
 
 
 class Status(BaseModel):
@@ -58,7 +59,10 @@ def add_console_routes(app: FastAPI, core: RequestCore, workers: Workers | None)
         return Status(
             version=app.version,
             is_ready=core.ready(),
-            models=[ModelBody.model_validate(model_body(model)) for model in core.models()],
+            models=[
+                ModelBody.model_validate(model_body(model, (info for info, _ in alive)))
+                for model in core.models()
+            ],
             workers=[_worker_status(info, stats) for info, stats in alive],
         )
 
@@ -85,4 +89,5 @@ def _worker_status(info: WorkerInfo, stats: EngineStats) -> WorkerStatus:
         num_prefix_queried_tokens=stats.num_prefix_queried_tokens,
         num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
         num_preemptions=stats.num_preemptions,
+        experts=stats.experts,
     )

@@ -81,7 +81,7 @@ def build_app(
     add_message_routes(app, core)
     add_response_routes(app, core)
     add_token_routes(app, core)
-    _add_model_routes(app, core)
+    _add_model_routes(app, core, workers)
     add_console_routes(app, core, workers)
     add_queue_route(app, gate, admission)
     _add_service_routes(app, core)
@@ -122,17 +122,19 @@ def _add_generation_routes(app: FastAPI, core: RequestCore) -> None:
         return _answer(core, body, generations)
 
 
-def _add_model_routes(app: FastAPI, core: RequestCore) -> None:
+def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) -> None:
     @app.get("/v1/models", response_model=ModelList)
     async def list_models() -> Response:
         """The models that are served."""
-        bodies = [model_body(model) for model in core.models()]
+        infos = [info for info, _ in workers()] if workers is not None else []
+        bodies = [model_body(model, infos) for model in core.models()]
         return JSONResponse({"object": "list", "data": bodies})
 
     @app.get("/v1/models/{model:path}", response_model=ModelBody, responses=_errors(404))
     async def get_model(model: str) -> Response:
         """One model."""
-        return JSONResponse(model_body(core.model(model)))
+        infos = [info for info, _ in workers()] if workers is not None else []
+        return JSONResponse(model_body(core.model(model), infos))
 
 
 def _add_service_routes(app: FastAPI, core: RequestCore) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.workers.stats import EngineStats
+from penstock.workers.stats import EngineStats, ExpertStats
 
 # attribute of EngineCounts, name, help
 REQUEST_HISTOGRAMS = (
@@ -111,5 +111,48 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
         "penstock_shortened_steps",
         "Steps whose prompt chunks were cut because the free tail of the pool was short.",
         lambda s: s.num_shortened_steps,
+    ),
+)
+# Of workers that have a cache of experts; name, help, value
+_OfExperts = Callable[[ExpertStats], float]
+EXPERT_GAUGES: tuple[tuple[str, str, _OfExperts], ...] = (
+    ("penstock_expert_slots", "Experts that their cache has room for.", lambda s: s.num_slots),
+    ("penstock_expert_count", "Experts of all layers of the model.", lambda s: s.num_experts),
+)
+EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
+    (
+        "penstock_expert_stall_seconds",
+        "Time that steps waited for experts.",
+        lambda s: s.stall_s,
+    ),
+    (
+        "penstock_expert_link_busy_seconds",
+        "Time in which experts were being copied to the device.",
+        lambda s: s.link_busy_s,
+    ),
+    (
+        "penstock_expert_neurons_wanted",
+        "Neurons of the experts that steps needed.",
+        lambda s: s.num_neurons_wanted,
+    ),
+    (
+        "penstock_expert_neurons_there",
+        "Those of them that were on the device already.",
+        lambda s: s.num_neurons_there,
+    ),
+    (
+        "penstock_expert_prefetches",
+        "Experts that a prefetch was begun for.",
+        lambda s: s.num_prefetched,
+    ),
+    (
+        "penstock_expert_prefetches_used",
+        "Those of them that a step needed before they were evicted.",
+        lambda s: s.num_prefetch_used,
+    ),
+    (
+        "penstock_expert_corrupted_loads",
+        "Loads that failed because bytes in the store did not match their digest.",
+        lambda s: s.num_corrupted,
     ),
 )

@@ -38,6 +38,8 @@ from penstock.deployments.gate_metrics import (
     WAIT_HISTOGRAM,
 )
 from penstock.deployments.metric_tables import (
+    EXPERT_COUNTERS,
+    EXPERT_GAUGES,
     REQUEST_COUNTERS,
     REQUEST_HISTOGRAMS,
     WORKER_COUNTERS,
@@ -129,8 +131,18 @@ class PenstockCollector(Collector):
                 _add(tokens, labels, stats.step_tokens)
             for phase, total in stats.step_seconds.items():
                 seconds.add_metric((*labels, phase), total)
+        weights = GaugeMetricFamily(
+            "penstock_model_weight_bytes",
+            "Memory of the model's weights, by their number format.",
+            labels=(*LABELS, "weights"),
+        )
+        for info, _ in workers:
+            if info.weights:
+                weights.add_metric((info.model, info.address, info.weights), info.weight_bytes)
         yield tokens
         yield seconds
+        yield from _of_experts(named)
+        yield weights
         model = GaugeMetricFamily(
             "penstock_step_model_seconds",
             "What a step costs, and each row, cached token and prompt token in it, as fitted.",
@@ -195,6 +207,47 @@ class PenstockCollector(Collector):
         )
         _add(waits, (), gate.waits.snapshot())
         yield waits
+
+
+def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
+    """Of the workers that have a cache of experts."""
+    named = [(labels, stats.experts) for labels, stats in workers if stats.experts is not None]
+    for name, text, value in EXPERT_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            gauge.add_metric(labels, value(experts))
+        yield gauge
+    for name, text, value in EXPERT_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            counter.add_metric(labels, value(experts))
+        yield counter
+    lookups = CounterMetricFamily(
+        "penstock_expert_lookups",
+        "Experts that steps needed, by what of them was on the device.",
+        labels=(*LABELS, "found"),
+    )
+    moved = CounterMetricFamily(
+        "penstock_expert_bytes",
+        "Bytes of experts that were copied to the device, by why.",
+        labels=(*LABELS, "why"),
+    )
+    foreseen = CounterMetricFamily(
+        "penstock_expert_predictions",
+        "Experts of tokens that there was a guess for, by layer and whether they were in it.",
+        labels=(*LABELS, "layer", "right"),
+    )
+    for labels, experts in named:
+        lookups.add_metric((*labels, "whole"), experts.num_hits)
+        lookups.add_metric((*labels, "partial"), experts.num_partial)
+        lookups.add_metric((*labels, "absent"), experts.num_misses)
+        moved.add_metric((*labels, "demand"), experts.demand_bytes)
+        moved.add_metric((*labels, "prefetch"), experts.prefetch_bytes)
+        for each in experts.by_layer:
+            layer, wrong = str(each.layer), each.num_routed - each.num_right
+            foreseen.add_metric((*labels, layer, "true"), each.num_right)
+            foreseen.add_metric((*labels, layer, "false"), wrong)
+    yield from (lookups, moved, foreseen)
 
 
 class MetricsServer:

@@ -5,6 +5,7 @@ The answers themselves are plain dictionaries, which openai_shapes.py builds. Kn
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -15,6 +16,7 @@ from penstock.deployments.openai_logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
 )
+from penstock.workers.stats import WorkerInfo
 
 
 class _Answer(BaseModel):
@@ -157,6 +159,8 @@ class ModelBody(_Answer):
     created: int
     owned_by: str
     max_model_len: int
+    weights: str | None = None  # number format of its linear layers; null: no worker is there yet
+    weight_bytes: int | None = None
 
 
 class ModelList(_Answer):
@@ -177,11 +181,15 @@ class ErrorBody(_Answer):
     error: ErrorDetail
 
 
-def model_body(model: ServedModel) -> dict[str, Any]:
+def model_body(model: ServedModel, infos: Iterable[WorkerInfo] = ()) -> dict[str, Any]:
+    """`infos`: of the workers that are alive."""
+    serving = next((info for info in infos if info.model == model.name and info.weights), None)
     return {
         "id": model.name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "penstock",
         "max_model_len": model.max_model_len,
+        "weights": None if serving is None else serving.weights,
+        "weight_bytes": None if serving is None else serving.weight_bytes,
     }

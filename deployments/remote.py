@@ -72,6 +72,14 @@ class HttpServer:
             _check(response)
             return [model["id"] for model in response.json()["data"]]
 
+    def status(self) -> dict[str, Any]:
+        """What `/v1/penstock/status` tells of the workers."""
+        with self._errors():
+            response = self._http.get("/v1/penstock/status")
+            _check(response)
+            told: dict[str, Any] = response.json()
+            return told
+
     def chat(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
         body = {"messages": list(messages), **sampling}
         for choice in self._stream("/v1/chat/completions", body):

@@ -52,7 +52,7 @@ def run_serve(config: ServeConfig) -> int:
         cluster.deploy()
         cluster.wait_until_up(_Arrivals(config.num_workers).tell)
         signals.may_break_off = False
-        _say(f"ready after {time.monotonic() - began_s:.1f} s")
+        _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
         _say(_welcome(config, cluster.view()))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
@@ -122,6 +122,14 @@ def _welcome(config: ServeConfig, view: ClusterView) -> str:
         f"  try   penstock chat{_port_flag(config)}\n"
         "Ctrl-C stops"
     )
+
+
+def _weights(view: ClusterView) -> str:
+    """What the workers hold; nothing where none says so."""
+    for info, _ in view.workers:
+        if info.weights:
+            return f"; {info.weights} weights of {info.weight_bytes / 2**20:.1f} MiB a worker"
+    return ""
 
 
 def _port_flag(config: ServeConfig) -> str:

@@ -9,6 +9,9 @@ context, and a slot that nobody has written, may hold anything: neither is ever 
 
 `scratch`, where given, is a K and a V view of further blocks in the same layout. Block id
 num_blocks + i is scratch block i, in slots and in tables.
+
+A cache of int8 or float8_e4m3fn holds codes, and `scales` what a code of 1 is worth (`quant.py`);
+q, k and v are of the model's dtype all the same. Attention reads what is stored, nothing else.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import native
+from penstock.kernels.rowwise import rope_
 
-_ATTENTION = struct.Struct("17qd13q")
-_WRITE = struct.Struct("20q")
+_ATTENTION = struct.Struct("32qd8q")
+_WRITE = struct.Struct("30q")
+_ROPE_WRITE = struct.Struct("36q")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,22 @@ class Rolling:
     max_visible_len: int  # >= context_len - window_start of every row; sizes the launch on a GPU
 
 
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """fp16 scales of quantised caches, one for each `group` values along the head dimension.
+
+    Each is [num_blocks, num_kv_heads, block_size, head_dim / group], a view with any stride over
+    the blocks and dense blocks. The scales of a slot that was never written may be anything, too.
+    """
+
+    k: Tensor
+    v: Tensor
+    scratch: tuple[Tensor, Tensor] | None = None  # of the scratch blocks, beside `scratch`
+
+
+QUANTISED = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as the native library numbers them
+
+
 def write_kv(
     k: Tensor,
     v: Tensor,
@@ -58,26 +79,68 @@ def write_kv(
     slots: Tensor,
     *,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Store `k`, `v` [T, KV, D] at `slots` int64 [T]; a negative slot is skipped.
 
-    k and v may be views of one fused projection (any stride over T), in the dtype of the cache.
+    k and v may be views of one fused projection (any stride over T), in the dtype of the cache, or
+    in that of the model where `scales` is given: they are quantised as `quant.quantize_kv` does.
     """
     assert native.rows_are_dense(k) and native.rows_are_dense(v)
-    assert k.dtype == v.dtype == k_cache.dtype == v_cache.dtype and slots.dtype == torch.int64
-    _check_scratch(k_cache, v_cache, scratch)
+    assert k.dtype == v.dtype and slots.dtype == torch.int64
+    _check_cache(k.dtype, k_cache, v_cache, scratch, scales)
     if k.is_cuda:
         from penstock.kernels import attention_triton
 
-        attention_triton.write_kv(k, v, k_cache, v_cache, slots, scratch)
+        attention_triton.write_kv(k, v, k_cache, v_cache, slots, scratch, scales)
         return
-    lib = native.usable(k)
+    lib = _library(k, k_cache, scales)
     if lib is not None:
-        _native_write_kv(lib, k, v, k_cache, v_cache, slots, scratch)
+        lib.ps_write_kv(
+            _WRITE.pack(*_write_arguments(k, v, k_cache, v_cache, slots, scratch, scales))
+        )
     else:
         from penstock.kernels import attention_torch
 
-        attention_torch.write_kv(k, v, k_cache, v_cache, slots, scratch)
+        attention_torch.write_kv(k, v, k_cache, v_cache, slots, scratch, scales)
+
+
+def rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
+) -> None:
+    """`rowwise.rope_(q, k, cos, sin)` and then `write_kv` in one pass; on the CPU the same bits.
+
+    `q` [T, H, D] is rotated in place; what `k` holds afterwards is not said.
+    """
+    lib = _library(k, k_cache, scales)
+    if lib is None and not k.is_cuda:
+        rope_(q, k, cos, sin)
+        write_kv(k, v, k_cache, v_cache, slots, scratch=scratch, scales=scales)
+        return
+    assert native.rows_are_dense(q) and native.rows_are_dense(k) and native.rows_are_dense(v)
+    assert q.dtype == k.dtype == v.dtype and slots.dtype == torch.int64
+    assert cos.dtype == sin.dtype == torch.float32
+    _check_cache(k.dtype, k_cache, v_cache, scratch, scales)
+    if lib is None:
+        from penstock.kernels import attention_triton
+
+        attention_triton.rope_write_kv(q, k, v, cos, sin, k_cache, v_cache, slots, scratch, scales)
+        return
+    cos, sin = cos.contiguous(), sin.contiguous()
+    lib.ps_rope_write_kv(_ROPE_WRITE.pack(
+        *_write_arguments(k, v, k_cache, v_cache, slots, scratch, scales),
+        q.data_ptr(), q.stride(0), q.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1],
+    ))  # fmt: skip
 
 
 def decode_attention(
@@ -92,6 +155,7 @@ def decode_attention(
     max_context_len: int,
     rolling: Rolling | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over its blocks: `q` [B, H, D] -> [B, H, D], written to `out` if given.
@@ -103,26 +167,28 @@ def decode_attention(
     the context, the sinks of a rolled one before them, so that on the CPU a row has the same bits
     whatever the batch and the number of threads. The work is that of the visible keys.
     """
-    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, out)
+    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, scales, out)
     if q.is_cuda:
         from penstock.kernels import attention_triton
 
         return attention_triton.decode_attention(
             q, k_cache, v_cache, block_tables, context_lens, scale, window, max_context_len, out,
-            rolling, scratch,
+            rolling, scratch, scales,
         )  # fmt: skip
-    lib = native.usable(q)
+    lib = _library(q, k_cache, scales)
     if lib is not None:
         arguments = _native_arguments(
-            q, k_cache, v_cache, block_tables, 0, context_lens, scale, window, rolling, scratch, out
-        )
+            q, k_cache, v_cache, block_tables, 0, context_lens, scale, window, rolling, scratch,
+            scales, out,
+        )  # fmt: skip
         lib.ps_decode(arguments)
         return out
     from penstock.kernels import attention_torch
 
     return attention_torch.decode_attention(
-        q, k_cache, v_cache, block_tables, context_lens, scale, window, rolling, scratch, out
-    )
+        q, k_cache, v_cache, block_tables, context_lens, scale, window, rolling, scratch,
+        scales, out,
+    )  # fmt: skip
 
 
 def prefill_attention(
@@ -139,6 +205,7 @@ def prefill_attention(
     max_context_len: int,
     rolling: Rolling | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
+    scales: KvScales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
@@ -151,19 +218,19 @@ def prefill_attention(
     however its prompt is cut into chunks. The work is that of the visible keys.
     """
     assert query_starts.dtype == torch.int32
-    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, out)
+    out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, scales, out)
     if q.is_cuda:
         from penstock.kernels import attention_triton
 
         return attention_triton.prefill_attention(
             q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window,
-            max_query_len, out, rolling, scratch,
+            max_query_len, out, rolling, scratch, scales,
         )  # fmt: skip
-    lib = native.usable(q)
+    lib = _library(q, k_cache, scales)
     if lib is not None:
         arguments = _native_arguments(
             q, k_cache, v_cache, block_tables, query_starts.data_ptr(), context_lens, scale, window,
-            rolling, scratch, out,
+            rolling, scratch, scales, out,
         )  # fmt: skip
         lib.ps_prefill(arguments)
         return out
@@ -171,18 +238,19 @@ def prefill_attention(
 
     return attention_torch.prefill_attention(
         q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rolling,
-        scratch, out,
+        scratch, scales, out,
     )  # fmt: skip
 
 
 def _prepare(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor,
-    rolling: Rolling | None, scratch: tuple[Tensor, Tensor] | None, out: Tensor | None,
+    rolling: Rolling | None, scratch: tuple[Tensor, Tensor] | None, scales: KvScales | None,
+    out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Check what the kernels rely on, and give the tensor to write."""
-    assert native.rows_are_dense(q) and q.dtype == k_cache.dtype == v_cache.dtype
+    assert native.rows_are_dense(q)
     assert tables.dtype == lens.dtype == torch.int32 and tables.stride(1) == 1
-    _check_scratch(k_cache, v_cache, scratch)
+    _check_cache(q.dtype, k_cache, v_cache, scratch, scales)
     if rolling is not None:
         q_sink = rolling.q_sink
         assert native.rows_are_dense(q_sink) and q_sink.shape == q.shape and q_sink.dtype == q.dtype
@@ -199,47 +267,85 @@ def _prepare(
     return out
 
 
-def _check_scratch(k_cache: Tensor, v_cache: Tensor, scratch: tuple[Tensor, Tensor] | None) -> None:
+def _check_cache(
+    dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, scratch: tuple[Tensor, Tensor] | None,
+    scales: KvScales | None,
+) -> None:  # fmt: skip
+    assert k_cache.dtype == v_cache.dtype
+    assert k_cache.dtype == dtype if scales is None else k_cache.dtype in QUANTISED
+    _check_scratch((k_cache, v_cache), scratch)
+    if scales is None:
+        return
+    for cache, per_group in zip((k_cache, v_cache), (scales.k, scales.v), strict=True):
+        assert per_group.dtype == torch.float16 and per_group.shape[:3] == cache.shape[:3]
+        assert cache.shape[3] % per_group.shape[3] == 0 and per_group[0].is_contiguous()
+    assert scales.k.shape == scales.v.shape
+    assert (scratch is None) == (scales.scratch is None)
+    _check_scratch((scales.k, scales.v), scales.scratch)
+
+
+def _check_scratch(caches: tuple[Tensor, Tensor], scratch: tuple[Tensor, Tensor] | None) -> None:
     if scratch is not None:
-        for cache, more in zip((k_cache, v_cache), scratch, strict=True):
+        for cache, more in zip(caches, scratch, strict=True):
             assert more.shape[1:] == cache.shape[1:] and more.stride()[1:] == cache.stride()[1:]
             assert more.dtype == cache.dtype
 
 
-def _native_write_kv(
-    lib: ctypes.CDLL, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    scratch: tuple[Tensor, Tensor] | None,
-) -> None:  # fmt: skip
-    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    lib.ps_write_kv(_WRITE.pack(
+def _library(x: Tensor, k_cache: Tensor, scales: KvScales | None) -> ctypes.CDLL | None:
+    """The library, if it can work on `x` and this cache."""
+    lib = native.usable(x)
+    if lib is None or scales is None:
+        return lib
+    num_groups = scales.k.shape[3]
+    group = k_cache.shape[3] // num_groups
+    return lib if num_groups == 1 or (group >= 8 and group & (group - 1) == 0) else None
+
+
+def _write_arguments(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    scratch: tuple[Tensor, Tensor] | None, scales: KvScales | None,
+) -> tuple[int, ...]:  # fmt: skip
+    return (
         native.DTYPES[k.dtype], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-        k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0), block_size,
-        head_dim, slots.data_ptr(), slots.shape[0], num_kv_heads, torch.get_num_threads(),
-        num_blocks, *_addresses(scratch),
-    ))  # fmt: skip
+        *_cache_arguments(k_cache, v_cache, scratch, scales), slots.data_ptr(), slots.shape[0],
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _native_arguments(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: int, lens: Tensor,
     scale: float, window: int | None, rolling: Rolling | None,
-    scratch: tuple[Tensor, Tensor] | None, out: Tensor,
+    scratch: tuple[Tensor, Tensor] | None, scales: KvScales | None, out: Tensor,
 ) -> bytes:  # fmt: skip
-    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     rolled = (0, 0, 0, 0, 0, 0) if rolling is None else (
         rolling.q_sink.data_ptr(), rolling.q_sink.stride(0), rolling.sink_ends.data_ptr(),
         rolling.window_starts.data_ptr(), rolling.sink_blocks.data_ptr(), rolling.bases.data_ptr(),
     )  # fmt: skip
     return _ATTENTION.pack(
-        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(),
-        k_cache.stride(0), v_cache.stride(0), block_size, head_dim, tables.data_ptr(),
-        tables.stride(0), starts, lens.data_ptr(), out.data_ptr(), lens.shape[0], q.shape[1],
-        num_kv_heads, scale, window or 0, torch.get_num_threads(), *rolled, num_blocks,
-        *_addresses(scratch),
+        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0),
+        *_cache_arguments(k_cache, v_cache, scratch, scales), tables.data_ptr(), tables.stride(0),
+        starts, lens.data_ptr(), out.data_ptr(), lens.shape[0], q.shape[1], scale, window or 0,
+        torch.get_num_threads(), *rolled,
     )  # fmt: skip
 
 
-def _addresses(scratch: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int]:
-    if scratch is None:
-        return 0, 0, 0, 0
-    k, v = scratch
-    return k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)
+def _cache_arguments(
+    k_cache: Tensor, v_cache: Tensor, scratch: tuple[Tensor, Tensor] | None,
+    scales: KvScales | None,
+) -> tuple[int, ...]:  # fmt: skip
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    apart = scratch or (None, None)
+    if scales is None:
+        scales_of, more, coded = (None, None), (None, None), (0, head_dim)
+    else:
+        scales_of, more = (scales.k, scales.v), scales.scratch or (None, None)
+        coded = (QUANTISED[k_cache.dtype], head_dim // scales.k.shape[3])
+    return (
+        *_place(k_cache), *_place(scales_of[0]), *_place(apart[0]), *_place(more[0]),
+        *_place(v_cache), *_place(scales_of[1]), *_place(apart[1]), *_place(more[1]),
+        num_blocks, block_size, num_kv_heads, head_dim, *coded,
+    )  # fmt: skip
+
+
+def _place(blocks: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if blocks is None else (blocks.data_ptr(), blocks.stride(0))

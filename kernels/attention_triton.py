@@ -1,4 +1,5 @@
-"""Launches the Triton kernels of attention: write, decode with split-KV and merge, varlen prefill.
+"""Launches the Triton kernels of attention: decode with split-KV and merge, varlen prefill. Writing
+to the cache is in `kv_triton.py`, and given on from here.
 
 Knows grids, tiles and strides. Imported only where it runs: on a GPU, or in Triton's interpreter on
 CPU tensors. Shapes and meaning of the arguments are those of `attention.py`.
@@ -11,33 +12,20 @@ import triton
 from torch import Tensor
 
 from penstock.kernels import attention_triton_kernels as programs
-from penstock.kernels.attention import Rolling
+from penstock.kernels.attention import KvScales, Rolling
+from penstock.kernels.kv_triton import Scratch, find_blocks, scales_of
+from penstock.kernels.kv_triton import rope_write_kv as rope_write_kv
+from penstock.kernels.kv_triton import write_kv as write_kv
 
 # Keys of one decode program. Fixed, so that a sequence's result does not depend on its batch-mates;
 # small, so that one sequence of 1,000 tokens and 8 kv heads already makes 32 programs.
 SPLIT = 256
 
-Scratch = tuple[Tensor, Tensor] | None
-
-
-def write_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scratch: Scratch = None
-) -> None:
-    num_tokens, num_kv_heads, head_dim = k.shape
-    if not num_tokens:
-        return
-    programs._write_kv_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, slots,
-        k.stride(0), v.stride(0), *_find_blocks(k_cache, v_cache, scratch),
-        BLOCK_SIZE=k_cache.shape[2], HEAD_DIM=head_dim, WIDTH=num_kv_heads * head_dim,
-        TILE=triton.next_power_of_2(num_kv_heads * head_dim),
-    )  # fmt: skip
-
 
 def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor,
     scale: float, window: int | None, max_context_len: int, out: Tensor,
-    rolling: Rolling | None = None, scratch: Scratch = None,
+    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
 ) -> Tensor:  # fmt: skip
     batch, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -50,14 +38,16 @@ def decode_attention(
     stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)  # top, total
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     q_sink, q_sink_stride, sink_ends, window_starts, sink_blocks, bases = _rolled(rolling)
+    k_cache, v_cache = _readable(k_cache), _readable(v_cache)
     programs._decode_kernel[(batch, num_kv_heads, num_splits)](
         q, q_sink, k_cache, v_cache, block_tables, context_lens,
         sink_ends, window_starts, sink_blocks, bases, partial, stats[0], stats[1],
-        q.stride(0), q_sink_stride, *_find_blocks(k_cache, v_cache, scratch),
+        *scales_of(scales), q.stride(0), q_sink_stride,
+        *find_blocks(k_cache, v_cache, scratch, scales),
         block_tables.stride(0), scale, window or 0, num_splits,
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ROWS=max(16, triton.next_power_of_2(group)), DIM_TILE=dim_tile,
-        KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT,
+        KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(scales, head_dim, dim_tile),
         num_warps=4, num_stages=3,
     )  # fmt: skip
     programs._merge_kernel[(batch, num_heads)](
@@ -71,7 +61,7 @@ def decode_attention(
 def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor,
     context_lens: Tensor, scale: float, window: int | None, max_query_len: int, out: Tensor,
-    rolling: Rolling | None = None, scratch: Scratch = None,
+    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
 ) -> Tensor:  # fmt: skip
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -84,13 +74,15 @@ def prefill_attention(
     widest = 32 if q.element_size() == 4 else 128 if dim_tile <= 128 else 64
     query_tile = max(16, min(widest, triton.next_power_of_2(max_query_len)))
     q_sink, q_sink_stride, *rolled = _rolled(rolling)
+    k_cache, v_cache = _readable(k_cache), _readable(v_cache)
     programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, batch)](
         q, q_sink, k_cache, v_cache, block_tables, query_starts, context_lens, *rolled, out,
-        q.stride(0), q_sink_stride, *_find_blocks(k_cache, v_cache, scratch),
+        *scales_of(scales), q.stride(0), q_sink_stride,
+        *find_blocks(k_cache, v_cache, scratch, scales),
         block_tables.stride(0), scale, window or 0,
         NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERY_TILE=query_tile, DIM_TILE=dim_tile,
-        KEY_TILE=_key_tile(q, dim_tile),
+        KEY_TILE=_key_tile(q, dim_tile), **_groups(scales, head_dim, dim_tile),
         num_warps=8 if query_tile == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -116,17 +108,21 @@ def _rolled(rolling: Rolling | None) -> tuple[Tensor | int | None, ...]:
     )  # fmt: skip
 
 
-def _find_blocks(k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> tuple[int | None, ...]:
-    """Of K, then of V: the stride from block to block, the elements from the cache to scratch, and
-    the stride there; last the first id of scratch. GPU memory is one flat space."""
-    found: list[int | None] = []
-    for cache, more in zip((k_cache, v_cache), scratch or (None, None), strict=True):
-        found += [cache.stride(0), None, 0]
-        if more is not None:
-            distance = more.data_ptr() - cache.data_ptr()
-            assert distance % cache.element_size() == 0
-            found[-2:] = [distance // cache.element_size(), more.stride(0)]
-    return (*found, k_cache.shape[0])
+def _groups(scales: KvScales | None, head_dim: int, dim_tile: int) -> dict[str, int]:
+    """Scales a key has, and the groups that fill the tile."""
+    if scales is None:
+        return {"GROUPS": 0, "GROUPS_TILE": 1}
+    groups = scales.k.shape[3]
+    tile = 1 if groups == 1 else dim_tile // (head_dim // groups)
+    assert tile * (head_dim // groups) == dim_tile or groups == 1, "a group is a power of two"
+    return {"GROUPS": groups, "GROUPS_TILE": tile}
+
+
+def _readable(cache: Tensor) -> Tensor:
+    """fp8 as its bits, where the card has no instruction for it."""
+    if cache.dtype != torch.float8_e4m3fn or not cache.is_cuda:
+        return cache
+    return cache if torch.cuda.get_device_capability() >= (8, 9) else cache.view(torch.uint8)
 
 
 def _key_tile(q: Tensor, dim_tile: int) -> int:

@@ -1,7 +1,7 @@
 """The Triton kernels that `attention_triton.py` launches, and the steps that they share.
 
-Knows pointers, strides and tiles. What belongs to `rolling` or `scratch` is None where these are:
-the compiler then leaves out all that hangs on it.
+Knows pointers, strides and tiles. What belongs to `rolling`, `scratch` or `scales` is None where
+these are: the compiler then leaves out all that hangs on it.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -11,63 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.attention_triton_cache import find_slots, load_values, score
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _find_block(block, stride, scratch_at, scratch_stride, num_blocks):
-    """Elements from the cache's first to the block; ids from num_blocks on are blocks of scratch.
-
-    A select, of pointers or of offsets, would lose the alignment that the compiler has proven: 193
-    scalar loads where now are 35 asynchronous copies of 16 bytes (decode, Triton 3.9).
-    """
-    at = block * stride
-    if scratch_at is not None:
-        there = scratch_at + (block - num_blocks) * scratch_stride
-        at += (block >= num_blocks).to(tl.int64) * (there - at)
-    return at
-
-
-@triton.jit
-def _write_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride,
-    k_block_stride, k_scratch_at, k_scratch_stride,
-    v_block_stride, v_scratch_at, v_scratch_stride, num_blocks,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One program a token, all its heads. Not yet run on a GPU."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot >= 0:
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        i = tl.arange(0, TILE)
-        keep = i < WIDTH
-        inside = (i // HEAD_DIM * BLOCK_SIZE + offset) * HEAD_DIM + i % HEAD_DIM
-        k = tl.load(k_ptr + token * k_stride + i, mask=keep)
-        v = tl.load(v_ptr + token * v_stride + i, mask=keep)
-        k_at = _find_block(block, k_block_stride, k_scratch_at, k_scratch_stride, num_blocks)
-        v_at = _find_block(block, v_block_stride, v_scratch_at, v_scratch_stride, num_blocks)
-        tl.store(k_cache_ptr + k_at + inside, k, mask=keep)
-        tl.store(v_cache_ptr + v_at + inside, v, mask=keep)
-
-
-@triton.jit
-def _load_keys(
-    k_ptr, v_ptr, table_ptr, head, at, seen, dims, sink_pages, base,
-    k_block_stride, k_scratch_at, k_scratch_stride,
-    v_block_stride, v_scratch_at, v_scratch_stride, num_blocks,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """K and V [keys, dims] at positions `at`; 0 where not `seen`, since 0 x NaN is NaN."""
-    page = at // BLOCK_SIZE
-    entry = tl.where(page < sink_pages, page, page - base)
-    block = tl.load(table_ptr + entry, mask=seen, other=0).to(tl.int64)
-    inside = (head * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
-    k_at = _find_block(block, k_block_stride, k_scratch_at, k_scratch_stride, num_blocks) + inside
-    v_at = _find_block(block, v_block_stride, v_scratch_at, v_scratch_stride, num_blocks) + inside
-    mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(k_ptr + k_at[:, None] + dims[None, :], mask=mask, other=0.0)
-    return k, tl.load(v_ptr + v_at[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -108,11 +54,15 @@ def _seen_by_decode(lens_ptr, sink_ends_ptr, window_starts_ptr, b, window):
 def _decode_kernel(
     q_ptr, q_sink_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr,
     sink_ends_ptr, window_starts_ptr, sink_blocks_ptr, bases_ptr, partial_ptr, top_ptr, total_ptr,
-    q_stride, q_sink_stride, k_block_stride, k_scratch_at, k_scratch_stride,
-    v_block_stride, v_scratch_at, v_scratch_stride, num_blocks,
+    k_scales_ptr, v_scales_ptr, q_stride, q_sink_stride,
+    k_block_stride, k_scratch_at, k_scratch_stride,
+    k_scales_stride, k_scales_at, k_scales_scratch_stride,
+    v_block_stride, v_scratch_at, v_scratch_stride,
+    v_scales_stride, v_scales_at, v_scales_scratch_stride, num_blocks,
     table_stride, scale, window, num_splits,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIM_TILE: tl.constexpr, KEY_TILE: tl.constexpr, SPLIT_KEYS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, kv head, split): all query heads of the group, padded to ROWS.
 
@@ -133,6 +83,14 @@ def _decode_kernel(
         end = tl.where(split == 0, sink_end, tl.minimum(first + SPLIT_KEYS, context_len))
         first = begin // KEY_TILE * KEY_TILE
     if begin < end:
+        keys = (
+            k_ptr, k_block_stride, k_scratch_at, k_scratch_stride,
+            k_scales_ptr, k_scales_stride, k_scales_at, k_scales_scratch_stride,
+        )  # fmt: skip
+        values = (
+            v_ptr, v_block_stride, v_scratch_at, v_scratch_stride,
+            v_scales_ptr, v_scales_stride, v_scales_at, v_scales_scratch_stride,
+        )  # fmt: skip
         rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
         row_head = head * GROUP + rows
         mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -148,13 +106,16 @@ def _decode_kernel(
         for start in range(first, end, KEY_TILE):
             at = start + tl.arange(0, KEY_TILE)
             seen = (at >= begin) & (at < end)
-            k, v = _load_keys(
-                k_ptr, v_ptr, tables_ptr + b * table_stride, head, at, seen, dims, sink_pages, base,
-                k_block_stride, k_scratch_at, k_scratch_stride,
-                v_block_stride, v_scratch_at, v_scratch_stride, num_blocks,
-                HEAD_DIM, BLOCK_SIZE,
-            )  # fmt: skip
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+            block, row = find_slots(
+                tables_ptr + b * table_stride, head, at, seen, sink_pages, base, BLOCK_SIZE
+            )
+            scores = score(
+                q, keys, block, row, seen, dims, num_blocks, HEAD_DIM, GROUPS, GROUPS_TILE
+            )
+            scores *= scale * LOG2_E
+            v = load_values(
+                values, block, row, seen, dims, num_blocks, q.dtype, HEAD_DIM, GROUPS, GROUPS_TILE
+            )
             top, total, acc = _soften(scores, seen[None, :], top, total, acc, v)
         out_at = (b * NUM_HEADS + row_head) * num_splits + split
         tl.store(partial_ptr + (out_at * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
@@ -204,24 +165,22 @@ def _merge_kernel(
 
 @triton.jit
 def _attend(
-    q, first, end, row_begin, row_end, top, total, acc,
-    k_ptr, v_ptr, table_ptr, head, dims, sink_pages, base,
-    k_block_stride, k_scratch_at, k_scratch_stride,
-    v_block_stride, v_scratch_at, v_scratch_stride, num_blocks, scale,
+    q, first, end, row_begin, row_end, top, total, acc, keys, values,
+    table_ptr, head, dims, sink_pages, base, num_blocks, scale,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries over the keys [first, end); a row sees those in [row_begin, row_end)."""
     for start in range(first // KEY_TILE * KEY_TILE, end, KEY_TILE):
         at = start + tl.arange(0, KEY_TILE)
         seen = (at >= first) & (at < end)
-        k, v = _load_keys(
-            k_ptr, v_ptr, table_ptr, head, at, seen, dims, sink_pages, base,
-            k_block_stride, k_scratch_at, k_scratch_stride,
-            v_block_stride, v_scratch_at, v_scratch_stride, num_blocks,
-            HEAD_DIM, BLOCK_SIZE,
-        )  # fmt: skip
+        block, row = find_slots(table_ptr, head, at, seen, sink_pages, base, BLOCK_SIZE)
+        scores = score(q, keys, block, row, seen, dims, num_blocks, HEAD_DIM, GROUPS, GROUPS_TILE)
+        scores *= scale * LOG2_E
+        v = load_values(
+            values, block, row, seen, dims, num_blocks, q.dtype, HEAD_DIM, GROUPS, GROUPS_TILE
+        )
         visible = (at[None, :] >= row_begin[:, None]) & (at[None, :] < row_end[:, None])
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         top, total, acc = _soften(scores, visible, top, total, acc, v)
     return top, total, acc
 
@@ -230,11 +189,15 @@ def _attend(
 def _prefill_kernel(
     q_ptr, q_sink_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lens_ptr,
     sink_ends_ptr, window_starts_ptr, sink_blocks_ptr, bases_ptr, out_ptr,
-    q_stride, q_sink_stride, k_block_stride, k_scratch_at, k_scratch_stride,
-    v_block_stride, v_scratch_at, v_scratch_stride, num_blocks,
+    k_scales_ptr, v_scales_ptr, q_stride, q_sink_stride,
+    k_block_stride, k_scratch_at, k_scratch_stride,
+    k_scales_stride, k_scales_at, k_scales_scratch_stride,
+    v_block_stride, v_scratch_at, v_scratch_stride,
+    v_scales_stride, v_scales_at, v_scales_scratch_stride, num_blocks,
     table_stride, scale, window,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERY_TILE: tl.constexpr, DIM_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, head, sequence), after FlashAttention-2: sinks, then window.
 
@@ -245,6 +208,14 @@ def _prefill_kernel(
     num_queries = tl.load(starts_ptr + b + 1) - row0
     first = tile * QUERY_TILE
     if first < num_queries:
+        keys = (
+            k_ptr, k_block_stride, k_scratch_at, k_scratch_stride,
+            k_scales_ptr, k_scales_stride, k_scales_at, k_scales_scratch_stride,
+        )  # fmt: skip
+        values = (
+            v_ptr, v_block_stride, v_scratch_at, v_scratch_stride,
+            v_scales_ptr, v_scales_stride, v_scales_at, v_scales_scratch_stride,
+        )  # fmt: skip
         offset = tl.load(lens_ptr + b) - num_queries
         i, dims = first + tl.arange(0, QUERY_TILE), tl.arange(0, DIM_TILE)
         row, kept = (row0 + i).to(tl.int64), i < num_queries
@@ -264,10 +235,8 @@ def _prefill_kernel(
             q_sink = tl.load(q_sink_ptr + q_at, mask=mask, other=0.0)
             top, total, acc = _attend(
                 q_sink, 0, tl.max(sink_end, 0), tl.zeros_like(sink_end), sink_end, top, total, acc,
-                k_ptr, v_ptr, table_ptr, kv_head, dims, sink_pages, base,
-                k_block_stride, k_scratch_at, k_scratch_stride,
-                v_block_stride, v_scratch_at, v_scratch_stride, num_blocks, scale,
-                HEAD_DIM, BLOCK_SIZE, KEY_TILE,
+                keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale,
+                HEAD_DIM, BLOCK_SIZE, KEY_TILE, GROUPS, GROUPS_TILE,
             )  # fmt: skip
             starts = tl.load(window_starts_ptr + row, mask=kept, other=0)
             row_begin = tl.maximum(row_begin, starts)
@@ -276,10 +245,8 @@ def _prefill_kernel(
         q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
         top, total, acc = _attend(
             q, oldest, end, row_begin, row_end, top, total, acc,
-            k_ptr, v_ptr, table_ptr, kv_head, dims, sink_pages, base,
-            k_block_stride, k_scratch_at, k_scratch_stride,
-            v_block_stride, v_scratch_at, v_scratch_stride, num_blocks, scale,
-            HEAD_DIM, BLOCK_SIZE, KEY_TILE,
+            keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale,
+            HEAD_DIM, BLOCK_SIZE, KEY_TILE, GROUPS, GROUPS_TILE,
         )  # fmt: skip
         total = tl.where(total == 0, 1.0, total)  # rows past the chunk
         out_at = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]

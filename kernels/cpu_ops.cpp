@@ -6,13 +6,18 @@
 // - A row's result has one order of summation, whatever the other rows are and however many threads
 //   share the work: reductions are written out with explicit vectors, and work is cut at absolute
 //   positions, never by batch size or thread count.
-// - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements.
+// - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements. A KV cache
+//   may be of codes and fp16 scales (cpu_codes.h).
 
 #include "cpu_decode.h"
+#include "cpu_experts.h"
 #include "cpu_linear.h"
+#include "cpu_linear_codes.h"
+#include "cpu_linear_int8.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
 #include "cpu_sampling.h"
+#include "cpu_write.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define OPERATOR(name, Args)                       \
@@ -25,6 +30,8 @@
 
 OPERATOR(pack, PackArgs)
 OPERATOR(linear, LinearArgs)
+OPERATOR(linear_int8, Int8LinearArgs)
+OPERATOR(linear_codes, CodesLinearArgs)
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
@@ -32,7 +39,17 @@ OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
+OPERATOR(unpack_neurons, UnpackArgs)
 
+EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
+    if (args->write.dtype == 0)
+        rope_write_kv<float>(*args);
+    else
+        rope_write_kv<bf16>(*args);
+}
+EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
+EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }

@@ -1,9 +1,16 @@
 // Row-wise operators: RMSNorm, rotary embedding, SiLU * mul, and the weighted sum of routed rows.
-// A stride over tokens is free everywhere; what a row holds lies in one piece.
+// A stride over tokens is free everywhere; what a row holds lies in one piece. RMSNorm and SiLU * mul
+// write rows of T, or the int8 codes of just those rows: a row is made where it stays in the cache.
 
 #pragma once
 
-#include "cpu_vectors.h"
+#include "cpu_quantize.h"
+
+struct CodesArgs {
+    int8_t* codes;  // [tokens, dim]; null if rows of T are wanted
+    int64_t stride;
+    float* scales;  // [tokens]
+};
 
 struct RmsNormArgs {
     int64_t dtype;
@@ -18,6 +25,7 @@ struct RmsNormArgs {
     int64_t tokens, heads, dim;
     double eps;
     int64_t threads;
+    CodesArgs int8;  // with heads == 1, in place of `out`
 };
 
 struct RopeArgs {
@@ -46,6 +54,7 @@ struct SiluMulArgs {
     int64_t stride;
     void* out;
     int64_t out_stride, rows, dim, threads;
+    CodesArgs int8;  // in place of `out`
 };
 
 struct CombineArgs {
@@ -57,6 +66,37 @@ struct CombineArgs {
     int64_t tokens, ranks, dim, threads;
 };
 
+struct QuantizeArgs {
+    int64_t dtype;
+    const void* x;
+    int64_t stride, rows, dim, threads;
+    CodesArgs int8;
+};
+
+// Where row t of `out` is made: in `out`, or in memory of this thread if its codes are wanted.
+template <class T>
+INLINE T* row_of(void* out, int64_t offset, const CodesArgs& int8, int64_t dim) {
+    static thread_local std::vector<T> own;
+    if (!int8.codes) return (T*)out + offset;
+    own.resize(dim);
+    return own.data();
+}
+
+template <class T>
+INLINE void write_row(const CodesArgs& int8, int64_t t, const T* row, int64_t dim, vi top) {
+    if (!int8.codes) return;
+    int8.scales[t] = scale_of(top, 127.0f);
+    write_codes(row, dim, int8.scales[t], int8.codes + t * int8.stride);
+}
+
+template <class T>
+void quantize(const QuantizeArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.rows; ++t)
+        a.int8.scales[t] = quantize_row((const T*)a.x + t * a.stride, a.dim,
+                                        a.int8.codes + t * a.int8.stride);
+}
+
 template <class T>
 void rms_norm(const RmsNormArgs& a) {
     const int64_t dim = a.dim;
@@ -65,7 +105,7 @@ void rms_norm(const RmsNormArgs& a) {
     for (int64_t row = 0; row < a.tokens * a.heads; ++row) {
         const int64_t t = row / a.heads, h = row % a.heads;
         const T* from = (const T*)a.x + t * a.x_token_stride + h * a.x_head_stride;
-        T* to = (T*)a.out + t * a.out_token_stride + h * a.out_head_stride;
+        T* to = row_of<T>(a.out, t * a.out_token_stride + h * a.out_head_stride, a.int8, dim);
         vf squares = {};
         if (a.residual) {
             const T* residual = (const T*)a.residual + t * a.residual_stride;
@@ -85,10 +125,14 @@ void rms_norm(const RmsNormArgs& a) {
             }
         }
         const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)dim + (float)a.eps);
+        vi top = {};
         for (int64_t d = 0; d < dim; d += W) {
             const vf normed = rounded_to<T>(load_up_to(from + d, dim - d) * scale);
-            store_up_to(to + d, normed * load_up_to(weight + d, dim - d), dim - d);
+            const vf y = rounded_to<T>(normed * load_up_to(weight + d, dim - d));
+            store_up_to(to + d, y, dim - d);
+            top = max_bits(top, y);
         }
+        write_row(a.int8, t, to, dim, top);
     }
 }
 
@@ -133,11 +177,15 @@ void silu_mul(const SiluMulArgs& a) {
 #pragma omp parallel for num_threads((int)a.threads) if (a.rows * dim > GRAIN / 4)
     for (int64_t row = 0; row < a.rows; ++row) {
         const T *gate = (const T*)a.gate_up + row * a.stride, *up = gate + dim;
-        T* out = (T*)a.out + row * a.out_stride;
+        T* out = row_of<T>(a.out, row * a.out_stride, a.int8, dim);
+        vi top = {};
         for (int64_t d = 0; d < dim; d += W) {
             const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
-            store_up_to(out + d, g / (1.0f + vexp(-g)) * u, dim - d);
+            const vf y = rounded_to<T>(g / (1.0f + vexp(-g)) * u);
+            store_up_to(out + d, y, dim - d);
+            top = max_bits(top, y);
         }
+        write_row(a.int8, row, out, dim, top);
     }
 }
 

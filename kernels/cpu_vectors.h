@@ -11,14 +11,18 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define HAVE_DPBF16 1
 #else
 #define HAVE_DPBF16 0
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+// One copy of what would else be compiled hundreds of times.
+#define RARELY inline __attribute__((noinline, cold))
 #define UNROLL _Pragma("GCC unroll 16")  // or accumulators live in memory, not in registers
 
 #if defined(__AVX512F__)
@@ -51,6 +55,11 @@ INLINE vf load(const bf16* p) {
     std::memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
+INLINE vi load_bits(const void* p) {
+    vi v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
 INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 INLINE vh round_bf16(vf v) {  // to nearest even; NaN stays NaN
     vu u = (vu)v;
@@ -63,13 +72,13 @@ INLINE void store(bf16* p, vf v) {
     std::memcpy(p, &h, sizeof h);
 }
 template <class T>
-INLINE vf load_partial(const T* p, int64_t n) {  // lanes from n on are 0, and not read
+RARELY vf load_partial(const T* p, int64_t n) {  // lanes from n on are 0, and not read
     T lanes[W] = {};
     std::memcpy(lanes, p, n * sizeof(T));
     return load(lanes);
 }
 template <class T>
-INLINE void store_partial(T* p, vf v, int64_t n) {
+RARELY void store_partial(T* p, vf v, int64_t n) {
     T lanes[W];
     store(lanes, v);
     std::memcpy(p, lanes, n * sizeof(T));

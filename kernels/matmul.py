@@ -6,15 +6,18 @@ Knows matrices; nothing of checkpoints or layers.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import native
+from penstock.kernels import matmul_quant, native
+from penstock.kernels.matmul_quant import NativeWeight
+from penstock.kernels.quant import Int8Rows, QuantizedWeight
 
 # Which CPU path, decided here alone. Microseconds, lowest of interleaved runs, weights out of
 # cache, one core of an AMD EPYC (Zen 4, AVX-512, BF16), torch 2.13:
@@ -35,7 +38,12 @@ from penstock.kernels import native
 # With two threads native reads bf16 weights at 27-38 GB/s for M <= 4, all that this memory gives.
 # It also sums each element in one order whatever M is, which the others do not, so that a token's
 # result does not depend on its batch-mates. Hence: native wherever it could be compiled.
-Layout = Literal["native", "onednn", "plain"]
+Layout = Literal["native", "onednn", "plain", "triton"]
+
+LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8"]
+FLOAT_FORMATS: dict[torch.dtype, LinearFormat] = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
 
 _PACK = struct.Struct("7q")
 _LINEAR = struct.Struct("11q")
@@ -43,25 +51,30 @@ _LINEAR = struct.Struct("11q")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A weight [N, K] in the layout that `linear` reads fastest, and its bias [N] or None."""
+    """A weight [N, K] in the form that `linear` reads fastest, and its bias [N] or None.
 
-    weight: Tensor
+    `payload` is that form, and `layout` says who can read it. `num_bytes` is what one pass over the
+    weight reads: codes, scales and zeros, or plain elements.
+    """
+
+    payload: Any
     bias: Tensor | None
     in_features: int
     out_features: int
+    num_bytes: int
+    format: LinearFormat
     layout: Layout
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one pass over the weight reads."""
-        return self.in_features * self.out_features * self.weight.element_size()
 
+def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    """Pack `weight` [N, K], plain or quantised, and `bias` [N].
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """Pack `weight` [N, K] and `bias` [N] of the same dtype.
-
-    On the CPU the result holds its own copy (drop the original), on a GPU the tensors themselves.
+    The bias of a plain weight has its dtype, that of a quantised one any float dtype; a quantised
+    weight takes activations of any float dtype. On the CPU the result holds its own copy (drop the
+    original), on a GPU the tensors themselves, unless the format has a layout of its own there.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _pack_quantized(weight, bias)
     assert weight.dim() == 2
     assert bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
     lib = native.usable(weight)
@@ -72,40 +85,101 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     return _packed(weight, weight, bias, "plain")
 
 
-def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
-    """`x` [M, K] times the packed weight, plus the bias -> [M, N]; sums in fp32.
+def empty_linear(
+    out_features: int, in_features: int, dtype: torch.dtype, memory: Tensor, *, transposed: bool
+) -> PackedLinear:
+    """A weight in zeroed `memory`, uint8 [linear_bytes(...)], to be filled in place.
+
+    In the native layout where that can be had; else plain, as [N, K], or `transposed` in memory.
+    """
+    flat = memory[: linear_bytes(out_features, in_features, dtype, memory.device)].view(dtype)
+    if native.usable(flat) is not None:
+        weight = flat.view(_native_shape(out_features, in_features, dtype))
+        return _empty(weight, in_features, out_features, "native")
+    if transposed:
+        weight = flat.view(in_features, out_features).T
+    else:
+        weight = flat.view(out_features, in_features)
+    return _empty(weight, in_features, out_features, "plain")
+
+
+def _empty(weight: Tensor, in_features: int, out_features: int, layout: Layout) -> PackedLinear:
+    num_bytes = in_features * out_features * weight.element_size()
+    format = FLOAT_FORMATS[weight.dtype]
+    return PackedLinear(weight, None, in_features, out_features, num_bytes, format, layout)
+
+
+def linear_bytes(
+    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes of a weight [N, K] as `empty_linear` lays it out, padding included."""
+    if device.type == "cpu" and dtype in native.DTYPES and native.library() is not None:
+        return math.prod(_native_shape(out_features, in_features, dtype)) * dtype.itemsize
+    return out_features * in_features * dtype.itemsize
+
+
+def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+    """`x` [M, K] times the packed weight, plus the bias -> [M, N] in `x.dtype`; sums in fp32.
+
+    int8 and fp8 weights quantise each row of `x` (int8 ones take `Int8Rows` as they are, so that
+    several linears share one pass), and int8 sums are exact; int4 and nf4 are weight-only.
+    `quant.linear_reference` is the truth.
 
     `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU
-    and on the native path nothing else is allocated then. On the native path a row's result has the
-    same bits whatever M is.
+    and on the native path nothing else that grows with M is allocated then. On the native path a
+    row's result has the same bits whatever M is.
     """
+    if packed.layout == "triton":
+        from penstock.kernels import matmul_triton
+
+        return matmul_triton.linear(x, packed.payload, out)
+    if isinstance(packed.payload, NativeWeight):
+        return matmul_quant.native_linear(x, packed.payload, out)
+    if isinstance(packed.payload, QuantizedWeight):
+        y = matmul_quant.plain_linear(x, packed.payload, packed.bias)
+        return y if out is None else out.copy_(y)
+    assert isinstance(x, Tensor), f"{packed.format} weights take plain activations"
     if packed.layout == "native":
         return _native_linear(x, packed, out)
     if packed.layout == "onednn" and x.shape[0]:
-        y = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(x, packed.payload, packed.bias, "none", [], "")
     elif packed.layout == "onednn":
         y = x.new_empty(0, packed.out_features)
     elif out is None:
-        y = F.linear(x, packed.weight, packed.bias)
+        y = F.linear(x, packed.payload, packed.bias)
     elif packed.bias is None:
-        return torch.mm(x, packed.weight.T, out=out)
+        return torch.mm(x, packed.payload.T, out=out)
     else:
-        return torch.addmm(packed.bias, x, packed.weight.T, out=out)
+        return torch.addmm(packed.bias, x, packed.payload.T, out=out)
     return y if out is None else out.copy_(y)
 
 
-def _packed(weight: Tensor, original: Tensor, bias: Tensor | None, layout: Layout) -> PackedLinear:
-    num_outputs, num_inputs = original.shape
-    return PackedLinear(weight, bias, num_inputs, num_outputs, layout)
+def _pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+    layout: Layout = "plain"
+    payload: Any = weight
+    if weight.codes.is_cuda:
+        from penstock.kernels import matmul_triton
+
+        layout, payload = "triton", matmul_triton.pack(weight, bias)
+    elif (packed := matmul_quant.pack_native(weight, bias)) is not None:
+        layout, payload = "native", packed
+    return PackedLinear(
+        payload, bias, weight.in_features, weight.out_features, weight.num_bytes, weight.format,
+        layout,
+    )  # fmt: skip
+
+
+def _packed(payload: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> PackedLinear:
+    num_outputs, num_inputs = weight.shape
+    num_bytes, format = weight.numel() * weight.element_size(), FLOAT_FORMATS[weight.dtype]
+    return PackedLinear(payload, bias, num_inputs, num_outputs, num_bytes, format, layout)
 
 
 def _pack_native(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedLinear:
     num_outputs, num_inputs = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    panel = lib.ps_panel()
-    depth = num_inputs + num_inputs % 2 if weight.dtype == torch.bfloat16 else num_inputs
-    packed = torch.empty(-(-num_outputs // panel), depth, panel, dtype=weight.dtype)
+    packed = torch.empty(_native_shape(num_outputs, num_inputs, weight.dtype), dtype=weight.dtype)
     lib.ps_pack(_PACK.pack(
         native.DTYPES[weight.dtype], weight.data_ptr(), weight.stride(0), packed.data_ptr(),
         num_outputs, num_inputs, torch.get_num_threads(),
@@ -113,9 +187,18 @@ def _pack_native(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> Packe
     return _packed(packed, weight, None if bias is None else bias.contiguous(), "native")
 
 
+def _native_shape(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Panels, input features (bf16 is read in pairs), output features of a panel."""
+    lib = native.library()
+    assert lib is not None
+    panel = lib.ps_panel()
+    depth = num_inputs + num_inputs % 2 if dtype == torch.bfloat16 else num_inputs
+    return -(-num_outputs // panel), depth, panel
+
+
 def _native_linear(x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
-    assert x.dtype == packed.weight.dtype and x.shape[1] == packed.in_features
-    num_rows, depth = x.shape[0], packed.weight.shape[1]
+    assert x.dtype == packed.payload.dtype and x.shape[1] == packed.in_features
+    num_rows, depth = x.shape[0], packed.payload.shape[1]
     if depth != x.shape[1]:
         x = F.pad(x, (0, 1))  # bf16 is read in pairs
     elif x.stride(1) != 1:
@@ -126,7 +209,7 @@ def _native_linear(x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tenso
     assert lib is not None and out.stride(1) == 1 and out.dtype == x.dtype
     bias = packed.bias
     lib.ps_linear(_LINEAR.pack(
-        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), packed.weight.data_ptr(),
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), packed.payload.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), num_rows,
         packed.out_features, packed.in_features, torch.get_num_threads(),
     ))  # fmt: skip

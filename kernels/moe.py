@@ -6,24 +6,54 @@ Knows packed matrices and routes; nothing of routers, caches or where experts li
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels import native
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.rowwise import silu_mul
+from penstock.kernels.quant import Int8Rows
+from penstock.kernels.rowwise import silu_mul, silu_mul_int8
 
 _COMBINE = struct.Struct("9q")
+
+Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
+# Given the experts that have tokens, hands out each of them once, in the order that suits it. An
+# expert is used only until the next one is asked for.
+Visit = Callable[[list[int]], Iterator[tuple[int, Expert]]]
+
+
+class GroupedExperts(tuple[Expert, ...]):
+    """All experts of a layer, and `table`, with which a GPU runs them in one launch."""
+
+    table: Any = None
+
+
+def pack_experts(experts: Sequence[Expert]) -> Sequence[Expert]:
+    """Packed experts, ready for `moe_mlp`: on a GPU with their table, elsewhere as they are.
+
+    They must stay where they are. Experts of different formats have no table.
+    """
+    formats = {(gate_up.format, down.format) for gate_up, down in experts}
+    if not _on_gpu(experts[0][0]) or len(formats) > 1:
+        return experts
+    from penstock.kernels import moe_triton
+
+    grouped = GroupedExperts(experts)
+    grouped.table = moe_triton.expert_table(grouped)
+    return grouped
 
 
 def moe_mlp(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    experts: Sequence[tuple[PackedLinear, PackedLinear]],
+    experts: Sequence[Expert] | Visit,
     *,
+    num_experts: int | None = None,
     grouped: Tensor | None = None,
     inner: Tensor | None = None,
     out: Tensor | None = None,
@@ -31,44 +61,67 @@ def moe_mlp(
     """The weighted sum of each row of `x` [T, d] through its k experts -> [T, d].
 
     `topk_ids` int64 and `topk_weights` fp32 are [T, k]; `experts[e]` is (gate_up [2I, d],
-    down [d, I]). One sort groups the routes by expert, and an expert without tokens costs nothing.
+    down [d, I]), or `experts` hands out those that are used of `num_experts`; then `inner` must be
+    given. One sort groups the routes by expert, and an expert without tokens costs nothing.
     The sum runs in fp32 over a token's routes in their given order, so that with native linears its
-    result does not depend on its batch-mates.
+    result does not depend on its batch-mates. On a GPU, experts of `pack_experts` take two launches
+    in all, and the host never waits for the routes.
 
     `grouped` [T * k, d], `inner` [R, 2I] and `out` [T, d], dense, hold the parts of the work; an
-    expert takes at most R rows at once, and `out` may be `x` itself. With them, nothing whose size
-    grows with d or I is allocated.
+    expert takes at most R rows at once (all together do, of `pack_experts` on a GPU), and `out` may
+    be `x` itself. With them, nothing whose size grows with d or I is allocated.
     """
     num_tokens, top_k = topk_ids.shape
-    order = topk_ids.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(topk_ids.reshape(-1), minlength=len(experts)).tolist()
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=x.device)
     if grouped is None:
         grouped = x.new_empty(num_tokens * top_k, x.shape[1])
     if inner is None:
+        assert not callable(experts)
         inner = x.new_empty(num_tokens, experts[0][0].out_features)
     if out is None:
         out = torch.empty_like(x)
+    if isinstance(experts, GroupedExperts):
+        from penstock.kernels import moe_triton
+
+        table = experts.table
+        return moe_triton.moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out)
+    order = topk_ids.reshape(-1).argsort(stable=True)
+    if num_experts is None:
+        assert not callable(experts)
+        num_experts = len(experts)
+    counts = torch.bincount(topk_ids.reshape(-1), minlength=num_experts).tolist()
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=x.device)
     torch.index_select(x, 0, order // top_k, out=grouped)
-    end = 0
-    for (gate_up, down), count in zip(experts, counts, strict=True):
-        start, end = end, end + count
-        for first in range(start, end, max(1, inner.shape[0])):
+    ends = list(accumulate(counts))
+    used = [expert for expert, count in enumerate(counts) if count]
+    in_turn = experts(used) if callable(experts) else ((e, experts[e]) for e in used)
+    for expert, (gate_up, down) in in_turn:
+        end = ends[expert]
+        for first in range(end - counts[expert], end, max(1, inner.shape[0])):
             rows = grouped[first : min(end, first + inner.shape[0])]
             gated_mlp(rows, gate_up, down, inner, out=rows)
     return _combine(grouped, places.view_as(topk_ids), topk_weights, out)
 
 
 def gated_mlp(
-    x: Tensor, gate_up: PackedLinear, down: PackedLinear, inner: Tensor, out: Tensor
+    x: Tensor | Int8Rows,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    inner: Tensor,
+    out: Tensor,
+    *,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
+    `scales` fp32, T elements: for those of that product where `down` is int8, and `x` may have its
+    own there.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
+    if down.format == "int8":
+        return linear(silu_mul_int8(both, out=Int8Rows.inside(gate, scales)), down, out=out)
     return linear(silu_mul(both, out=gate), down, out=out)
 
 
@@ -86,6 +139,11 @@ def moe_reference(
             gate, up = (gate_up.float() @ row).chunk(2)
             out[token] += weight * (down.float() @ (torch.nn.functional.silu(gate) * up))
     return out.to(x.dtype)
+
+
+def _on_gpu(packed: PackedLinear) -> bool:
+    payload = packed.payload
+    return packed.layout == "triton" or (isinstance(payload, Tensor) and payload.is_cuda)
 
 
 def _combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:

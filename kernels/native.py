@@ -36,8 +36,9 @@ COMPILERS = ("g++", "c++", "clang++")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 FUNCTIONS = (
-    "pack", "linear", "write_kv", "decode", "prefill", "rms_norm", "rope", "rope_to", "silu_mul",
-    "combine", "sample",
+    "pack", "linear", "pack_int8", "linear_int8", "pack_codes", "linear_codes", "write_kv",
+    "rope_write_kv", "decode", "prefill", "rms_norm", "quantize", "rope", "rope_to", "silu_mul",
+    "combine", "unpack_neurons", "sample",
 )  # fmt: skip
 
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import native
+from penstock.kernels.quant import Int8Rows, quantize_rows_int8
 
-_RMS_NORM = struct.Struct("14qdq")
+_RMS_NORM = struct.Struct("14qdq3q")
 _ROPE = struct.Struct("13q")
 _ROPE_TO = struct.Struct("12q")
-_SILU_MUL = struct.Struct("8q")
+_SILU_MUL = struct.Struct("8q3q")
+_QUANTIZE = struct.Struct("6q3q")
 
 
 @overload
@@ -64,8 +66,83 @@ def rms_norm(
         return rowwise_triton.rms_norm(x, weight, eps, residual, out, total)
     lib = native.usable(x)
     if lib is not None:
-        return _native_rms_norm(lib, x, weight, eps, residual, out, total)
+        _native_rms_norm(lib, x, weight, eps, residual, out, total)
+        return out if total is None else (out, total)
     return _torch_rms_norm(x, weight, eps, residual, out, total)
+
+
+def rms_norm_int8(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Int8Rows | None = None,
+    total: Tensor | None = None,
+) -> Int8Rows:
+    """`rms_norm` of `x` [T, D], and its rows quantised, in one pass: the codes and the scales that
+    `quantize_rows_int8(rms_norm(...))` gives, bit for bit, the roundings to `x.dtype` included.
+
+    With `residual` [T, D], h = x + residual is written to `total` (which may be `residual` itself)
+    and normed; without, `total` must be None. `out` may be `Int8Rows.inside` any memory but that of
+    `weight`, `total` and `residual`; that of `x` is allowed.
+    """
+    assert x.dim() == 2 and x.stride(1) == 1 and weight.dtype == x.dtype
+    assert (residual is None) == (total is None)
+    assert total is None or (total.is_contiguous() and total.shape == x.shape)
+    if out is None:
+        out = _new_rows(x, x.shape[1])
+    if x.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        return rowwise_quant_triton.rms_norm_int8(x, weight, eps, residual, out, total)
+    lib = native.usable(x)
+    if lib is not None:
+        _native_rms_norm(lib, x, weight, eps, residual, out, total)
+        return out
+    if residual is None or total is None:
+        return _quantize(rms_norm(x, weight, eps), out)
+    return _quantize(rms_norm(x, weight, eps, residual=residual, total=total)[0], out)
+
+
+def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
+    """`silu_mul` of `gate_up` [T, 2I], and its rows [T, I] quantised, in one pass: the codes and
+    the scales that `quantize_rows_int8(silu_mul(gate_up))` gives, bit for bit.
+
+    `out` may be `Int8Rows.inside` the gate half itself.
+    """
+    assert gate_up.stride(-1) == 1
+    if out is None:
+        out = _new_rows(gate_up, gate_up.shape[1] // 2)
+    if gate_up.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        return rowwise_quant_triton.silu_mul_int8(gate_up, out)
+    lib = native.usable(gate_up)
+    if lib is not None:
+        _native_silu_mul(lib, gate_up, out)
+        return out
+    return _quantize(silu_mul(gate_up), out)
+
+
+def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
+    """The rows of `x` [T, D] as `quantize_rows_int8` makes them, for linears that share them."""
+    if out is None:
+        out = _new_rows(x, x.shape[1])
+    if x.is_cuda:
+        from penstock.kernels import rowwise_quant_triton
+
+        rowwise_quant_triton.quantize_rows(x, out.codes, out.scales)
+        return out
+    lib = native.usable(x)
+    if lib is None:
+        return _quantize(x, out)
+    assert x.stride(1) == 1
+    lib.ps_quantize(_QUANTIZE.pack(
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, torch.get_num_threads(),
+        *_codes_args(out),
+    ))  # fmt: skip
+    return out
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -120,25 +197,45 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         return rowwise_triton.silu_mul(gate_up, out)
     lib = native.usable(gate_up)
     if lib is not None:
-        return _native_silu_mul(lib, gate_up, out)
+        _native_silu_mul(lib, gate_up, out)
+        return out
     return out.copy_(silu_mul_reference(gate_up))
 
 
+def _new_rows(x: Tensor, num_columns: int) -> Int8Rows:
+    codes = torch.empty(x.shape[0], num_columns, dtype=torch.int8, device=x.device)
+    return Int8Rows(codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.dtype)
+
+
+def _quantize(x: Tensor, out: Int8Rows) -> Int8Rows:
+    codes, scales = quantize_rows_int8(x)
+    out.codes.copy_(codes)
+    out.scales.copy_(scales)
+    return out
+
+
+def _codes_args(out: Int8Rows) -> tuple[int, int, int]:
+    assert out.codes.stride(1) == 1 and out.scales.stride(0) == 1
+    return out.codes.data_ptr(), out.codes.stride(0), out.scales.data_ptr()
+
+
 def _native_rms_norm(
-    lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
-    total: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
+    out: Tensor | Int8Rows, total: Tensor | None,
+) -> None:  # fmt: skip
     heads = x.shape[1] if x.dim() == 3 else 1
     assert residual is None or (heads == 1 and residual.dtype == x.dtype)
+    if isinstance(out, Int8Rows):
+        to, codes = (0, 0, 0), _codes_args(out)
+    else:
+        to, codes = (out.data_ptr(), out.stride(0), out.stride(-2)), (0, 0, 0)
     lib.ps_rms_norm(_RMS_NORM.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
-        weight.data_ptr(), out.data_ptr(), out.stride(0), out.stride(-2),
-        0 if total is None else total.data_ptr(), x.shape[0], heads, x.shape[-1], eps,
-        torch.get_num_threads(),
+        weight.data_ptr(), *to, 0 if total is None else total.data_ptr(), x.shape[0], heads,
+        x.shape[-1], eps, torch.get_num_threads(), *codes,
     ))  # fmt: skip
-    return out if total is None else (out, total)
 
 
 def _native_rope(lib: ctypes.CDLL, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -161,12 +258,15 @@ def _native_rope_to(lib: ctypes.CDLL, q: Tensor, cos: Tensor, sin: Tensor, out: 
     return out
 
 
-def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor) -> Tensor:
+def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor | Int8Rows) -> None:
+    if isinstance(out, Int8Rows):
+        to, codes = (0, 0), _codes_args(out)
+    else:
+        to, codes = (out.data_ptr(), out.stride(0)), (0, 0, 0)
     lib.ps_silu_mul(_SILU_MUL.pack(
-        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(),
-        out.stride(0), gate_up.shape[0], out.shape[1], torch.get_num_threads(),
+        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), *to, *out.shape,
+        torch.get_num_threads(), *codes,
     ))  # fmt: skip
-    return out
 
 
 def _torch_rms_norm(

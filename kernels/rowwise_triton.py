@@ -84,6 +84,13 @@ def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Ten
 
 
 @triton.jit
+def _normed(x, weight, eps, DIM: tl.constexpr, dtype: tl.constexpr):
+    """A row of fp32 values, normed: rounded to `dtype` before and after the weight."""
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)).to(dtype).to(tl.float32)
+    return (normed * weight).to(dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr, added_ptr, weight_ptr, out_ptr, total_ptr,
     x_stride, x_head_stride, added_stride, out_stride, out_head_stride, eps,
@@ -102,9 +109,8 @@ def _rms_norm_kernel(
         total = (x + added.to(tl.float32)).to(dtype)
         tl.store(total_ptr + token * DIM + i, total, mask=keep)
         x = total.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
-    y = (normed * weight).to(dtype)
+    y = _normed(x, weight, eps, DIM, dtype)
     tl.store(out_ptr + token * out_stride + head * out_head_stride + i, y, mask=keep)
 
 

@@ -2,7 +2,8 @@
 
 Knows rows of numbers; nothing of requests, seeds or stop conditions. A draw inverts the cumulative
 distribution in vocabulary order with one uniform number a row, so a row's token depends on that row
-alone. On the CPU the native library finds a filter's edge by radix selection, without a sort.
+alone. On the CPU the native library finds a filter's edge by radix selection, on a GPU a kernel by
+halving the interval in which it lies: no sort.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2
     assert rows.uniform.dtype == torch.float64 and rows.uniform.shape[0] == logits.shape[0]
+    if logits.is_cuda:
+        from penstock.kernels import sampling_triton
+
+        return sampling_triton.sample(logits, rows).cpu()
     lib = native.usable(logits)
     if lib is None or logits.stride(1) != 1:
         return _torch_sample(logits, rows).cpu()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Sequence
 
 from penstock.workers.channel_server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
+from penstock.workers.experts.arena import Arena, Manifest
 from penstock.workers.stats import WorkerInfo
 
 STALL_S = 60.0  # no step ends for so long although there is work: the engine hangs
@@ -24,14 +26,22 @@ class Worker:
     """
 
     def __init__(
-        self, config: EngineConfig, *, model_name: str, host: str, announce: Announce | None = None
+        self,
+        config: EngineConfig,
+        *,
+        model_name: str,
+        host: str,
+        announce: Announce | None = None,
+        experts: Manifest | None = None,
     ):
+        """`experts`: of the node's store; None: an expert cache, if there is one, has its own."""
         if config.threads is not None:  # before torch looks at it
             os.environ["OMP_NUM_THREADS"] = str(config.threads)
         import torch
 
         from penstock.workers.engine import Engine
         from penstock.workers.engine_thread import EngineThread
+        from penstock.workers.experts.routed import settings_of
         from penstock.workers.grammar import GrammarCompiler
         from penstock.workers.models.folder import resolve_model
         from penstock.workers.models.loader import load_model
@@ -42,9 +52,25 @@ class Worker:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_model(config.model, weights=config.weights, device=device, progress=False)
+        model = load_model(
+            config.model,
+            weights=config.weights,
+            quantize_o=config.quantize_o,
+            quantize_lm_head=config.quantize_lm_head,
+            device=device,
+            progress=False,
+            experts=settings_of(config, experts),
+        )
+        self._routed = model.routed
         engine = Engine(config, model)
-        self._channel = ChannelServer(host, model_name, engine.max_model_len, announce)
+        self._channel = ChannelServer(
+            host,
+            model_name,
+            engine.max_model_len,
+            announce,
+            weights=model.weights.format,
+            weight_bytes=model.weights.num_bytes,
+        )
         grammars = GrammarCompiler(
             lambda: Tokenizer.load(resolve_model(config.model)).to_json(),
             vocab_size=model.config.vocab_size,
@@ -79,6 +105,20 @@ class Worker:
             raise RuntimeError(
                 f"no engine step has ended for {STALL_S:.0f} s, though there is work"
             )
+
+    def hottest_experts(self, at_most: int) -> list[tuple[int, int, int]]:
+        """(layer, expert, steps that needed it), the most wanted first."""
+        return [] if self._routed is None else self._routed.hottest(at_most)
+
+    def warm_experts(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Load these experts, (layer, expert), as far as their cache has room."""
+        if self._routed is not None:
+            self._routed.cache.warm(keys)
+
+    def use_experts(self, manifest: Manifest) -> None:
+        """Load experts from another epoch of the same. Raises LoadError if they are others."""
+        if self._routed is not None:
+            self._routed.cache.use_source(Arena(manifest))
 
     def stop(self, drain_s: float = 0.0) -> None:
         """End: wait until nothing runs, at most for `drain_s`; drop what still does."""

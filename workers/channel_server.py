@@ -115,6 +115,9 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
         max_model_len: int,
         announce: Announce | None = None,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
+        *,
+        weights: str = "",
+        weight_bytes: int = 0,
     ):
         self._host = host
         self._announce = announce
@@ -136,6 +139,8 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
             pid=os.getpid(),
             model=model,
             max_model_len=max_model_len,
+            weights=weights,
+            weight_bytes=weight_bytes,
         )
 
     def start(self, engine: EngineLike) -> None:

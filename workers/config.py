@@ -27,6 +27,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
 
 T = TypeVar("T")
 
+WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8")
 CONTEXT_POLICIES = ("full", "sink_window")
 
 
@@ -55,7 +56,14 @@ class EngineConfig:
         "builtin", "local folder, hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)"
     )
     weights: str = option(
-        "auto", "number format of the weights; auto: as the checkpoint", ("auto", "fp32", "bf16")
+        "auto",
+        "number format of the linear layers' weights, quantised at load if need be; auto: as the "
+        "checkpoint (docs/quantisation.md)",
+        WEIGHTS,
+    )
+    quantize_o: bool = option(True, "weights: attention's output projections too")
+    quantize_lm_head: bool = option(
+        False, "weights: the head too; where it shares its table with the embedding, a copy of it"
     )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", ("auto", "cpu", "cuda")
@@ -78,6 +86,9 @@ class EngineConfig:
         "tail",
         "where the activations of a prefill lie: in the free tail of the KV pool, or set apart",
         ("tail", "separate"),
+    )
+    merge_steps: bool = option(
+        True, "prefill and decode in the same steps; off: in steps of their own, for comparisons"
     )
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
     context_policy: str = option(
@@ -121,6 +132,22 @@ class EngineConfig:
     kv_restore_min_tokens: int | None = option(
         None, "fewer tokens than that are always computed again; none: as the rates say"
     )
+    expert_cache_gb: float | None = option(
+        None,
+        "GiB of device memory for the experts of a mixture-of-experts model, which then come from "
+        "one copy in the node's shared memory (docs/experts.md); none: all are on the device",
+    )
+    expert_prefetch: bool = option(
+        True, "load the experts that the next layer is likely to want while one computes"
+    )
+    expert_store_dir: str = option(
+        "/dev/shm", "folder in memory for the experts of a node, a copy as large as they are"
+    )
+    moe_mode: str = option(
+        "exact",
+        "what a cached expert gives; exact: what the plain model does, bit for bit",
+        ("exact",),
+    )
     max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
     threads: int | None = option(None, "CPU threads for computing; none: one per core")
     seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
@@ -133,7 +160,7 @@ class EngineConfig:
             _positive(name, getattr(self, name))
         for name in (
             *("max_model_len", "num_blocks", "kv_cache_gb", "threads"),
-            *("sinks", "window", "ridge_tokens", "host_kv_gb"),
+            *("sinks", "window", "ridge_tokens", "host_kv_gb", "expert_cache_gb"),
         ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))

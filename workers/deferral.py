@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from penstock.workers.config import EngineConfig
-from penstock.workers.hardware import device_named
+from penstock.workers.hardware import WEIGHT_FORMATS, device_named
 from penstock.workers.memory import BlockLayout
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.ridge import CommitRule, Decision, measure_ridge
@@ -104,12 +104,13 @@ def rule_of(
     *,
     most_rows: int,
     is_cuda: bool,
+    weights: str,
 ) -> CommitRule:
     """The ridge as configured, or measured by `run`, which computes up to `most_rows` rows; else by
-    the formula, with the figures of a device that we only assume."""
+    the formula, with the figures of a device that we only assume. `weights`: their format."""
     device = device_named("H200" if is_cuda else "cpu")
     formula = Roofline(model, device, kv="fp32" if model.dtype == "fp32" else "bf16",
-                       weights="fp32" if model.dtype == "fp32" else "bf16")  # fmt: skip
+                       weights=weights if weights in WEIGHT_FORMATS else "bf16")  # fmt: skip
     ridge, compute_s = float(config.ridge_tokens or 0), formula.compute_s_per_token
     if config.ridge_tokens is None:
         sizes = [size for size in RIDGE_SIZES if size <= most_rows]

@@ -71,13 +71,19 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tokens_that_fit=self.memory.tokens_that_fit,
+            merges=config.merge_steps,
         )
         self.executor = Executor(model, self.arena.kv_layers(), config.block_size, self.memory)
         run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
             rule = commit_rule or rule_of(
-                config, facts, run_rows, most_rows=most_rows, is_cuda=is_cuda
+                config,
+                facts,
+                run_rows,
+                most_rows=most_rows,
+                is_cuda=is_cuda,
+                weights=model.weights.format,
             )
             self.scheduler.deferral = deferral_of(config, rule)
             scratch = num_scratch_blocks(config) * 2 * layout.half_bytes
@@ -180,6 +186,8 @@ class Engine:
         """End what runs beside the engine."""
         if self.cache.swap is not None:
             self.cache.swap.close()
+        if self.model.routed is not None:
+            self.model.routed.close()
 
     def stats(self) -> EngineStats:
         pool, cache = self.pool, self.cache
@@ -214,6 +222,7 @@ class Engine:
             step_seconds=self.times.seconds(),
             step_model=self.step_model.coefficients(),
             step_tokens=self._step_tokens.snapshot(),
+            experts=None if self.model.routed is None else self.model.routed.stats(),
         )
 
     def check(self) -> None:

@@ -16,12 +16,13 @@ from penstock.workers.config import ConfigError
 class WeightFormat:
     """How a linear layer's weights are kept, and in which format its products are computed.
 
-    `bytes` counts the scales of groups; those of whole channels are a thousandth and left out.
+    As `kernels/quant.py` keeps them: all scales in fp32. `bytes` counts those of groups.
     """
 
     bytes: float  # per weight
     compute: str  # a key of Device.flops
     other_bytes: int = 2  # per weight of norms, biases and routers, which are never quantised
+    row_bytes: int = 0  # per output channel: its scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class KVFormat:
 WEIGHT_FORMATS = {
     "fp32": WeightFormat(4, "fp32", 4),
     "bf16": WeightFormat(2, "bf16"),
-    "int8": WeightFormat(1, "int8"),  # W8A8
-    "fp8": WeightFormat(1, "fp8"),
-    "int4": WeightFormat(0.5 + 2 / 128, "bf16"),  # weight-only, an fp16 scale for 128
-    "nf4": WeightFormat(0.5 + 4 / 64, "bf16"),  # weight-only, an fp32 absmax for 64
+    "int8": WeightFormat(1, "int8", row_bytes=4),  # W8A8
+    "fp8": WeightFormat(1, "fp8", row_bytes=4),
+    "int4": WeightFormat(0.5 + 4 / 128, "bf16"),  # weight-only, a scale for 128
+    "nf4": WeightFormat(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
 }
 KV_FORMATS = {
     "fp32": KVFormat(4),

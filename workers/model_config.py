@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.workers.config import ConfigError
+from penstock.workers.quantization import StoredScheme, read_scheme
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -76,6 +77,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "auto"  # "fp32", "bf16", "fp16"; "auto" until the loader has seen the tensors
+    stored_scheme: StoredScheme | None = None  # of a checkpoint that is quantised already
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
@@ -117,10 +119,7 @@ class ModelConfig:
         folder = Path(path)
         stated = read_json(folder / "config.json")
         architecture = _architecture(stated)
-        if stated.get("quantization_config"):
-            raise ConfigError(
-                f"{folder}: this checkpoint is already quantised; use the original one"
-            )
+        scheme = _scheme(folder, stated)
         # Importing transformers takes a second that a command line without a model need not wait.
         from transformers import AutoConfig
 
@@ -132,7 +131,7 @@ class ModelConfig:
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
         try:
-            return _from_transformers(architecture, hf, generation)
+            return replace(_from_transformers(architecture, hf, generation), stored_scheme=scheme)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / 'config.json'}: unusable setting: {error}") from error
 
@@ -145,11 +144,18 @@ def read_limits(path: str | Path) -> tuple[int, int]:
     """
     stated = read_json(Path(path) / "config.json")
     _architecture(stated)
+    _scheme(Path(path), stated)
     limits = stated.get("vocab_size"), stated.get("max_position_embeddings")
     if all(isinstance(limit, int) and limit > 0 for limit in limits):
         return limits  # type: ignore[return-value]
     config = ModelConfig.from_pretrained(path)
     return config.vocab_size, config.max_position_embeddings
+
+
+def read_stored_scheme(path: str | Path) -> StoredScheme | None:
+    """How the checkpoint in `path` is quantised; None if it is not. Raises ConfigError."""
+    folder = Path(path)
+    return _scheme(folder, read_json(folder / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -167,6 +173,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return value
+
+
+def _scheme(folder: Path, stated: dict[str, Any]) -> StoredScheme | None:
+    try:
+        return read_scheme(stated.get("quantization_config"))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from error
 
 
 def _architecture(stated: dict[str, Any]) -> str:

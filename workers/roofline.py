@@ -36,6 +36,8 @@ class Parameters:
     linear: int  # attention, dense MLPs and shared experts: used by every token
     routed: int  # experts: each token uses its top k
     other: int  # norms, biases, routers
+    linear_rows: int = 0  # output channels of `linear`
+    routed_rows: int = 0
 
     @property
     def total(self) -> int:
@@ -59,6 +61,10 @@ def count_parameters(model: ModelConfig) -> Parameters:
         linear=attention + dense + shared,
         routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
         other=layers * (2 * d + biases + qk_norms) + d + routers + mlp_biases,
+        linear_rows=layers * (q + 2 * kv + d)
+        + (layers - num_moe) * (2 * model.intermediate_size + d)
+        + num_moe * (shared > 0) * (2 * model.shared_expert_intermediate_size + d),
+        routed_rows=num_moe * model.num_experts * (2 * model.moe_intermediate_size + d),
     )
 
 
@@ -132,10 +138,11 @@ class Roofline:
     def weight_bytes(self) -> float:
         """All weights, as they lie in memory."""
         n, fmt = count_parameters(self.model), WEIGHT_FORMATS[self.weights]
-        quantised = n.linear + n.routed
+        quantised = (n.linear + n.routed) * fmt.bytes
+        quantised += (n.linear_rows + n.routed_rows) * fmt.row_bytes
         embedding = n.embedding * (fmt.bytes if self.quantised_embedding else fmt.other_bytes)
         head = n.head * (fmt.bytes if self.quantised_head else fmt.other_bytes)
-        return quantised * fmt.bytes + embedding + head + n.other * fmt.other_bytes
+        return quantised + embedding + head + n.other * fmt.other_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -264,14 +271,14 @@ class Roofline:
         """`read`: cached tokens read, over all layers; `looked_at`: pairs of a query and a key."""
         n, m = count_parameters(self.model), self.model
         fmt = WEIGHT_FORMATS[self.weights]
-        routed = float(n.routed)
+        routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
         if routed:  # those experts that any row goes to, if each is as likely as another
             routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows
         head = n.head or n.embedding
         head_quantised = self.quantised_head if n.head else self.quantised_embedding
         head_bytes = head * (fmt.bytes if head_quantised else fmt.other_bytes)
-        weights = (n.linear + routed) * fmt.bytes + n.other * fmt.other_bytes
-        weights += head_bytes * (head_rows > 0)
+        weights = n.linear * fmt.bytes + n.linear_rows * fmt.row_bytes + routed
+        weights += n.other * fmt.other_bytes + head_bytes * (head_rows > 0)
         exact = self.device.peak("bf16" if fmt.other_bytes == 2 else "fp32")
         head_peak = self._linear_flops if head_quantised else exact
         return StepTime(

@@ -77,7 +77,8 @@ class Scheduler:
     With a `deferral`, a decoding sequence that finds no block may first go on without one.
 
     `tokens_that_fit(n)`: how many of n tokens the activations of a step have room for, once the
-    step's blocks are taken; at least `max_num_seqs` of them. None: all.
+    step's blocks are taken; at least `max_num_seqs` of them. None: all. Without `merges`, a step
+    either prefills or decodes, and what can be prefilled goes first.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tokens_that_fit: Callable[[int], int] | None = None,
+        merges: bool = True,
     ):
         self.cache = cache
+        self.merges = merges
         self.deferral: Deferral | None = None
         self.tokens_that_fit = tokens_that_fit
         self.max_num_seqs = max_num_seqs
@@ -142,21 +145,28 @@ class Scheduler:
         if self.deferral is not None:
             first = self.cache.pool.num_blocks
             self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
-        decoding = [seq for seq in self.running if seq.is_decoding]
-        prefilling = [seq for seq in self.running if not seq.is_decoding]
-        for i, seq in enumerate(decoding, 1):
-            length = seq.num_pending_tokens
-            if budget >= length:
-                num_others = plan.num_tokens + len(decoding) - i
-                budget -= self._schedule_running(seq, length, plan, num_others)
-        for seq in prefilling:
+        if self.merges:
+            budget = self._schedule_decoding(plan, budget)
+        for seq in [seq for seq in self.running if not seq.is_decoding]:
             length = min(self.cache.advance(seq), budget)
             if length > 0:  # else it waits for blocks that are being loaded
                 budget -= self._schedule_running(seq, length, plan)
         if self.num_preemptions == before:
             self._admit(budget, plan)
+        if not self.merges and not plan.chunks:
+            self._schedule_decoding(plan, budget)
         self._shorten(plan)
         return plan
+
+    def _schedule_decoding(self, plan: Plan, budget: int) -> int:
+        """The newest tokens of all that decode; returns what is left of the budget."""
+        decoding = [seq for seq in self.running if seq.is_decoding]
+        for i, seq in enumerate(decoding, 1):
+            length = seq.num_pending_tokens
+            if budget >= length:
+                num_others = plan.num_tokens + len(decoding) - i
+                budget -= self._schedule_running(seq, length, plan, num_others)
+        return budget
 
     def _shorten(self, plan: Plan) -> None:
         """Cut the youngest prefill chunks until the step's activations fit.

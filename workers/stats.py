@@ -26,6 +26,42 @@ class WorkerInfo:
     pid: int
     model: str
     max_model_len: int  # prompt + answer, in tokens
+    weights: str = ""  # their number format
+    weight_bytes: int = 0  # all of them, as they lie in memory
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAccuracy:
+    """Of one MoE layer: experts that tokens went through, and how many of them were foreseen."""
+
+    layer: int
+    num_routed: int  # by tokens that there was a guess for
+    num_right: int
+    num_repeated_routed: int  # by tokens that came alone after one that came alone
+    num_repeated: int  # of those, the experts of the token before
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """The expert cache of one worker. Totals count from the start."""
+
+    num_slots: int  # experts that the cache has room for
+    num_experts: int  # of all layers
+    slot_bytes: int
+    epoch: int  # of the arena that they come from
+    num_hits: int  # experts that a step needed and that were there, all of their neurons
+    num_partial: int  # those of which some neurons were missing
+    num_misses: int
+    num_neurons_wanted: int
+    num_neurons_there: int
+    num_prefetched: int  # experts that a prefetch was begun for
+    num_prefetch_used: int  # of those, needed before they were evicted
+    demand_bytes: int  # over the link, for what a step waited for
+    prefetch_bytes: int
+    stall_s: float  # time that steps waited for experts
+    link_busy_s: float
+    num_corrupted: int  # loads that failed because bytes did not match their digest
+    by_layer: tuple[LayerAccuracy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +97,4 @@ class EngineStats:
     step_seconds: dict[str, float] = field(default_factory=dict)  # by phase of step_times.py
     step_model: dict[str, float] = field(default_factory=dict)  # seconds by term of step_model.py
     step_tokens: Distribution | None = None  # computed in one step
+    experts: ExpertStats | None = None  # where there is a cache of experts

@@ -88,7 +88,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
     R1 the residual stream; R2 what a norm, the attention or an MLP hands on; R3 the wide parts:
     the fused projection with the queries that sinks are scored with, the output projection, gate
     and up, the parts of routed experts, and before the first layer the angles. Beside them cos and
-    sin, for the positions themselves and for those counted from the sinks.
+    sin, for the positions themselves and for those counted from the sinks, and a scale a row: the
+    codes of int8 rows lie in the place of what they are made of.
     """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
@@ -112,6 +113,7 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
         ),
     )
     tables = tuple(Array(name, half, fp32) for name in ("cos", "sin", "sink_cos", "sink_sin"))
+    tables += (Array("row_scales", 1, fp32),)
     return BufferPlan(
         (
             ((Array("residual", hidden, dtype),),),
@@ -155,6 +157,7 @@ class Workspace:
     sin: Tensor
     sink_cos: Tensor
     sink_sin: Tensor
+    row_scales: Tensor  # [T, 1], of the int8 rows of the moment
 
     @classmethod
     def allocate(cls, plan: BufferPlan, num_rows: int, device: torch.device) -> Workspace:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention import KvScales
+from penstock.kernels.quant import dequantize_kv, quantize_kv
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -23,6 +26,7 @@ class Paged:
 
     Every block that no sequence owns, every slot that nobody wrote, and every slot that has slid
     out of the window is NaN. Block ids are shuffled; unused table entries are random integers.
+    In a quantised cache scales are what is NaN, and `keys` and `values` are what was stored, fp32.
     """
 
     k_cache: Tensor  # [num_blocks, KV, block_size, D], one layer of a block-major arena
@@ -31,6 +35,7 @@ class Paged:
     lens: Tensor  # int32 [B]
     keys: list[Tensor]  # per sequence [context, KV, D]
     values: list[Tensor]
+    scales: KvScales | None = None
 
     @property
     def max_len(self) -> int:
@@ -46,13 +51,16 @@ def paged(
     dtype: torch.dtype = torch.float32,
     oldest: Sequence[int] | None = None,
     device: str = "cpu",
+    kv: torch.dtype | None = None,
+    group: int = 0,
 ) -> Paged:
-    """`oldest[b]`: keys of sequence b before this position are gone, and so are their blocks."""
+    """`oldest[b]`: keys of sequence b before this position are gone, and so are their blocks.
+    `kv`, `group`: a cache of codes, where 0 is the whole head."""
     counts = [-(-context // block_size) for context in lens]
     num_blocks = sum(counts) + 3
     # Three layers to a block, of which the middle one is ours: blocks lie six times further apart.
     shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
-    arena = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    arena, scales = poisoned(shape, dtype, kv, group, device)
     k_cache, v_cache = arena[:, 1, 0], arena[:, 1, 1]
     tables = torch.randint(-(2**31), 2**31 - 1, (len(lens), max(counts) + 2), dtype=torch.int32)
     ids = torch.randperm(num_blocks).to(torch.int32)
@@ -63,12 +71,37 @@ def paged(
         tables[b, first // block_size : count] = mine[first // block_size :]
         at = torch.arange(first, context)
         block, offset = mine[at // block_size].long().to(device), (at % block_size).to(device)
-        keys.append(torch.randn(context, num_kv_heads, head_dim).to(device, dtype))
-        values.append(torch.randn(context, num_kv_heads, head_dim).to(device, dtype))
-        k_cache[block, :, offset] = keys[-1][first:]
-        v_cache[block, :, offset] = values[-1][first:]
+        both = torch.randn(2, context, num_kv_heads, head_dim).to(device, dtype)
+        at = (block, slice(None), slice(None), offset)
+        mine, theirs = arena[:, 1], None if scales is None else scales[:, 1]
+        stored = put(both[:, first:].transpose(0, 1), mine, theirs, at)
+        both = torch.cat((both[:, :first].to(stored.dtype), stored.transpose(0, 1)), 1)
+        keys.append(both[0]), values.append(both[1])
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=device)
-    return Paged(k_cache, v_cache, tables.to(device), lens_tensor, keys, values)
+    of_both = None if scales is None else KvScales(scales[:, 1, 0], scales[:, 1, 1])
+    return Paged(k_cache, v_cache, tables.to(device), lens_tensor, keys, values, of_both)
+
+
+def poisoned(
+    shape: Sequence[int], dtype: torch.dtype, kv: torch.dtype | None, group: int, device: str
+) -> tuple[Tensor, Tensor | None]:
+    """A cache of that shape, all NaN, and its scales; codes are random where scales are NaN."""
+    if kv is None:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device), None
+    codes = torch.randint(0, 127, shape, dtype=torch.uint8).to(device).view(kv)
+    groups = shape[-1] // (group or shape[-1])
+    return codes, torch.full((*shape[:-1], groups), float("nan"), dtype=torch.float16).to(device)
+
+
+def put(rows: Tensor, cache: Tensor, scales: Tensor | None, at: tuple) -> Tensor:
+    """Store `rows` [..., D] at `cache[at]`; what the cache has of them then."""
+    if scales is None:
+        cache[at] = rows
+        return rows
+    codes, each = quantize_kv(rows, cache.dtype, cache.shape[-1] // scales.shape[-1])
+    cache.view(torch.uint8)[at] = codes.view(torch.uint8)
+    scales[at] = each
+    return dequantize_kv(codes, each)
 
 
 def starts_of(lens: Sequence[int], device: str = "cpu") -> Tensor:

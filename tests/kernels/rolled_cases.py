@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kernel_cases import Paged
+from kernel_cases import Paged, poisoned, put
 from torch import Tensor
 
-from penstock.kernels.attention import Rolling
+from penstock.kernels.attention import KvScales, Rolling
 
 INT32 = torch.int32
 
@@ -33,9 +33,9 @@ class Roll:
 
 @dataclass
 class RolledPaged(Paged):
-    rolling: Rolling
-    scratch: tuple[Tensor, Tensor] | None
-    query_lens: Sequence[int]
+    rolling: Rolling | None = None
+    scratch: tuple[Tensor, Tensor] | None = None
+    query_lens: Sequence[int] = ()
 
 
 def rolled_paged(
@@ -50,6 +50,8 @@ def rolled_paged(
     dtype: torch.dtype = torch.float32,
     num_scratch: int = 0,
     device: str = "cpu",
+    kv: torch.dtype | None = None,
+    group: int = 0,
 ) -> RolledPaged:
     """Sequences of `lens` tokens whose last `query_lens` ask; `rolls[b]` None is full context.
 
@@ -72,16 +74,16 @@ def rolled_paged(
         pages.append(sorted({p // block_size for p in keys}))
     num_blocks = sum(map(len, pages)) + 3
     shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
-    arena = torch.full(shape, float("nan"), dtype=dtype, device=device)
-    more = torch.full((num_scratch * len(lens) + 1, *shape[2:]), float("nan"), dtype=dtype)
-    more = more.to(device)
+    arena, scales = poisoned(shape, dtype, kv, group, device)
+    apart_shape = (num_scratch * len(lens) + 1, *shape[2:])
+    more, more_scales = poisoned(apart_shape, dtype, kv, group, device)
     width = max(map(len, pages)) + max(sink_blocks) + 2
     tables = torch.randint(-(2**31), 2**31 - 1, (len(lens), width), dtype=INT32)
     ids, spare = torch.randperm(num_blocks).tolist(), torch.randperm(len(more)).tolist()
     all_keys, all_values = [], []
     for b, (mine, positions) in enumerate(zip(pages, seen, strict=True)):
         both = torch.randn(2, lens[b], num_kv_heads, head_dim).to(device, dtype)
-        all_keys.append(both[0]), all_values.append(both[1])
+        kept = both.float() if kv else both
         for i, page in enumerate(mine):
             apart = len(mine) - i <= num_scratch
             block = spare.pop() if apart else ids.pop()
@@ -89,7 +91,12 @@ def rolled_paged(
             tables[b, entry] = block + num_blocks * apart
             here = positions[positions // block_size == page]
             home = more[block] if apart else arena[block, 1]  # [2, KV, bs, D]
-            home[:, :, here % block_size] = both[:, here].transpose(1, 2)
+            theirs = None
+            if scales is not None and more_scales is not None:
+                theirs = more_scales[block] if apart else scales[block, 1]
+            at = (slice(None), slice(None), here % block_size)
+            kept[:, here] = put(both[:, here].transpose(1, 2), home, theirs, at).transpose(1, 2)
+        all_keys.append(kept[0]), all_values.append(kept[1])
     rolling = Rolling(
         q_sink=torch.randn(sum(query_lens), num_heads + 1, head_dim).to(device, dtype)[:, 1:],
         sink_ends=torch.tensor(ends, dtype=INT32, device=device),
@@ -114,6 +121,13 @@ def rolled_paged(
         values=all_values,
         rolling=rolling,
         scratch=(more[:, 0], more[:, 1]) if num_scratch else None,
+        scales=None
+        if scales is None
+        else KvScales(
+            scales[:, 1, 0],
+            scales[:, 1, 1],
+            (more_scales[:, 0], more_scales[:, 1]) if num_scratch else None,
+        ),
         query_lens=query_lens,
     )
 

@@ -42,6 +42,7 @@ def decode(q: torch.Tensor, case, **options) -> torch.Tensor:
         case.lens,
         scale=0.125,
         max_context_len=case.max_len,
+        scales=case.scales,
         **options,
     )
 
@@ -57,6 +58,7 @@ def prefill(q: torch.Tensor, case, query_lens: list[int], **options) -> torch.Te
         scale=0.125,
         max_query_len=max(query_lens),
         max_context_len=case.max_len,
+        scales=case.scales,
         **options,
     )
 

@@ -82,6 +82,6 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(
 def test_one_copy_of_the_weight(native_path, dtype):
     weight = torch.randn(1000, 501).to(dtype)
     packed = matmul.pack_linear(weight)
-    assert packed.weight.numel() <= 1024 * 502
-    assert packed.weight.data_ptr() != weight.data_ptr()
+    assert packed.payload.numel() <= 1024 * 502
+    assert packed.payload.data_ptr() != weight.data_ptr()
     assert packed.num_bytes == weight.numel() * weight.element_size()

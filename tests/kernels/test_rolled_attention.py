@@ -61,7 +61,7 @@ def queries(case: RolledPaged) -> Tensor:
 
 
 def decode(q: Tensor, case: RolledPaged, **options) -> Tensor:
-    options = {"rolling": case.rolling, "scratch": case.scratch} | options
+    options = {"rolling": case.rolling, "scratch": case.scratch, "scales": case.scales} | options
     return attention.decode_attention(
         q,
         case.k_cache,
@@ -75,7 +75,7 @@ def decode(q: Tensor, case: RolledPaged, **options) -> Tensor:
 
 
 def prefill(q: Tensor, case: RolledPaged, **options) -> Tensor:
-    options = {"rolling": case.rolling, "scratch": case.scratch} | options
+    options = {"rolling": case.rolling, "scratch": case.scratch, "scales": case.scales} | options
     return attention.prefill_attention(
         q,
         case.k_cache,

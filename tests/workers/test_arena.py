@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, random_prompt
 
+from penstock.kernels import native
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.models.decoder import Decoder
@@ -112,8 +113,9 @@ def test_tail_and_separate_give_the_same_bits_over_poisoned_loans(name):
     assert apart.stats().num_saved_bytes == apart.stats().num_saved_blocks == 0
 
 
-def test_bf16_too():
-    model = decoder_of("builtin", "bf16")
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_other_formats_too(weights):
+    model = decoder_of("builtin", weights)
     requests = requests_for(LENGTHS, prompt_logprobs=2)
     want = run(make_engine(model, activation_memory="separate"), requests)
     tail = make_engine(model)
@@ -234,8 +236,11 @@ def forward(model: Decoder, num_tokens: int, workspace: Workspace | None) -> tor
     return model.forward(ids, positions, inputs, kv, workspace).clone()
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", [*FAMILIES, "olmoe-clip", "qwen2_moe-normed"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [(n, w) for n in (*FAMILIES, "olmoe-clip", "qwen2_moe-normed") for w in ("fp32", "bf16")]
+    + [("llama-bias", "int8"), ("qwen2_moe-normed", "int8"), ("mixtral", "int8")],
+)
 def test_arrays_keep_to_their_bounds_and_may_share_them(name, weights):
     """Each array alone between canaries, against the plan, in which they take turns."""
     model = decoder_of(name, weights)
@@ -272,15 +277,24 @@ def allocated(profile: torch.profiler.profile) -> list[int]:
     return [event.nbytes() for event in events if event.name() == "[memory]"]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *BUILTIN])
-def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name):
-    model, num_tokens = decoder_of(name), 300
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [*((name, "fp32") for name in (*FAMILIES, *BUILTIN)), ("mixtral", "int8")]
+    + [("builtin", weights) for weights in ("int8", "int4", "nf4", "fp8")],
+)
+def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name, weights):
+    model, num_tokens = decoder_of(name, weights), 300
+    if weights != "fp32" and native.library() is None:
+        pytest.skip("without the native library, quantised weights are unpacked for each product")
     memory = torch.empty(model.plan.bytes_for(num_tokens), dtype=torch.uint8)
     workspace = Workspace(**model.plan.views(num_tokens, memory))
     one_array = num_tokens * model.config.hidden_size * model.dtype.itemsize
     positions, inputs = inputs_for(num_tokens, 3)
     shape = (num_tokens + 1, model.config.num_kv_heads, 4, model.config.head_dim)
-    kv = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(model.config.num_layers)]
+    kv = [
+        (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+        for _ in range(model.config.num_layers)
+    ]
     ids = torch.tensor(random_prompt(num_tokens))
     largest = []
     for given in (workspace, None):

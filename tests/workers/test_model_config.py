@@ -140,7 +140,7 @@ def test_dtype_under_both_of_its_names(tmp_path: Path):
         ({"hidden_size": "many"}, "hidden_size"),
         ({"dtype": "no_such_thing"}, "no_such_thing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "positive factors"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "already quantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported.*gptq"),
     ],
 )
 def test_unusable_settings_are_config_errors(tmp_path: Path, changes: dict, why: str):

@@ -31,6 +31,13 @@ FLOAT_DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+CODE_DTYPES = {  # of quantised weights, and what belongs to them
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +51,18 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
-    def read(self) -> Tensor:
-        """The tensor as stored, on the CPU. Raises LoadError unless it is a float tensor."""
-        if self.dtype not in FLOAT_DTYPES:
+    def read(self, *, codes: bool = False) -> Tensor:
+        """The tensor as stored, on the CPU. Raises LoadError unless it is a float tensor.
+
+        With `codes`, those of quantised weights are read too.
+        """
+        known = FLOAT_DTYPES | CODE_DTYPES if codes else FLOAT_DTYPES
+        if self.dtype not in known:
             raise LoadError(
                 f"{self.file}: tensor {self.name!r} is {self.dtype}; "
-                f"weights must be one of {', '.join(FLOAT_DTYPES)}"
+                f"weights must be one of {', '.join(known)}"
             )
-        tensor = torch.empty(self.shape, dtype=FLOAT_DTYPES[self.dtype])
+        tensor = torch.empty(self.shape, dtype=known[self.dtype])
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset)
@@ -85,6 +96,21 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
             "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise LoadError(f"{folder} holds no safetensors file")
+
+
+def find_tensor(
+    tensors: dict[str, StoredTensor], folder: Path, name: str, shape: tuple[int, ...] | None
+) -> StoredTensor:
+    """The tensor `name`. Raises LoadError if there is none, or its shape is not the given one."""
+    stored = tensors.get(name)
+    if stored is None:
+        raise LoadError(f"{folder}: tensor {name!r} is missing from the checkpoint")
+    if shape is not None and stored.shape != shape:
+        raise LoadError(
+            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; config.json "
+            f"implies {list(shape)}"
+        )
+    return stored
 
 
 def _open_sharded(folder: Path) -> dict[str, StoredTensor]:

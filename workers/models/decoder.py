@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.rowwise import rms_norm
+from penstock.kernels.quant import Int8Rows
+from penstock.kernels.rowwise import rms_norm, rms_norm_int8
+from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Attention, AttentionInputs, KvLayer, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
+from penstock.workers.models.weight_facts import weight_facts
 from penstock.workers.workspace import Workspace, activation_plan
 
 
@@ -40,6 +43,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         lm_head: PackedLinear,
+        routed: RoutedExperts | None = None,
     ):
         self.config = config
         self.dtype = embedding.dtype
@@ -48,10 +52,14 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
+        self.routed = routed  # where experts come out of a cache
         self.plan = activation_plan(config, self.dtype)
+        self.weights = weight_facts(self)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
-        # Each layer's MLP output is added and normed by whoever comes next.
+        # Each layer's MLP output is added and normed by whoever comes next; whether that one takes
+        # int8 rows, the norm that feeds it makes them at once.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+        self._next_int8 = [layer.attention.takes_int8 for layer in layers[1:]] + [False]
 
     @torch.inference_mode()
     def forward(
@@ -80,15 +88,29 @@ class Decoder:
                 rolling.sink_positions, ws.sink_cos, ws.sink_sin, ws.angles, ws.turned
             )
         hidden = torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
-        x = rms_norm(hidden, self.layers[0].input_norm, eps, out=ws.normed)
-        for layer, next_norm, (k_cache, v_cache) in zip(
-            self.layers, self._next_norms, kv_layers, strict=True
+        first, normed, rows = self.layers[0], ws.normed, Int8Rows.inside(ws.normed, ws.row_scales)
+        x: Tensor | Int8Rows
+        if first.attention.takes_int8:
+            x = rms_norm_int8(hidden, first.input_norm, eps, out=rows)
+        else:
+            x = rms_norm(hidden, first.input_norm, eps, out=normed)
+        for layer, next_norm, next_int8, (k_cache, v_cache) in zip(
+            self.layers, self._next_norms, self._next_int8, kv_layers, strict=True
         ):
             y = layer.attention(x, ws, inputs, KvLayer(k_cache, v_cache, scratch))
-            rms_norm(y, layer.post_attention_norm, eps, residual=hidden, out=x, total=hidden)
+            x = self._add_norm(y, layer.post_attention_norm, ws, rows, layer.mlp.takes_int8)
             y = layer.mlp(x, ws)
-            rms_norm(y, next_norm, eps, residual=hidden, out=x, total=hidden)
-        return x
+            x = self._add_norm(y, next_norm, ws, rows, next_int8)
+        return normed
+
+    def _add_norm(
+        self, y: Tensor, weight: Tensor, ws: Workspace, rows: Int8Rows, int8: bool
+    ) -> Tensor | Int8Rows:
+        """The residual stream grows by `y`; its norm lies where the last one did, maybe as int8."""
+        hidden, eps = ws.residual, self.config.rms_norm_eps
+        if int8:
+            return rms_norm_int8(y, weight, eps, residual=hidden, out=rows, total=hidden)
+        return rms_norm(y, weight, eps, residual=hidden, out=ws.normed, total=hidden)[0]
 
     @torch.inference_mode()
     def logits(

@@ -12,7 +12,8 @@ from torch import Tensor
 from penstock.kernels.attention import Rolling, decode_attention, prefill_attention, write_kv
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.moe import gated_mlp
-from penstock.kernels.rowwise import rms_norm, rope_, rope_to
+from penstock.kernels.quant import Int8Rows
+from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_, rope_to
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.workspace import Workspace
 
@@ -97,17 +98,18 @@ class Attention:
         self.norm_over_all_heads = config.qk_norm == "full"
         self.eps = config.rms_norm_eps
         self.clip = config.clip_qkv
+        self.takes_int8 = qkv.format == "int8"
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Int8Rows,
         workspace: Workspace,
         inputs: AttentionInputs,
         cache: KvLayer,
     ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
 
-        `x` may lie in R2, which is overwritten.
+        `x` may lie in R2, which is overwritten. Int8 rows suit int8 weights only (`takes_int8`).
         """
         num_tokens = x.shape[0]
         qkv = linear(x, self.qkv, out=workspace.qkv).view(num_tokens, -1, self.head_dim)
@@ -125,6 +127,9 @@ class Attention:
         write_kv(k, v, cache.k, cache.v, inputs.slots, scratch=cache.scratch)
         attended = workspace.attended
         self._attend(q, q_sink, inputs, cache, attended.view(num_tokens, -1, self.head_dim))
+        if self.o.format == "int8":
+            rows = quantize_int8(attended, out=Int8Rows.inside(attended, workspace.row_scales))
+            return linear(rows, self.o, out=workspace.projected)
         return linear(attended, self.o, out=workspace.projected)
 
     def _norm_(self, x: Tensor, weight: Tensor) -> None:
@@ -186,7 +191,15 @@ class Mlp:
     def __init__(self, gate_up: PackedLinear, down: PackedLinear):
         self.gate_up = gate_up
         self.down = down
+        self.takes_int8 = gate_up.format == "int8"
 
-    def __call__(self, x: Tensor, workspace: Workspace) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden], written over `x`."""
-        return gated_mlp(x, self.gate_up, self.down, workspace.gate_up, out=x)
+    def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
+        """`x` [T, hidden], which may lie in R2 -> [T, hidden] in R2. Int8 rows: as `Attention`."""
+        return gated_mlp(
+            x,
+            self.gate_up,
+            self.down,
+            workspace.gate_up,
+            out=workspace.normed,
+            scales=workspace.row_scales,
+        )

@@ -5,16 +5,26 @@ Knows packed weights; nothing of where experts are kept or how they came into me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.moe import gated_mlp, moe_mlp
+from penstock.kernels.moe import Expert, Visit, gated_mlp, moe_mlp, pack_experts
+from penstock.kernels.quant import Int8Rows
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Mlp
 from penstock.workers.workspace import Workspace
+
+
+class ExpertSource(Protocol):
+    """Experts that are not all in device memory."""
+
+    def visit(self, ids: Tensor, state: Callable[[], Tensor]) -> Visit:
+        """For the routing `ids` int64 [T, k]; `state` gives the residual stream [T, hidden], with
+        all that is known of this layer's output."""
 
 
 class MoeMlp:
@@ -28,31 +38,63 @@ class MoeMlp:
         self,
         config: ModelConfig,
         router: PackedLinear,
-        experts: Sequence[tuple[PackedLinear, PackedLinear]],
+        experts: Sequence[Expert] | ExpertSource,
         shared: Mlp | None,
     ):
         self.router = router
-        self.experts = experts
+        self.experts = pack_experts(experts) if isinstance(experts, Sequence) else experts
         self.shared = shared
         self.num_experts = config.num_experts
+        self.inner_size = config.moe_intermediate_size
         self.top_k = config.num_experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
 
-    def __call__(self, x: Tensor, workspace: Workspace) -> Tensor:
+    takes_int8 = False  # the router reads plain rows
+
+    def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         """`x` [T, hidden] -> [T, hidden], written over `x`."""
+        assert isinstance(x, Tensor)
         ws, num_tokens = workspace, x.shape[0]
         scores = linear(x, self.router, out=ws.scores)  # [T, experts (+ 1)]
         logits = ws.router_logits.copy_(scores[:, : self.num_experts])
         weights, ids = self.route(logits, ws.probabilities)
         if self.shared is not None:
             inner = _narrowed(ws.inner, self.shared.gate_up.out_features)
-            gated_mlp(x, self.shared.gate_up, self.shared.down, inner, out=ws.shared)
+            gated_mlp(
+                x, self.shared.gate_up, self.shared.down, inner, ws.shared, scales=ws.row_scales
+            )
         grouped = ws.grouped.view(num_tokens * self.top_k, -1)
-        inner = _narrowed(ws.inner, self.experts[0][0].out_features)
-        moe_mlp(x, ids, weights, self.experts, grouped=grouped, inner=inner, out=x)
+        moe_mlp(
+            x,
+            ids,
+            weights,
+            self._experts(ids, scores, ws),
+            num_experts=self.num_experts,
+            grouped=grouped,
+            inner=_narrowed(ws.inner, 2 * self.inner_size),
+            out=x,
+        )
         if self.shared is not None:
             x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
         return x
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`route` of normed states `x` [T, hidden], in memory of its own: for looking ahead."""
+        return self.route(linear(x, self.router)[:, : self.num_experts].float())
+
+    def _experts(
+        self, ids: Tensor, scores: Tensor, workspace: Workspace
+    ) -> Sequence[Expert] | Visit:
+        if isinstance(self.experts, Sequence):
+            return self.experts
+
+        def state() -> Tensor:
+            if self.shared is None:
+                return workspace.residual
+            gate = scores[:, self.num_experts :].sigmoid()
+            return torch.addcmul(workspace.residual, gate, workspace.shared)
+
+        return self.experts.visit(ids, state)
 
     def route(self, scores: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Router scores [T, experts] -> weights fp32 [T, top_k] and expert ids int64 [T, top_k].

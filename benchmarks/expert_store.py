@@ -1,0 +1,448 @@
+"""Experts from shared memory: how well they are foreseen, what one copy saves, what a cache gives.
+
+Three parts, each a table of OUT.txt, all figures in OUT.json:
+
+accuracy   Held-out text through the built-in MoE model: how many of the experts of each layer were
+           foreseen from the layer before (P1: through the next layer's norm and router; P0: its
+           router on this layer's normed state). Beside it the experts of the token before, and
+           the control: a layer's own router on its own state.
+memory     Two processes that serve from one arena against two that each have one of their own, of a
+           random model: resident memory as Linux counts shared pages (PSS).
+speed      Time of a decoded token, batch of one, over a link slowed down to a stated bandwidth, by
+           the share of the experts that the cache holds. demand: nothing is kept from token to
+           token; LRU over all layers; LRU by fair shares of the layers; and both with prefetch.
+           Beside each bandwidth the floor of a token that loads all it needs, L * k * bytes / B.
+           All engines take turns, a token each, so that a slow moment hits all of them.
+
+    python benchmarks/expert_store.py --out benchmarks/results/2026-11-21-experts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import builtin_data as data
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine import Engine
+from penstock.workers.experts.arena import Manifest
+from penstock.workers.experts.predictor import num_common
+from penstock.workers.experts.routed import ExpertSettings
+from penstock.workers.experts.writer import CheckpointExperts, write_arena
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.folder import resolve_model
+from penstock.workers.models.loader import load_model, open_model
+from penstock.workers.models.moe import MoeMlp
+from penstock.workers.request import Request, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "builtin-moe"
+WINDOW = 1024  # tokens of one held-out text
+MODES = {  # fair shares of layers, prefetch
+    "LRU": (False, False),
+    "LRU + prefetch": (False, True),
+    "fair LRU": (True, False),
+    "fair LRU + prefetch": (True, True),
+}
+# About a gigabyte of experts in bf16.
+RANDOM_MODEL: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_experts": 40,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+# -- accuracy
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One layer over one text: its state before the MLP, what its router saw, and its choice."""
+
+    layer: int
+    state: Tensor  # [T, hidden]
+    normed: Tensor  # [T, hidden]
+    ids: Tensor  # [T, k]
+
+
+@contextmanager
+def watched(model: Decoder, seen: list[Routed]) -> Iterator[None]:
+    """Notes what each MoE layer of `model` does."""
+    layer_of = {id(layer.mlp): index for index, layer in enumerate(model.layers)}
+    call, experts = MoeMlp.__call__, MoeMlp._experts
+    normed: list[Tensor] = []
+
+    def noting_call(self: MoeMlp, x: Tensor, workspace: Any) -> Tensor:
+        normed.append(x.clone())
+        return call(self, x, workspace)
+
+    def noting_experts(self: MoeMlp, ids: Tensor, scores: Tensor, workspace: Any) -> Any:
+        state = workspace.residual.clone()
+        seen.append(Routed(layer_of[id(self)], state, normed.pop(), ids.clone()))
+        return experts(self, ids, scores, workspace)
+
+    MoeMlp.__call__, MoeMlp._experts = noting_call, noting_experts  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MoeMlp.__call__, MoeMlp._experts = call, experts  # type: ignore[method-assign]
+
+
+def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Shares of a token's experts that were foreseen, by layer."""
+    folder = resolve_model(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = load_model(
+        MODEL, weights="fp32", progress=False, experts=ExpertSettings(num_slots=10**6)
+    )
+    engine = Engine(
+        EngineConfig(
+            max_num_batched_tokens=WINDOW,
+            max_num_seqs=1,
+            num_blocks=200,
+            activation_memory="separate",  # so that a text is one step
+        ),
+        model,
+    )
+    assert model.routed is not None and model.routed.predictor is not None
+    predictor, top_k = model.routed.predictor, model.config.num_experts_per_token
+    right: dict[str, list[int]] = {}
+    total = [0] * model.config.num_layers
+    first = [0] * model.config.num_layers
+    for book in data.HELDOUT_BOOKS:
+        ids = data.heldout_tokens(args.corpus, book, tokenizer)[0]
+        for start in range(0, args.tokens // len(data.HELDOUT_BOOKS), WINDOW):
+            seen: list[Routed] = []
+            with watched(model, seen), torch.inference_mode():
+                drain(engine, ids[start : start + WINDOW], 1)
+                assert all(len(each.ids) == WINDOW for each in seen)
+                for i, each in enumerate(seen):
+                    layer, guesses = each.layer, {}
+                    guesses["control"] = predictor.guess(each.state, layer)
+                    if i:
+                        mlp = model.layers[layer].mlp
+                        assert isinstance(mlp, MoeMlp)
+                        guesses["P1"] = predictor.guess(seen[i - 1].state, layer)
+                        guesses["P0"] = mlp.choose(seen[i - 1].normed)[1]
+                    before = torch.cat([torch.full_like(each.ids[:1], -1), each.ids[:-1]])
+                    guesses["previous token"] = before
+                    for name, guess in guesses.items():
+                        counts = right.setdefault(name, [0] * model.config.num_layers)
+                        counts[layer] += num_common(guess, each.ids)
+                    total[layer] += each.ids.numel()
+                    first[layer] += top_k
+    engine.close()
+    rows = []
+    for layer in range(model.config.num_layers):
+        row: dict[str, Any] = {"layer": layer, "tokens": total[layer] // top_k}
+        for name in ("P1", "P0", "previous token", "control"):
+            of = total[layer] - (first[layer] if name == "previous token" else 0)
+            known = name in ("previous token", "control") or layer > 0
+            row[name] = right[name][layer] / of if known else None
+        rows.append(row)
+    return rows
+
+
+def drain(engine: Engine, ids: Sequence[int], num_new: int) -> None:
+    params = SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True)
+    engine.add(Request("one", tuple(ids), params))
+    while engine.has_work():
+        engine.step()
+
+
+# -- memory
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """PSS of two processes that have loaded every expert once, in MiB."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+        folder = Path(temporary, "model")
+        config = transformers.AutoConfig.for_model("qwen3_moe", **RANDOM_MODEL)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        experts = CheckpointExperts(*open_model(str(folder), "auto", "cpu"))
+        path = Path("/dev/shm", f"penstock-bench-{os.getpid()}.arena")
+        manifest_file = path.with_name(path.name + ".json")
+        try:
+            manifest = write_arena(experts, path, torch.bfloat16)
+            one = _children(folder, str(manifest_file))
+            path.unlink()
+            own = _children(folder, "")
+        finally:
+            path.unlink(missing_ok=True)
+            manifest_file.unlink(missing_ok=True)
+    return {"experts_mib": manifest.num_bytes / 2**20, "one_copy": one, "own_copies": own}
+
+
+def _children(folder: Path, manifest: str) -> list[dict[str, float]]:
+    """Two processes at once: each says when it is ready, and reads its memory when both are."""
+    command = [sys.executable, __file__, "--child", str(folder), manifest]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    found = []
+    for child in both:
+        assert child.stdout.readline() == "ready\n"
+    for child in both:
+        child.stdin.write("measure\n")
+        child.stdin.flush()
+        found.append(json.loads(child.stdout.readline()))
+    for child in both:
+        child.stdin.close()
+        child.wait()
+    return found
+
+
+def child(folder: str, manifest: str) -> None:
+    """A worker that has used each expert once; its cache holds a twentieth of them."""
+    torch.set_num_threads(1)
+    known = Manifest.from_json(Path(manifest).read_text()) if manifest else None
+    settings = ExpertSettings(num_slots=16, manifest=known)
+    model = load_model(folder, progress=False, experts=settings)
+    assert model.routed is not None
+    cache = model.routed.cache
+    for layer in cache.manifest.layers:
+        for _ in cache.visit(layer, range(cache.manifest.num_experts)):
+            pass
+    print("ready", flush=True)
+    sys.stdin.readline()
+    sizes = {}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, size = line.split()[:2]
+        sizes[name.rstrip(":")] = int(size) / 1024
+    print(json.dumps({name: sizes[name] for name in ("Rss", "Pss", "Pss_Shmem")}), flush=True)
+    sys.stdin.readline()
+
+
+# -- speed
+
+
+@dataclass
+class Runner:
+    """One engine in the middle of an answer."""
+
+    name: str
+    percent: int
+    engine: Engine
+    seconds: list[float]
+
+    def step(self) -> None:
+        if self.name == "demand":
+            self._empty()
+        began_s = time.perf_counter()
+        self.engine.step()
+        self.seconds.append(time.perf_counter() - began_s)
+
+    def _empty(self) -> None:
+        assert self.engine.model.routed is not None
+        table = self.engine.model.routed.cache.table
+        for slot in table:
+            if slot.key is not None and slot.is_idle:
+                table.give_back(slot)
+
+
+def speed(args: argparse.Namespace, bytes_per_s: float) -> dict[str, Any]:
+    """Seconds of a token by mode and share, and what was moved for it."""
+    manifest_path = Path(f"/dev/shm/penstock-bench-{os.getpid()}.arena")
+    experts = CheckpointExperts(*open_model(MODEL, args.weights, "cpu"))
+    manifest = write_arena(experts, manifest_path, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL), local_files_only=True)
+    prompt = data.heldout_tokens(args.corpus, data.HELDOUT_BOOKS[0], tokenizer)[0][:64]
+
+    def runner(name: str, percent: int, settings: ExpertSettings | None) -> Runner:
+        model = load_model(MODEL, weights=args.weights, progress=False, experts=settings)
+        engine = Engine(EngineConfig(max_num_seqs=1, num_blocks=40, prefix_cache=False), model)
+        params = SamplingParams(max_tokens=args.new + args.warm, temperature=0, ignore_eos=True)
+        engine.add(Request("one", tuple(prompt), params))
+        engine.step()  # the prompt
+        return Runner(name, percent, engine, [])
+
+    count, runners = len(manifest.entries), []
+    try:
+        common: dict[str, Any] = {"manifest": manifest, "bytes_per_s": bytes_per_s}
+        runners.append(runner("no cache of experts", 100, None))
+        few = ExpertSettings(num_slots=4, prefetch=False, **common)
+        runners.append(runner("demand", 0, few))
+        for percent in args.percent:
+            num_slots = max(1, round(count * percent / 100))
+            for name, (is_fair, prefetch) in MODES.items():
+                settings = ExpertSettings(
+                    num_slots=num_slots, prefetch=prefetch, is_fair=is_fair, **common
+                )
+                runners.append(runner(name, percent, settings))
+        return _take_turns(args, runners, manifest, bytes_per_s)
+    finally:
+        for each in runners:
+            each.engine.close()
+        for path in (manifest_path, manifest_path.with_name(manifest_path.name + ".json")):
+            path.unlink(missing_ok=True)
+
+
+def _take_turns(
+    args: argparse.Namespace, runners: list[Runner], manifest: Manifest, bytes_per_s: float
+) -> dict[str, Any]:
+    before: dict[int, Any] = {}
+    for turn in tqdm(range(args.warm + args.new - 1), desc=f"{bytes_per_s / 1e9:g} GB/s"):
+        if turn == args.warm:
+            before = {id(each): each.engine.stats().experts for each in runners}
+        for each in runners:
+            each.step()
+    top_k = runners[0].engine.model.config.num_experts_per_token
+    per_expert = manifest.inner * manifest.row_bytes
+    rows = []
+    for each in runners:
+        times = each.seconds[args.warm :]
+        row = {
+            "mode": each.name,
+            "percent": each.percent,
+            "token_ms": 1e3 * statistics.median(times),
+            "mean_ms": 1e3 * statistics.fmean(times),
+        }
+        now, then = each.engine.stats().experts, before[id(each)]
+        if now is not None:
+            wanted = sum(getattr(now, n) - getattr(then, n) for n in LOOKUPS)
+            row |= {
+                "slots": now.num_slots,
+                "hit_rate": (now.num_hits - then.num_hits) / wanted,
+                "partial_rate": (now.num_partial - then.num_partial) / wanted,
+                "demand_mb": (now.demand_bytes - then.demand_bytes) / 1e6 / len(times),
+                "prefetch_mb": (now.prefetch_bytes - then.prefetch_bytes) / 1e6 / len(times),
+                "stall_ms": 1e3 * (now.stall_s - then.stall_s) / len(times),
+                "link_busy": (now.link_busy_s - then.link_busy_s) / sum(times),
+            }
+        rows.append(row)
+    return {
+        "bytes_per_s": bytes_per_s,
+        "expert_mb": per_expert / 1e6,
+        "floor_ms": 1e3 * len(manifest.layers) * top_k * per_expert / bytes_per_s,
+        "rows": rows,
+    }
+
+
+LOOKUPS = ("num_hits", "num_partial", "num_misses")
+
+
+# -- what comes out
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = [f"{found['machine']}", ""]
+    if "accuracy" in found:
+        lines += ["Experts of a layer that were foreseen, % (built-in MoE, held-out text)", ""]
+        lines.append(
+            f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8}"
+        )
+        for row in found["accuracy"]:
+            p1, p0 = (
+                f"{100 * row[n]:7.1f}" if row[n] is not None else "      -" for n in ("P1", "P0")
+            )
+            lines.append(
+                f"{row['layer']:>5} {row['tokens']:>7} {p1} {p0} "
+                f"{100 * row['previous token']:>9.1f} {100 * row['control']:>8.1f}"
+            )
+        lines.append("")
+    if "memory" in found:
+        lines += _memory_lines(found["memory"])
+    for table in found.get("speed", []):
+        lines += _speed_lines(table)
+    return "\n".join(lines)
+
+
+def _memory_lines(figures: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Two processes with {figures['experts_mib']:.0f} MiB of experts, MiB",
+        "",
+        f"{'':24} {'PSS':>7} {'PSS':>7} {'sum':>7} {'of it shared memory':>20}",
+    ]
+    for name, key in (("one copy for both", "one_copy"), ("a copy each", "own_copies")):
+        a, b = figures[key]
+        shared = a["Pss_Shmem"] + b["Pss_Shmem"]
+        total = a["Pss"] + b["Pss"]
+        lines.append(f"{name:24} {a['Pss']:7.0f} {b['Pss']:7.0f} {total:7.0f} {shared:20.0f}")
+    return [*lines, ""]
+
+
+def _speed_lines(table: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Link {table['bytes_per_s'] / 1e9:g} GB/s, expert {table['expert_mb']:.2f} MB, floor of a "
+        f"token that loads all it needs {table['floor_ms']:.2f} ms",
+        "",
+        f"{'cache':>6} {'slots':>5} {'mode':22} {'ms/token':>9} {'hits %':>7} {'part %':>7} "
+        f"{'stall ms':>9} {'MB asked':>9} {'MB ahead':>9} {'link %':>7}",
+    ]
+    for row in table["rows"]:
+        text = f"{row['percent']:>5}% {row.get('slots', '-'):>5} {row['mode']:22} "
+        text += f"{row['token_ms']:>9.2f}"
+        if "slots" in row:
+            text += (
+                f" {100 * row['hit_rate']:>7.1f} {100 * row['partial_rate']:>7.1f} "
+                f"{row['stall_ms']:>9.2f} {row['demand_mb']:>9.2f} {row['prefetch_mb']:>9.2f} "
+                f"{100 * row['link_busy']:>7.1f}"
+            )
+        lines.append(text)
+    return [*lines, ""]
+
+
+def machine() -> str:
+    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    name = names[0].partition(":")[2].strip() if names else platform.processor()
+    threads = torch.get_num_threads()
+    return f"{name}, {os.cpu_count()} cores, {threads} thread(s), torch {torch.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    corpus = ROOT.parent / "shared" / "data" / "classics"
+    parser.add_argument("--parts", nargs="+", default=["accuracy", "memory", "speed"])
+    parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
+    parser.add_argument("--tokens", type=int, default=32_768, help="of held-out text")
+    parser.add_argument("--weights", default="fp32", help="number format that is computed in")
+    parser.add_argument("--gb-per-s", type=float, nargs="+", default=[0.25, 1.0, 4.0])
+    parser.add_argument("--percent", type=int, nargs="+", default=[5, 10, 25, 50, 100])
+    parser.add_argument("--new", type=int, default=96, help="tokens that are timed")
+    parser.add_argument("--warm", type=int, default=24, help="tokens before them")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="path without a suffix")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child)
+        return
+    torch.set_num_threads(args.threads)
+    transformers.logging.disable_progress_bar()
+    found: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv)}
+    if "accuracy" in args.parts:
+        found["accuracy"] = accuracy(args)
+    if "memory" in args.parts:
+        found["memory"] = memory(args)
+    if "speed" in args.parts:
+        found["speed"] = [speed(args, 1e9 * rate) for rate in args.gb_per_s]
+    text = report(found)
+    print(text)
+    if args.out is not None:
+        args.out.with_name(args.out.name + ".json").write_text(json.dumps(found, indent=1) + "\n")
+        args.out.with_name(args.out.name + ".txt").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What the gate itself costs as the cluster and the queue grow: microseconds of CPU a request.
+
+Workers answer at once whatever they are granted; only the gate's own calls are timed (offer, tick,
+started, report, completed). Lengths have one law, the prior of the predictor, so that predicting
+(0.35 ms, whatever the size) is not in the figures. Either the cluster keeps up and the queue is
+empty, or twice as much comes as can be served and the queue stays full.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from penstock.deployments.gate_core import Gate
+from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_queue import QueueSettings
+from penstock.deployments.gate_types import GateRequest, GateSettings, Ticket
+from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard
+from penstock.deployments.length_histogram import length_prior
+
+CAPACITY = 16_384  # tokens of a worker: some 30 answers
+STEP_S = 0.03
+LAW = LengthDistribution(cumulative_hazard(length_prior()), 2048)
+PER_WORKER = 3.5  # requests a second that a worker can serve, about
+REPORT_S = 1.0
+TICK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Size:
+    rule: str
+    workers: int
+    queue: int  # its bound; 0: less comes than can be served
+    requests: int
+
+
+@dataclass
+class Cost:
+    size: Size
+    us: float  # of CPU a request, all calls
+    parts: dict[str, float]  # by call
+    num_admitted: int
+    mean_waiting: float
+    per_s: float  # requests of simulated time, what the gate was asked to do
+
+
+@dataclass
+class Costs:
+    costs: list[Cost] = field(default_factory=list)
+
+    def text(self) -> str:
+        lines = [
+            "| rule | workers | queue | requests | waiting, mean | us/request | offer | tick "
+            "| reports | rest | one core serves, req/s | it was asked, req/s |",
+            "|" + "---|" * 12,
+        ]
+        for each in self.costs:
+            size, parts = each.size, each.parts
+            rest = each.us - parts["offer"] - parts["tick"] - parts["report"]
+            lines.append(
+                f"| {size.rule} | {size.workers:,} | {size.queue or 'empty'} "
+                f"| {size.requests:,} | {each.mean_waiting:.0f} | {each.us:.0f} "
+                f"| {parts['offer']:.0f} | {parts['tick']:.0f} | {parts['report']:.0f} "
+                f"| {rest:.0f} | {1e6 / each.us:,.0f} | {each.per_s:,.0f} |"
+            )
+        return "\n".join(lines)
+
+
+def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
+    """Drive a gate with `size.requests` requests and time its calls."""
+    settings = GateSettings(rule=size.rule, queue=QueueSettings(max_waiting=size.queue or 100_000))
+    gate = Gate(settings, seed=0)
+    for i in range(size.workers):
+        gate.add_worker(WorkerSpec(f"w{i}", "1", CAPACITY))
+    rng = np.random.default_rng(0)
+    rate = PER_WORKER * size.workers * (2.0 if size.queue else 0.7)
+    times = np.cumsum(rng.exponential(1 / rate, size.requests)).tolist()
+    prompts = rng.integers(50, 600, size.requests).tolist()
+    lengths = [LAW.sample(float(u)) for u in rng.random(size.requests)]
+    parts = dict.fromkeys(("offer", "tick", "started", "report", "completed"), 0.0)
+    running: list[dict[str, tuple[float, int]]] = [{} for _ in range(size.workers)]
+    ends: list[tuple[float, int, int]] = []
+    admitted = waiting = num_ticks = done = sequence = 0
+    now, report_at, turn = 0.0, 0.0, 0
+
+    def timed(name: str, call, *args):  # type: ignore[no-untyped-def]
+        start = time.thread_time()
+        answer = call(*args)
+        parts[name] += time.thread_time() - start
+        return answer
+
+    while done < size.requests or len(gate.queue):
+        now += TICK_S
+        while ends and ends[0][0] <= now:
+            _, number, worker = heapq.heappop(ends)
+            running[worker].pop(f"r{number}")
+            timed("completed", gate.completed, f"r{number}", lengths[number], now)
+        while done < size.requests and times[done] <= now:
+            request = GateRequest(f"r{done}", prompts[done])
+            timed("offer", gate.offer, request, LAW, now)
+            done += 1
+            if bar is not None:
+                bar.update()
+        while report_at <= now:  # workers in turn, each once a second
+            sequence += 1
+            rows = tuple(
+                Running(name, min(int((now - at) / STEP_S), length - 1), 300, 2048)
+                for name, (at, length) in running[turn].items()
+            )
+            timed("report", gate.report, f"w{turn}", Report("1", sequence, rows, STEP_S), now)
+            turn = (turn + 1) % size.workers
+            report_at += REPORT_S / size.workers
+        for outcome in timed("tick", gate.tick, now):
+            if not isinstance(outcome, Ticket):
+                continue
+            number, worker = int(outcome.request_id[1:]), int(outcome.worker[1:])
+            admitted += 1
+            running[worker][outcome.request_id] = (now, lengths[number])
+            heapq.heappush(ends, (now + STEP_S * lengths[number], number, worker))
+            timed("started", gate.started, outcome.request_id, now)
+        waiting += len(gate.queue)
+        num_ticks += 1
+        if done == size.requests and not size.queue:
+            break
+        if done == size.requests:
+            break  # what still waits would be served without any more coming
+    each = {name: 1e6 * seconds / size.requests for name, seconds in parts.items()}
+    return Cost(size, sum(each.values()), each, admitted, waiting / num_ticks, rate)
+
+
+def run_scale(requests: int, most_workers: int = 1000) -> Costs:
+    """A table of sizes, with a progress bar."""
+    sizes = [
+        Size(rule, workers, queue, min(requests, 600 * workers))
+        for rule in ("sampled", "gaussian")
+        for workers in (1, 10, 100, 1000)
+        for queue in (0, 512)
+        if workers <= most_workers
+    ]
+    sizes += [Size("gaussian", 1000, 4096, requests), Size("gaussian", 1000, 16_384, requests)]
+    found = Costs()
+    with tqdm(total=sum(each.requests for each in sizes), unit="request") as bar:
+        for size in sizes:
+            bar.set_postfix_str(f"{size.rule}, {size.workers} workers, queue {size.queue}")
+            found.costs.append(cost_of(size, bar))
+    return found
+
+
+def as_dict(costs: Costs) -> dict:
+    return asdict(costs)

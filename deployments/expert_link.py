@@ -1,0 +1,159 @@
+"""A worker's line to the expert store of its node, and what names that store.
+
+Knows nothing of arenas and copies. Loads torch only in a process that makes a store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.deployments.registry import CALL_TIMEOUT_S, NAMESPACE
+from penstock.workers.actor import Worker
+from penstock.workers.experts.arena import Manifest
+from penstock.workers.models.folder import LoadError
+from penstock.workers.stats import ExpertStats
+
+log = logging.getLogger("penstock.experts")
+
+REBORN_S = 30.0  # that a dead store has to come back, before a worker gives up
+MAX_HINTS = 4096
+
+Hot = tuple[int, int, int]  # layer, expert, steps that needed it
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Which experts a store holds, and where. Stores of different specs are different actors."""
+
+    app_name: str
+    model: str
+    weights: str
+    device: str  # "cpu" or "cuda": what workers compute on, which settles their dtype
+    folder: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=6).hexdigest()
+
+
+def app_folder(folder: str, app_name: str) -> Path:
+    """Where the arenas of an application lie, on each of its nodes."""
+    return Path(folder) / f"penstock-{os.getuid()}-{re.sub(r'[^A-Za-z0-9_-]', '_', app_name)}"
+
+
+class ExpertStoreClient:
+    """The store of this node, from a worker of it. The actor is made by whoever asks first.
+
+    Ray restarts it for ever. While it is away workers go on with what they have mapped.
+    """
+
+    def __init__(self, spec: StoreSpec):
+        self._spec = spec
+        self._handle: Any = None
+
+    def manifest(self) -> Manifest:
+        """Waits until the experts are loaded. Raises LoadError or ConfigError if they cannot be."""
+        given_up_s: float | None = None
+        while True:
+            try:
+                manifest: Manifest = ray.get(self.actor().manifest.remote())
+                return manifest
+            except RayTaskError as error:
+                raise error.cause from None
+            except (ActorDiedError, ActorUnavailableError) as error:
+                self._handle = None
+                given_up_s = given_up_s or time.monotonic() + REBORN_S
+                if time.monotonic() > given_up_s:
+                    raise LoadError(f"the expert store of this node keeps dying: {error}") from None
+                time.sleep(0.2)
+
+    async def beat(self, worker: int, stats: ExpertStats, hot: Sequence[Hot]) -> int:
+        """Raises Ray's errors or TimeoutError while the store is away."""
+        actor = self._handle or await asyncio.to_thread(self.actor)
+        try:
+            call = actor.beat.remote(worker, stats, hot)
+            epoch: int = await asyncio.wait_for(call, CALL_TIMEOUT_S)
+        except ActorDiedError:
+            self._handle = None
+            raise
+        return epoch
+
+    def call_now(self, method: str, *args: Any) -> Any:
+        """Any method of ExpertStore."""
+        return ray.get(getattr(self.actor(), method).remote(*args), timeout=CALL_TIMEOUT_S)
+
+    def actor(self) -> Any:
+        if self._handle is None:
+            # It loads torch, which the ingress and the command line can do without.
+            from penstock.deployments.expert_store import StoreActor
+
+            node = ray.get_runtime_context().get_node_id()
+            options = {
+                "name": f"{self._spec.app_name}-experts-{self._spec.digest}-{node[:12]}",
+                "namespace": NAMESPACE,
+                "get_if_exists": True,
+                "lifetime": "detached",
+                "max_restarts": -1,
+                "max_concurrency": 8,
+                "num_cpus": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            self._handle = ray.remote(StoreActor).options(**options).remote(self._spec)
+        return self._handle
+
+
+class StoreLink:
+    """A worker's second line: once a second it tells the store how its cache does, and follows it
+    to another epoch. Whatever happens to the store, `beat` returns."""
+
+    def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
+        """`epoch`: of the arena that the worker began with."""
+        self._epoch = epoch
+        self._client = client
+        self._worker = worker
+        self._was_there = True
+
+    def warm(self) -> None:
+        """Have the experts come that other workers needed most."""
+        with contextlib.suppress(RayError, TimeoutError):
+            self._worker.warm_experts(self._client.call_now("hints"))
+
+    async def beat(self, worker: int, stats: ExpertStats) -> None:
+        try:
+            hot = self._worker.hottest_experts(MAX_HINTS)
+            epoch = await self._client.beat(worker, stats, hot)
+            if epoch != self._epoch:
+                await asyncio.to_thread(self._change_over)
+            if not self._was_there:
+                log.info("the expert store is back")
+            self._was_there = True
+        except (RayError, TimeoutError, ValueError, LoadError) as error:
+            if self._was_there:
+                log.warning("no expert store, the map serves on: %s", type(error).__name__)
+            self._was_there = False
+
+    def _change_over(self) -> None:
+        manifest = self._client.manifest()
+        self._worker.use_experts(manifest)
+        self._epoch = manifest.epoch
+        log.info("experts come from epoch %d of the store now", manifest.epoch)
+
+
+def remove_all(folder: str, app_name: str) -> None:
+    """The arenas of an application on this machine, whoever wrote them."""
+    shutil.rmtree(app_folder(folder, app_name), ignore_errors=True)

@@ -1,0 +1,56 @@
+// How the rows of a product with a packed weight are cut: blocks that are laid out at once, tiles of
+// rows whose accumulators fit the registers, and parts that threads share. A row's result depends on
+// none of it.
+
+#pragma once
+
+#include "cpu_vectors.h"
+
+constexpr int64_t BLOCK = 8 * MAX_ROWS;  // rows of x that are laid out at once
+
+template <class T>
+INLINE void grow(std::vector<T>& memory, size_t count) {
+    if (memory.size() < count) memory.resize(count);
+}
+
+// Call body(std::integral_constant<int, n>) for a run-time n that is 1 or even, up to MAX.
+template <int MAX, class Body>
+INLINE void with_width(int64_t n, Body&& body) {
+    if constexpr (MAX <= 2) {
+        if (n == 1)
+            body(std::integral_constant<int, 1>{});
+        else
+            body(std::integral_constant<int, 2>{});
+    } else {
+        if (n == MAX)
+            body(std::integral_constant<int, MAX>{});
+        else
+            with_width<MAX - 2>(n, body);
+    }
+}
+
+// A tile is one row wide or an even number (each width is code of its own): the last row of an odd
+// one is computed in vain.
+struct Tiling {
+    int64_t rows, tile, parts, part_rows;
+
+    Tiling(int64_t rows, int64_t panels, int threads) : rows(rows), tile(even(rows_per_tile(rows))) {
+        // Rows are cut, too, where there are fewer panels than threads could share evenly.
+        const int64_t tiles = (rows + tile - 1) / tile;
+        parts = std::clamp<int64_t>(4 * threads / panels, 1, tiles);
+        part_rows = (tiles + parts - 1) / parts * tile;
+    }
+    static int64_t even(int64_t n) { return n == 1 ? 1 : (n + 1) / 2 * 2; }
+    int64_t first_of(int64_t row) const { return row / tile * tile; }
+    int64_t width_at(int64_t first) const { return even(std::min(tile, rows - first)); }
+
+    // body(first row, rows, width) for the tiles of a part.
+    template <class Body>
+    INLINE void each_tile(int64_t part, Body&& body) const {
+        const int64_t end = std::min(rows, (part + 1) * part_rows);
+        for (int64_t row = part * part_rows; row < end; row += tile)
+            with_width<MAX_ROWS>(width_at(row), [&](auto width) {
+                body(row, std::min(tile, rows - row), width);
+            });
+    }
+};

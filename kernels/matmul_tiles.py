@@ -1,0 +1,88 @@
+"""Which tiles a GPU matmul takes, and which number format is fastest for how many rows.
+
+Arithmetic only: knows sizes, number formats and two generations of GPU; nothing of tensors. The
+one place where the batch size decides about a linear on a GPU. Not yet checked against timings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.kernels.quant import WeightFormat
+
+GpuFormat = WeightFormat | Literal["plain"]
+
+WEIGHT_BYTES: dict[GpuFormat, float] = {
+    "plain": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
+}  # fmt: skip
+# What a multiply-add costs beside one of 16 bits: 4-bit weights are multiplied as 16-bit numbers.
+OPERATIONS: dict[GpuFormat, float] = {
+    "plain": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 1.0, "nf4": 1.0,
+}  # fmt: skip
+# Rows from which a 16-bit matmul is bound by FLOPs: rate * 2 bytes / (2 * bandwidth). A100: 312
+# TFLOP/s and 2.0 TB/s; H200: 989 and 4.8. The rest follows: int8 turns at the same number of rows
+# (half the bytes, twice the rate), int4 at a quarter of it (A100 38 to 41, H200 51 to 55).
+RIDGE_16 = {8: 153.0, 9: 206.0}  # by major compute capability
+MAX_SPLITS = 16
+STEPS_A_SPLIT = 4  # tiles along K that one program sums at least
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows, outputs and inputs of one program's tile; programs that share one output's sum."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(
+    num_rows: int,
+    num_outputs: int,
+    step: int,
+    num_inputs: int,
+    *,
+    num_groups: int = 1,
+    num_sms: int = 132,
+    element_bytes: int = 2,
+) -> Tiles:
+    """Tiles for `num_groups` products of about `num_rows` rows each with weights [outputs, inputs].
+
+    `step` is the inputs that one step of the kernel takes. Few rows: narrow tiles, and the inputs
+    are split until every multiprocessor has two programs, since there bytes in flight are speed.
+    Many rows: tiles of 128 x 128, which read a weight once for 128 rows. The row tile alone
+    decides in which order a sum is taken, so rows of 1 to 16 (17 to 32, ...) all sum alike.
+    """
+    widest = 64 if element_bytes == 4 else 128
+    rows = max(16, min(widest, 1 << max(0, num_rows - 1).bit_length()))
+    outputs = 64 if rows <= 32 else 128
+    tiles = max(1, num_groups * -(-num_rows // rows) * -(-num_outputs // outputs))
+    steps = -(-num_inputs // step)
+    wanted = 2 * num_sms if rows <= 64 else num_sms
+    splits = max(1, min(MAX_SPLITS, steps // STEPS_A_SPLIT, wanted // tiles))
+    # Of registers, 4 warps hold sums of 128 x 32 without a spill, 8 warps 128 x 128.
+    return Tiles(rows, outputs, step, splits, 8 if rows > 32 else 4, 3 if rows == 128 else 4)
+
+
+def ridge_rows(format: GpuFormat, ridge_16: float = RIDGE_16[9]) -> float:
+    """Rows of a batch from which a linear is bound by FLOPs and no longer by its weight's bytes."""
+    return ridge_16 * (WEIGHT_BYTES[format] / 2) / OPERATIONS[format]
+
+
+def fastest_format(
+    num_rows: int, formats: tuple[GpuFormat, ...], ridge_16: float = RIDGE_16[9]
+) -> GpuFormat:
+    """Of `formats`, the one whose floor is lowest for `num_rows` rows; the first of equals.
+
+    With an int4 and an int8 twin of one weight: int4 up to 76 rows on an A100 and 103 on an H200,
+    int8 from there. (Twins cost 1.5 bytes a parameter, so they pay where memory is to spare.)
+    """
+
+    def floor(format: GpuFormat) -> float:  # in units of one 16-bit byte's reading time
+        return max(WEIGHT_BYTES[format], 2 * OPERATIONS[format] * num_rows / ridge_16)
+
+    return min(formats, key=floor)

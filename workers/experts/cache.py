@@ -1,0 +1,318 @@
+"""Experts of all layers in a few slots of device memory: hits, misses, evictions, prefetch.
+
+One thread at a time asks (the engine's); the copier's thread fills slots beside it. In `exact` mode
+an expert is handed out only when all of its neurons are there, in the bits of the checkpoint: what
+was predicted, prefetched or evicted changes when a result comes and never what it is.
+Knows nothing of routers or of how predictions are made.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels.experts import expert_bytes
+from penstock.kernels.moe import Expert
+from penstock.workers.config import ConfigError
+from penstock.workers.experts.arena import Arena, Manifest
+from penstock.workers.experts.copier import CHUNK_BYTES, Copier
+from penstock.workers.experts.slots import Key, Load, Residence, Slot, SlotTable, make_slots
+from penstock.workers.experts.writer import DTYPES
+from penstock.workers.models.folder import LoadError
+
+log = logging.getLogger("penstock.experts")
+
+MIN_SLOTS = 2  # one in use, one on its way
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Lookups by experts that had tokens, and what became of prefetches."""
+
+    num_hits: int = 0  # all neurons were there
+    num_partial: int = 0  # some were
+    num_misses: int = 0
+    num_rows_wanted: int = 0  # neurons
+    num_rows_there: int = 0
+    num_prefetched: int = 0  # experts that a prefetch was begun for
+    num_prefetch_used: int = 0  # of those, asked for before they were evicted
+    stall_s: float = 0.0  # time that computing waited for experts
+
+
+class ExpertCache:
+    """The slots of one device, filled from `arena`."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_fair: bool = True,
+        bytes_per_s: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ):
+        """`num_slots`, at least 1, are at most as many as there are experts. With `is_fair`, layers
+        that have more than their share of the slots lose some first; else the least recently used
+        expert of all goes. `bytes_per_s` imitates a slow link."""
+        facts = arena.manifest
+        assert num_slots >= 1
+        num_slots = min(num_slots, len(facts.entries))
+        share = max(1, num_slots // len(facts.layers)) if is_fair else None
+        slots = make_slots(num_slots, facts.hidden, facts.inner, dtype, device)
+        self.manifest = facts
+        self.dtype, self.device = dtype, device
+        self.table = SlotTable(slots, share)
+        self.counts = CacheCounts()
+        self.uses: dict[Key, int] = {}  # steps that needed an expert
+        self.slot_bytes = slot_bytes(facts, dtype, device)
+        self._known = set(facts.digests())
+        self._changed = threading.Condition()
+        self._wishes: deque[Key] = deque()  # to prefetch as soon as there is room
+        self._predicted: set[Key] = set()  # those and the others that were to be there next
+        self._held: list[Slot] = []
+        self.copier = Copier(
+            arena,
+            facts.row_bytes,
+            DTYPES[facts.dtype],
+            dtype,
+            device,
+            self._changed,
+            bytes_per_s,
+            chunk_bytes,
+            self._grant_wishes,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.table.slots)
+
+    def visit(
+        self, layer: int, needed: Sequence[int], meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[tuple[int, Expert]]:
+        """Each of the `needed` experts of a layer once, those that are there first.
+
+        `meanwhile` is called once, when all misses that have room are on their way. An expert is in
+        use until the next one is asked for. Raises what the copier met: CorruptedExpert names it.
+        """
+        waiting = deque(needed)
+        held: deque[tuple[int, Slot]] = deque()
+        with self._changed:
+            self._let_go()
+            self._drop_stale(layer, set(needed))
+            self._count_lookups(layer, needed)
+            self._claim_residents(layer, waiting, held)
+            self._claim_misses(layer, waiting, held)
+        if meanwhile is not None:
+            meanwhile()
+        while waiting or held:
+            with self._changed:
+                expert, slot = self._next_ready(layer, waiting, held)
+            yield expert, slot.expert
+            with self._changed:
+                self._release(slot)
+                self._claim_misses(layer, waiting, held)
+                self._grant_wishes()
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Load these experts of `layer` if there is room, the first ones first.
+
+        Only warms the cache: nothing that is in use or on its way gives way to it, and nothing is
+        evicted for it before the link has time for it. On a link that never rests, it does nothing.
+        """
+        with self._changed:
+            self._forget_wishes()
+            for expert in experts:
+                key = layer, expert
+                if key not in self._known:
+                    continue
+                slot = self.table.get(key)
+                if slot is not None:
+                    self.table.touch(key)
+                if slot is None or not (slot.is_whole or slot.load is not None):
+                    self._wishes.append(key)
+                self._predicted.add(key)
+            self._grant_wishes()
+
+    def warm(self, keys: Sequence[Key]) -> None:
+        """Fill free slots with these experts, the first ones first: before there is work."""
+        with self._changed:
+            for key in keys:
+                if key in self._known and self.table.get(key) is None and self.table.num_free:
+                    self._begin_prefetch(key, self.table.take(key))
+
+    def use_source(self, arena: Arena) -> None:
+        """Load from `arena` from now on; it must hold the same experts. Raises LoadError if not."""
+        if arena.manifest.digests() != self.manifest.digests():
+            raise LoadError(
+                f"{arena.manifest.path} (epoch {arena.manifest.epoch}) holds other experts than "
+                "this worker began with; restart it to serve those"
+            )
+        with self._changed:
+            self.manifest = arena.manifest
+            self.copier.source = arena
+
+    def close(self) -> None:
+        """End the copier's thread; the next load starts another one."""
+        with self._changed:
+            self._forget_wishes()
+            thread = self.copier.close()
+        if thread is not None:
+            thread.join()
+
+    def check(self) -> None:
+        """Assert that the tables are whole."""
+        with self._changed:
+            self.table.check()
+            assert all(slot.num_users for slot in self._held)
+
+    # -- all below with the lock held
+
+    def _let_go(self) -> None:
+        """What an earlier visit that was broken off still held."""
+        for slot in list(self._held):
+            self._release(slot)
+
+    def _drop_stale(self, layer: int, needed: set[int]) -> None:
+        """The routing is known: what was prefetched for nothing stops."""
+        self._forget_wishes()
+        for load in self.copier.prefetches:
+            if load.key[0] == layer and load.key[1] not in needed:
+                self._cancel(load)
+
+    def _forget_wishes(self) -> None:
+        self._wishes.clear()
+        self._predicted.clear()
+
+    def _cancel(self, load: Load) -> None:
+        self.copier.cancel(load)
+        if load.slot.is_idle and not load.slot.num_has:
+            self.table.give_back(load.slot)
+
+    def _count_lookups(self, layer: int, needed: Sequence[int]) -> None:
+        counts, inner = self.counts, self.manifest.inner
+        for expert in needed:
+            self.uses[layer, expert] = self.uses.get((layer, expert), 0) + 1
+            found, slot = self.table.lookup((layer, expert))
+            counts.num_hits += found is Residence.WHOLE
+            counts.num_partial += found is Residence.PARTIAL
+            counts.num_misses += found is Residence.ABSENT
+            counts.num_rows_wanted += inner
+            if slot is not None:
+                counts.num_rows_there += slot.num_has
+                counts.num_prefetch_used += slot.was_prefetched
+                slot.was_prefetched = False
+
+    def _claim_residents(
+        self, layer: int, waiting: deque[int], held: deque[tuple[int, Slot]]
+    ) -> None:
+        """Hold the experts that have slots, and ask for what is missing of them."""
+        for expert in list(waiting):
+            slot = self.table.get((layer, expert))
+            if slot is None:
+                continue
+            waiting.remove(expert)
+            self._hold(slot, (layer, expert))
+            held.append((expert, slot))
+
+    def _claim_misses(self, layer: int, waiting: deque[int], held: deque[tuple[int, Slot]]) -> None:
+        """Slots for the others, as far as there are any."""
+        while waiting:
+            key = (layer, waiting[0])
+            slot = self.table.get(key) or self.table.take(key)
+            if slot is None:
+                return
+            self._hold(slot, key)
+            held.append((waiting.popleft(), slot))
+
+    def _hold(self, slot: Slot, key: Key) -> None:
+        slot.num_users += 1
+        self._held.append(slot)
+        self.table.touch(key)
+        if slot.load is not None:
+            self.copier.promote(slot.load)
+        elif not slot.is_whole:
+            self.copier.submit(Load(slot, key, slot.missing(), is_demand=True))
+
+    def _next_ready(
+        self, layer: int, waiting: deque[int], held: deque[tuple[int, Slot]]
+    ) -> tuple[int, Slot]:
+        """The next expert that is whole; waits for one if there is none."""
+        began_s = None
+        while True:
+            for place, (expert, slot) in enumerate(held):
+                if slot.is_whole and slot.load is None:
+                    del held[place]
+                    if began_s is not None:
+                        self.counts.stall_s += time.perf_counter() - began_s
+                    return expert, slot
+                if slot.load is None:  # it has ended, and not all is there
+                    self._ask_again(slot)
+            if not held:  # every slot is taken by prefetches
+                for load in self.copier.prefetches:
+                    self._cancel(load)
+                self._claim_misses(layer, waiting, held)
+                if held:
+                    continue
+            began_s = began_s or time.perf_counter()
+            self._changed.wait()
+
+    def _ask_again(self, slot: Slot) -> None:
+        error, slot.error = slot.error, None
+        if error is not None:
+            raise error
+        assert slot.key is not None
+        self.copier.submit(Load(slot, slot.key, slot.missing(), is_demand=True))
+
+    def _release(self, slot: Slot) -> None:
+        slot.num_users -= 1
+        self._held.remove(slot)
+        if self.device.type == "cuda":
+            slot.last_use = slot.last_use or torch.cuda.Event()
+            slot.last_use.record(torch.cuda.current_stream(self.device))
+
+    def _grant_wishes(self) -> None:
+        """Begin the next prefetch, if the link is idle and there is room."""
+        while self._wishes and not self.copier.is_busy:
+            key = self._wishes[0]
+            slot = self.table.get(key)
+            if slot is None:
+                slot = self.table.take(key, keep=self._predicted)
+                if slot is None:
+                    return
+            self._wishes.popleft()
+            if not slot.is_whole and slot.load is None:
+                self._begin_prefetch(key, slot)
+
+    def _begin_prefetch(self, key: Key, slot: Slot | None) -> None:
+        assert slot is not None
+        slot.was_prefetched = True
+        self.counts.num_prefetched += 1
+        self.copier.submit(Load(slot, key, slot.missing(), is_demand=False))
+
+
+def slot_bytes(manifest: Manifest, dtype: torch.dtype, device: torch.device) -> int:
+    """Device memory of one expert."""
+    return expert_bytes(manifest.hidden, manifest.inner, dtype, device)
+
+
+def slots_within(
+    gigabytes: float, manifest: Manifest, dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many slots a budget of GiB gives, at most one an expert. Raises ConfigError below two."""
+    size, count = slot_bytes(manifest, dtype, device), len(manifest.entries)
+    num_slots = min(int(gigabytes * 2**30 // size), count)
+    if num_slots < min(MIN_SLOTS, count):
+        raise ConfigError(
+            f"expert_cache_gb {gigabytes:g} holds {num_slots} of the {count} experts of this "
+            f"model, which take {size / 2**30:.4f} GiB each: {MIN_SLOTS} are the least; raise it "
+            f"to {MIN_SLOTS * size / 2**30:.4f}"
+        )
+    return num_slots

@@ -1,0 +1,196 @@
+"""A background copier: neuron rows from host memory into expert slots, what is waited for first.
+
+Rows go over in chunks: gathered into a staging buffer, copied once, and unpacked into the slot. A
+demand begins at the next chunk, whatever prefetch is under way. Knows nothing of who is evicted or
+what will be needed. The path over CUDA (pinned staging, a stream of its own) has not yet been run
+on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.experts import write_neurons
+from penstock.workers.experts.arena import Bytes, CorruptedExpert, RowSource
+from penstock.workers.experts.slots import Load, Places, Slot
+from penstock.workers.link_thread import Throttle
+
+log = logging.getLogger("penstock.experts")
+
+CHUNK_BYTES = 512 * 1024  # what a demand waits for at most
+
+
+@dataclass(slots=True)
+class LinkCounts:
+    """What has gone over the link so far."""
+
+    demand_bytes: int = 0
+    prefetch_bytes: int = 0
+    busy_s: float = 0.0
+    num_corrupted: int = 0  # experts that did not match their digest, each time
+
+
+@dataclass(slots=True)
+class Copier:
+    """`changed` is the cache's lock: all methods are called while it is held."""
+
+    source: RowSource
+    row_bytes: int
+    stored_dtype: torch.dtype
+    slot_dtype: torch.dtype
+    device: torch.device
+    changed: threading.Condition
+    bytes_per_s: float | None = None  # slows the copies down to that, for benchmarks and tests
+    chunk_bytes: int = CHUNK_BYTES
+    on_idle: Callable[[], None] = lambda: None  # the link has nothing to do; with the lock held
+    counts: LinkCounts = field(default_factory=LinkCounts)
+    _demands: deque[Load] = field(default_factory=deque)
+    _prefetches: deque[Load] = field(default_factory=deque)
+    _thread: threading.Thread | None = None
+
+    def submit(self, load: Load) -> None:
+        """Begin; `changed` is notified whenever a load has ended."""
+        assert load.slot.load is None
+        load.slot.load, load.slot.error = load, None
+        (self._demands if load.is_demand else self._prefetches).append(load)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="penstock-experts", daemon=True)
+            self._thread.start()
+        self.changed.notify_all()
+
+    def promote(self, load: Load) -> None:
+        """Somebody waits for it now."""
+        load.is_cancelled = False
+        if not load.is_demand:
+            self._prefetches.remove(load)
+            load.is_demand = True
+            self._demands.append(load)
+
+    def cancel(self, load: Load) -> None:
+        """Copy no more of it than the chunk that is under way; then, or now, it has ended."""
+        load.is_cancelled = True
+        if not load.is_active:
+            self._end(load)
+
+    @property
+    def prefetches(self) -> list[Load]:
+        return list(self._prefetches)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._demands or self._prefetches)
+
+    def close(self) -> threading.Thread | None:
+        """Cancel what is left, and have the thread end; join what is returned without the lock.
+
+        The next `submit` starts another one.
+        """
+        for load in [*self._demands, *self._prefetches]:
+            self.cancel(load)
+        self.changed.notify_all()
+        thread, self._thread = self._thread, None
+        return thread
+
+    def _end(self, load: Load) -> None:
+        (self._demands if load.is_demand else self._prefetches).remove(load)
+        load.slot.load = None
+        self.changed.notify_all()
+
+    def _work(self) -> None:
+        lane = Lane(self)
+        me = threading.current_thread()
+        while True:
+            with self.changed:
+                while not self.is_busy or self._thread is not me:
+                    if self._thread is not me:
+                        return
+                    self.on_idle()
+                    if not self.is_busy:
+                        self.changed.wait()
+                load = (self._demands or self._prefetches)[0]
+                part = load.places[load.num_done : load.num_done + lane.rows_at_once]
+                load.is_active = True
+                source = self.source
+            began_s, error = time.perf_counter(), None
+            try:
+                lane.copy(source.rows(*load.key), part, load.slot)
+            except Exception as met:  # of whoever waits for the expert; other loads go on
+                log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
+                error = met
+            with self.changed:
+                self._account(load, part, time.perf_counter() - began_s, error)
+
+    def _account(self, load: Load, part: Places, seconds: float, error: Exception | None) -> None:
+        load.is_active = False
+        load.slot.error = error
+        self.counts.busy_s += seconds
+        if error is None:
+            load.num_done += len(part)
+            load.slot.arrived(part)
+            if load.is_demand:
+                self.counts.demand_bytes += len(part) * self.row_bytes
+            else:
+                self.counts.prefetch_bytes += len(part) * self.row_bytes
+        elif isinstance(error, CorruptedExpert):
+            self.counts.num_corrupted += 1
+        if error is not None or load.is_cancelled or load.num_done == len(load.places):
+            self._end(load)
+
+
+class Lane:
+    """The buffers of one copier thread."""
+
+    def __init__(self, copier: Copier):
+        self._copier = copier
+        self.rows_at_once = max(1, copier.chunk_bytes // copier.row_bytes)
+        shape = self.rows_at_once, copier.row_bytes
+        is_cuda = copier.device.type == "cuda"
+        self._throttle = None if copier.bytes_per_s is None else Throttle(copier.bytes_per_s)
+        self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=copier.device)
+        self._host_bytes = (
+            torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            if is_cuda
+            else (
+                self._device_bytes  # on a CPU, gathering the rows is the copy
+            )
+        )
+        self._stream = torch.cuda.Stream(copier.device) if is_cuda else None
+
+    @torch.inference_mode()
+    def copy(self, rows: Bytes, part: Places, slot: Slot) -> None:
+        """Neurons `part` of `rows` into `slot`; they are there when it returns."""
+        num_bytes = len(part) * self._copier.row_bytes
+        wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
+        until_s = time.monotonic() + wait_s
+        gathered = self._host_bytes[: len(part)]
+        first = int(part[0])
+        if int(part[-1]) - first + 1 == len(part):  # neighbours
+            np.copyto(gathered.numpy(), rows[first : first + len(part)])
+        else:
+            np.take(rows, part, axis=0, out=gathered.numpy(), mode="clip")
+        places = torch.from_numpy(part)
+        if self._stream is None:
+            self._unpack(gathered, places, slot)
+        else:
+            with torch.cuda.stream(self._stream):
+                if slot.last_use is not None:
+                    self._stream.wait_event(slot.last_use)
+                arrived = self._device_bytes[: len(part)]
+                arrived.copy_(gathered, non_blocking=True)
+                self._unpack(arrived, places.to(self._copier.device), slot)
+            self._stream.synchronize()
+        if (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+
+    def _unpack(self, arrived: Tensor, places: Tensor, slot: Slot) -> None:
+        rows = arrived.view(self._copier.stored_dtype).to(self._copier.slot_dtype)
+        write_neurons(slot.expert, rows, places)

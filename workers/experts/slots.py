@@ -1,0 +1,179 @@
+"""The expert slots of a device: fixed memory, who is in which, and which neurons are there.
+
+Tables only: no thread, no copy, no clock. Whoever uses them holds the cache's lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.kernels.experts import empty_expert, expert_bytes
+from penstock.kernels.moe import Expert
+
+Key = tuple[int, int]  # layer, expert
+Places = npt.NDArray[np.int64]  # neurons
+
+
+class Residence(Enum):
+    """What a lookup finds of the neurons that are wanted of an expert."""
+
+    WHOLE = "all of them are there"
+    PARTIAL = "the expert has a slot, but some of them are missing"
+    ABSENT = "the expert has no slot"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Device memory of one expert. It may be given to another one only while it `is_idle`."""
+
+    expert: Expert  # the packed weights, always in the same place
+    has: npt.NDArray[np.bool_]  # the neuron bitmap, [inner]
+    key: Key | None = None
+    num_has: int = 0
+    num_users: int = 0
+    load: Load | None = None  # what is on its way into it
+    was_prefetched: bool = False  # and nobody has asked for it yet
+    error: Exception | None = None  # with which the last load ended
+    last_use: torch.cuda.Event | None = None  # kernels up to there may read it
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_has == len(self.has)
+
+    @property
+    def is_idle(self) -> bool:
+        """Neither in use nor loading."""
+        return not self.num_users and self.load is None
+
+    def missing(self, wanted: Places | None = None) -> Places:
+        """Neurons that are not there: of `wanted`, or of all."""
+        if wanted is None:
+            return np.flatnonzero(~self.has)
+        return wanted[~self.has[wanted]]
+
+    def arrived(self, places: Places) -> None:
+        self.has[places] = True
+        self.num_has = int(np.count_nonzero(self.has))
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Neurons of one expert on their way into its slot."""
+
+    slot: Slot
+    key: Key
+    places: Places
+    is_demand: bool
+    num_done: int = 0
+    is_active: bool = False  # a chunk of it is being copied
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SlotTable:
+    """Slots by key, the least recently used first."""
+
+    slots: Sequence[Slot]
+    layer_share: int | None = None  # slots that a layer keeps while others have more; None: no such
+    _by_key: OrderedDict[Key, Slot] = field(default_factory=OrderedDict)
+    _free: list[Slot] = field(init=False)
+    _of_layer: dict[int, int] = field(default_factory=dict)  # occupied slots
+
+    def __post_init__(self) -> None:
+        self._free = list(reversed(self.slots))
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def get(self, key: Key) -> Slot | None:
+        return self._by_key.get(key)
+
+    def lookup(self, key: Key, wanted: Places | None = None) -> tuple[Residence, Slot | None]:
+        """Which of the three cases holds for the `wanted` neurons (None: all) of an expert."""
+        slot = self._by_key.get(key)
+        if slot is None:
+            return Residence.ABSENT, None
+        is_there = slot.is_whole if wanted is None else not len(slot.missing(wanted))
+        return (Residence.WHOLE if is_there else Residence.PARTIAL), slot
+
+    def touch(self, key: Key) -> None:
+        """It is the most recently used one now."""
+        self._by_key.move_to_end(key)
+
+    def take(self, key: Key, keep: Set[Key] = frozenset()) -> Slot | None:
+        """A slot for the expert `key`, which has none: a free one, or that of the least recently
+        used expert that is idle and not among `keep`; with nothing in it. None if there is none.
+
+        With a layer share, one of the same layer goes if that has its share, or else one of a layer
+        that has more; any other only if there is no such.
+        """
+        slot = self._free.pop() if self._free else self._victim(key[0], keep)
+        if slot is None:
+            return None
+        if slot.key is not None:
+            self._leave(slot)
+        slot.key = key
+        slot.has[:] = False
+        slot.num_has, slot.was_prefetched = 0, False
+        self._by_key[key] = slot
+        self._of_layer[key[0]] = self._of_layer.get(key[0], 0) + 1
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Nothing of use is in it."""
+        assert slot.is_idle and slot.key is not None
+        self._leave(slot)
+        slot.key = None
+        self._free.append(slot)
+
+    def check(self) -> None:
+        """Assert that each slot is in one place, and what it holds is what the tables say."""
+        assert len(self._by_key) + len(self._free) == len(self.slots)
+        assert not {id(s) for s in self._free} & {id(s) for s in self._by_key.values()}
+        for key, slot in self._by_key.items():
+            assert slot.key == key and slot.num_has == np.count_nonzero(slot.has)
+            assert slot.load is None or (slot.load.slot is slot and slot.load.key == key)
+        layers = [key[0] for key in self._by_key]
+        assert {k: n for k, n in self._of_layer.items() if n} == {
+            k: layers.count(k) for k in layers
+        }
+
+    def _leave(self, slot: Slot) -> None:
+        assert slot.key is not None and slot.is_idle
+        del self._by_key[slot.key]
+        self._of_layer[slot.key[0]] -= 1
+
+    def _victim(self, layer: int, keep: Set[Key]) -> Slot | None:
+        fallback = None
+        for key, slot in self._by_key.items():
+            if not slot.is_idle or key in keep:
+                continue
+            if self.layer_share is None:
+                return slot
+            if self._of_layer[key[0]] + (key[0] == layer) > self.layer_share:
+                return slot
+            fallback = fallback or slot
+        return fallback
+
+
+def make_slots(
+    num_slots: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> list[Slot]:
+    """Slots in one zeroed allocation."""
+    size = expert_bytes(hidden, inner, dtype, device)
+    memory = torch.zeros(num_slots, size, dtype=torch.uint8, device=device)
+    return [
+        Slot(empty_expert(hidden, inner, dtype, part), np.zeros(inner, dtype=bool))
+        for part in memory
+    ]

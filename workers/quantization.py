@@ -1,0 +1,216 @@
+"""What a checkpoint's `quantization_config` says, and which weights a model is to be served with.
+
+Knows config.json and the names of formats; nothing of tensors, and loads no torch. Four published
+ways of storing quantised weights are read: compressed-tensors, AWQ, GPTQ and bitsandbytes' NF4.
+Whatever else is refused by name here, before a byte of a weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.workers.config import ConfigError
+
+QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
+QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
+METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
+REMEDY = "serve the original checkpoint with --weights int8, int4, nf4 or fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScheme:
+    """How a checkpoint stores its quantised weights.
+
+    `formats`: those that occur, the first one most. `groups`: sizes of int4 groups that occur; None
+    is a whole row. `zero_offset`: what is added to stored zero points (GPTQ's first version keeps
+    them one too low). `ignore`: modules that are not quantised, names or "re:" patterns.
+    """
+
+    method: str
+    formats: tuple[QuantizedFormat, ...]
+    groups: tuple[int | None, ...] = ()
+    zero_offset: int = 0
+    ignore: tuple[str, ...] = ()
+
+    def ignores(self, module: str) -> bool:
+        """Whether `module` is on the list: by its name, the last parts of it, or a pattern."""
+        for each in self.ignore:
+            if each.startswith("re:"):
+                if re.match(each[3:], module):
+                    return True
+            elif module == each or module.endswith("." + each) or f".{each}." in f".{module}.":
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Which weights are quantised at load, and how. `format` None: none of them.
+
+    Embeddings, norms, biases and routers never are.
+    """
+
+    format: QuantizedFormat | None = None
+    quantize_o: bool = True
+    quantize_lm_head: bool = False
+
+    def of_o(self) -> QuantizedFormat | None:
+        """The format of attention's output projections."""
+        return self.format if self.quantize_o else None
+
+    def of_lm_head(self) -> QuantizedFormat | None:
+        return self.format if self.quantize_lm_head else None
+
+
+def weight_plan(
+    scheme: StoredScheme | None,
+    weights: str,
+    quantize_o: bool = True,
+    quantize_lm_head: bool = False,
+) -> WeightPlan:
+    """What is to be quantised at load. Raises ConfigError for what is quantised differently."""
+    if weights not in QUANTIZED_FORMATS:
+        return WeightPlan()
+    if scheme is None:
+        return WeightPlan(weights, quantize_o, quantize_lm_head)
+    if scheme.formats != (weights,):
+        raise ConfigError(
+            f"weights is {weights}, but this checkpoint is quantised as "
+            f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "
+            "original checkpoint"
+        )
+    return WeightPlan()
+
+
+def read_scheme(stated: Any) -> StoredScheme | None:
+    """The scheme of the `quantization_config` of a config.json; None where there is none.
+
+    Raises ConfigError, naming what is not supported and the remedy.
+    """
+    if not stated:
+        return None
+    if not isinstance(stated, Mapping):
+        raise ConfigError(f"quantization_config must be an object; got {stated!r}")
+    method = stated.get("quant_method")
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "awq": _awq,
+        "gptq": _gptq,
+        "bitsandbytes": _bitsandbytes,
+    }
+    if method not in readers:
+        raise _refused(f"method {method!r} is not supported; supported are {', '.join(METHODS)}")
+    try:
+        return readers[method](stated)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"quantization_config is unusable: {error!r}") from error
+
+
+def _compressed_tensors(stated: Mapping[str, Any]) -> StoredScheme:
+    sparsity = stated.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refused(f"sparsity format {sparsity['format']!r} is not supported")
+    formats: list[QuantizedFormat] = []
+    groups: list[int | None] = []
+    for name, group in (stated.get("config_groups") or {}).items():
+        if not isinstance(group, Mapping):
+            raise _refused(f"config group {name!r} is a preset by name, which is not supported")
+        found = _format_of_group(name, group)
+        formats.append(found)
+        if found == "int4":
+            weights = group["weights"]
+            is_grouped = weights["strategy"] == "group"
+            groups.append(_checked_group(weights["group_size"]) if is_grouped else None)
+    if not formats:
+        raise _refused("no config_groups: nothing says how the weights are stored")
+    ignore = tuple(str(each) for each in stated.get("ignore") or ())
+    return StoredScheme("compressed-tensors", _once(formats), _once(groups), 0, ignore)
+
+
+def _format_of_group(name: str, group: Mapping[str, Any]) -> QuantizedFormat:
+    weights, inputs = group["weights"], group.get("input_activations")
+    bits, kind, strategy = weights["num_bits"], weights.get("type", "int"), weights.get("strategy")
+    what = f"config group {name!r}: {bits}-bit {kind} weights with strategy {strategy!r}"
+    if weights.get("actorder") == "group":
+        raise _refused(f"config group {name!r}: activation ordering (actorder) is not supported")
+    if group.get("output_activations"):
+        raise _refused(f"config group {name!r}: quantised output activations are not supported")
+    if kind == "int" and bits == 4 and strategy in ("group", "channel"):
+        return "int4"
+    if bits == 8 and kind in ("int", "float") and strategy in ("channel", "tensor"):
+        if not weights.get("symmetric", True):
+            raise _refused(f"{what}, asymmetric, are not supported")
+        if inputs is None or inputs.get("num_bits") != 8 or inputs.get("type", "int") != kind:
+            raise _refused(f"{what} are supported with 8-bit {kind} activations only")
+        return "int8" if kind == "int" else "fp8"
+    raise _refused(f"{what} are not supported")
+
+
+def _awq(stated: Mapping[str, Any]) -> StoredScheme:
+    bits = stated.get("bits", stated.get("w_bit"))
+    version = str(stated.get("version", stated.get("format", "gemm"))).lower()
+    if bits != 4:
+        raise _refused(f"AWQ with {bits} bits is not supported; 4 bits are")
+    if version != "gemm":
+        raise _refused(f"AWQ version {version!r} is not supported; 'gemm' is")
+    return StoredScheme(
+        "awq", ("int4",), (_group(stated, "q_group_size"),), 0, _not_converted(stated)
+    )
+
+
+def _gptq(stated: Mapping[str, Any]) -> StoredScheme:
+    bits = stated.get("bits")
+    if bits != 4:
+        raise _refused(f"GPTQ with {bits} bits is not supported; 4 bits are")
+    if stated.get("desc_act"):
+        raise _refused("GPTQ with activation ordering (desc_act) is not supported")
+    if stated.get("dynamic"):
+        raise _refused("GPTQ with settings of single modules ('dynamic') is not supported")
+    layout = stated.get("checkpoint_format", stated.get("format", "gptq"))
+    if layout not in ("gptq", "gptq_v2"):
+        raise _refused(f"GPTQ's checkpoint_format {layout!r} is not supported; 'gptq' is")
+    offset = 1 if layout == "gptq" else 0
+    return StoredScheme("gptq", ("int4",), (_group(stated),), offset, _not_converted(stated))
+
+
+def _bitsandbytes(stated: Mapping[str, Any]) -> StoredScheme:
+    if not stated.get("load_in_4bit", stated.get("_load_in_4bit")):
+        raise _refused("bitsandbytes' 8-bit weights, with outliers apart, are not supported")
+    kind = stated.get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4":
+        raise _refused(f"bitsandbytes' type {kind!r} is not supported; 'nf4' is")
+    storage = stated.get("bnb_4bit_quant_storage", "uint8")
+    if storage != "uint8":
+        raise _refused(f"bitsandbytes' storage {storage!r} is not supported; 'uint8' is")
+    ignore = tuple(str(each) for each in stated.get("llm_int8_skip_modules") or ())
+    return StoredScheme("bitsandbytes", ("nf4",), ignore=ignore)
+
+
+def _group(stated: Mapping[str, Any], other: str = "group_size") -> int | None:
+    return _checked_group(stated.get("group_size", stated.get(other, 128)))
+
+
+def _checked_group(value: Any) -> int | None:
+    size = int(value)
+    if size == -1:
+        return None
+    if size < 8:
+        raise _refused(f"groups of {size} weights are not supported; 8 are the fewest")
+    return size
+
+
+def _not_converted(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(each) for each in stated.get("modules_to_not_convert") or ())
+
+
+def _once(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"this checkpoint's quantisation cannot be read: {why}; {REMEDY}")
