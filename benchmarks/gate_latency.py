@@ -2,10 +2,10 @@
 
     python benchmarks/gate_latency.py [--rounds 200] [--json FILE]
 
-One worker (a real engine with its channel) and the gate have processes of their own, as in a cluster,
-and the ingress is this one; three ingresses ask for one token in turn: `none` has no gate, `pass` comes in without
-asking, as there is room whatever happens, and `ask` is made to ask each time. Ray is not in it: no
-request passes through Ray. Without --rounds enough it is noise: compare medians of one run.
+One worker (a real engine with its channel) and the gate have processes of their own, as in a
+cluster; this one is the ingress, and asks for one token in turn: `none` has no gate, `pass` comes
+in without asking, as there is room whatever happens, and `ask` is made to ask each time. Ray is not
+in it: no request passes through Ray. On a busy machine it is noise: compare medians of one run.
 """
 
 from __future__ import annotations

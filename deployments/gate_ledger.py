@@ -269,6 +269,11 @@ class Ledger:
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
+    def used(self, now: float) -> int:
+        """Tokens that its answers hold by now."""
+        demands = [each.demand for each in self._held.values()]
+        return int(_used(demands, self.generated(now), self.spec.block_size).sum())
+
     @property
     def has_slots(self) -> bool:
         return self.is_open and len(self._held) < self.spec.slots
