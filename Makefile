@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.penstock-setup
 MODEL  ?= builtin
+JOBS   ?= 2
 
 .PHONY: setup serve test check bench protos
 
@@ -27,7 +28,7 @@ serve: setup
 test: setup
 	@command -v redis-server >/dev/null || { echo "installing redis-server (for the tests)"; apt-get update -qq && apt-get install -y -qq redis-server; }
 	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # mypy and import-linter want the packages as a plain tree; the links are that tree.
 check: setup

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -17,3 +19,15 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# Tests run in two processes, a file in one of them. Those that start Ray take turns: two clusters
+# that start at once on two cores miss their own deadlines. They are long, so they begin.
+RAY_FILES = ("test_cluster.py", "test_cli.py", "test_gate_cluster.py", "test_expert_store.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in RAY_FILES)
+    for item in items:
+        group = "ray" if item.path.name in RAY_FILES else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
