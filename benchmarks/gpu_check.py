@@ -23,10 +23,23 @@ from gpu_cases import CUDA, DEVICE, DTYPES, TOLERANCE, Unit, Work
 
 import triton  # isort: skip  # after gpu_cases, which decides whether it interprets
 
+import gpu_arena  # isort: skip
 import gpu_attention  # isort: skip
+import gpu_kv  # isort: skip
+import gpu_linear  # isort: skip
+import gpu_moe  # isort: skip
 import gpu_rowwise  # isort: skip
+import gpu_sampling  # isort: skip
 
-PARTS = {"attention": gpu_attention, "rowwise": gpu_rowwise}
+PARTS = {
+    "attention": gpu_attention,
+    "kv": gpu_kv,
+    "rowwise": gpu_rowwise,
+    "linear": gpu_linear,
+    "moe": gpu_moe,
+    "sampling": gpu_sampling,
+    "arena": gpu_arena,
+}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ of each of their tokens. Formats see the same tokens, so the difference of two i
 token, and its standard error with it. Activations are fp32 wherever weights are not bf16. Figures
 are kept in the JSON file after each run, and runs that are there already are not done again.
 
-KV formats: auto, fp8, int8-8, int8-32, int8-64 (the whole head of these models). Where the engine
-has no `kv` setting, K and V are rounded as kernels/quant.py says before they are stored in fp32,
+KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head). Where the
+engine has no `kv` setting, K and V are rounded as kernels/quant.py says before they are stored in fp32,
 which is what a cache of that format gives back.
 """
 
@@ -75,7 +75,7 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
     settings: dict[str, Any] = {"num_blocks": 80, "max_num_batched_tokens": 512}
     kind, _, group = kv.partition("-")
     if ENGINE_HAS_KV and kind != "auto":
-        settings |= {"kv": kind} | ({"kv_group": int(group)} if group else {})
+        settings |= {"kv": kind, "kv_group": group or "head"}
     with rounded_kv("auto" if ENGINE_HAS_KV else kind, int(group or decoder.config.head_dim)):
         engine = Engine(EngineConfig(prefix_cache=False, **settings), decoder)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)

@@ -92,8 +92,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     if args.requests:
         loads = {name: replace(each, num_requests=args.requests) for name, each in loads.items()}
     each_run = sum(each.num_requests for each in loads.values()) * args.workers
-    told: dict[str, Any] = {name: {} for name in loads}
-    with tqdm(total=each_run * len(args.policy) * args.seeds, unit="request") as bar:
+    told: dict[str, Any] = {}
+    with tqdm(
+        total=each_run * len(args.policy) * args.seeds, unit="request", mininterval=1.0
+    ) as bar:
         for name, load in loads.items():
             shape = shape_of(load, args)
             for policy in args.policy:
@@ -111,8 +113,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                     )
                     for seed in range(args.seeds)
                 ]
-                told[name][policy] = spread(runs) | {"runs": runs}
-            keep(args.out, told, args)
+                told.setdefault(name, {})[policy] = spread(runs) | {"runs": runs}
+                keep(args.out, told, args)
     return told
 
 
@@ -174,7 +176,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def keep(out: Path | None, told: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write what is there: after each load, so that a long run that is stopped has left that."""
+    """Write what is there: after each policy, so that a long run that is stopped has left that."""
     if out is not None:
         plain = {key: str(value) for key, value in vars(args).items()}
         write(out, report(told, args), {"loads": told, "args": plain})

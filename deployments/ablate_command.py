@@ -9,7 +9,7 @@ import argparse
 import functools
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -29,7 +29,8 @@ def run_ablate(args: argparse.Namespace) -> int:
     """`penstock bench ablate`; the exit status. Raises ConfigError, or LoadError."""
     import torch  # takes seconds, and `serve` does without
 
-    from penstock.workers.models.loader import load_model, resolve_model
+    from penstock.workers.models.folder import resolve_model
+    from penstock.workers.models.loader import load_model
     from penstock.workers.tokenizer import Tokenizer
 
     jobs = jobs_of(args)
@@ -83,7 +84,7 @@ def run_ablate(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(full: Recipe, runs: dict[str, Sequence[Run]]) -> str:
+def table(full: Recipe, runs: Mapping[str, Sequence[Run]]) -> str:
     """For people: medians, and the gain of each part beside what was published."""
     published = {part.name: part.published for part in parts_of(full)}
     head = ("without", "tokens/s", "gain of the part", "at once", "preempted", "steps", "published")

@@ -47,6 +47,8 @@ HEALTH_PERIOD_S = 2.0  # how soon a dead replica is replaced
 HEALTH_TIMEOUT_S = 30.0
 BEAT_S = 0.5
 MAX_START_ATTEMPTS = 3
+GATE_ANSWER_MS = 20.0
+GATE_ANSWER_BESIDE_WORKERS_MS = 200.0  # who keep all cores busy; their own steps take as long
 FAREWELL_S = 1.0  # after draining, for errors to reach clients
 # Of an ingress: with a loop for Serve and a loop for us, gRPC would wake both for every message.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
@@ -118,7 +120,7 @@ class IngressReplica:
         self._asking: asyncio.Task[None] | None = None
         if setup is not None:
             actor = GateActor(config.app_name, setup)
-            answer_s = config.gate_answer_ms / 1000
+            answer_s = (config.gate_answer_ms or GATE_ANSWER_MS) / 1000
             self._gate = GateClient(self._ingress_id, actor.where, answer_s=answer_s)
             self._asking = asyncio.ensure_future(self._gate.run())
         self._pool = WorkerPool(self._ingress_id, self._gate)
@@ -152,7 +154,11 @@ class IngressReplica:
         )
         api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
         self._asgi_app = http_ingress.build_app(
-            core, api_keys=api_keys, workers=lambda: self._view.workers
+            core,
+            api_keys=api_keys,
+            workers=lambda: self._view.workers,
+            gate=self._gate,
+            admission=config.admission,
         )
         self._http = uvicorn.Server(
             uvicorn.Config(
@@ -174,7 +180,7 @@ class IngressReplica:
         gc.freeze()
         self._request_metrics = core.metrics
         if config.metrics_port:
-            collector = PenstockCollector(core.metrics, lambda: self._view.workers)
+            collector = PenstockCollector(core.metrics, lambda: self._view.workers, self._gate)
             # Not on the loop: it asks for the name of the address.
             self._metrics = await asyncio.to_thread(
                 MetricsServer, collector, config.metrics_host, config.metrics_port
@@ -265,7 +271,10 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         resources = {"num_cpus": share}
         # Ray would allow a process as many threads as it reserved CPUs; say what is meant.
         threads = config.engine.threads or max(1, int(share))
-        config = replace(config, engine=replace(config.engine, threads=threads))
+        answer_ms = config.gate_answer_ms or GATE_ANSWER_BESIDE_WORKERS_MS
+        config = replace(
+            config, engine=replace(config.engine, threads=threads), gate_answer_ms=answer_ms
+        )
     supervision = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,

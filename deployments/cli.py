@@ -52,6 +52,7 @@ GROUPS = {
     "memory and batches": (
         *("kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
+        "merge_steps",
     ),
     "who may come in": (
         *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
@@ -112,6 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)
+    queue = commands.add_parser("queue", help="show who waits at a server's gate, and why")
+    _add_server_flags(queue)
+    queue.add_argument("--limit", type=int, default=50, metavar="N", help="rows (default: 50)")
+    queue.set_defaults(run=_queue)
     commands.add_parser("version", help="print the version").set_defaults(run=_version)
     return parser
 
@@ -234,6 +239,13 @@ def _experts(args: argparse.Namespace) -> int:
     from penstock.deployments.experts_command import run_experts
 
     return run_experts(args.url, _api_key(args))
+
+
+def _queue(args: argparse.Namespace) -> int:
+    from penstock.deployments.queue_command import fetch_queue, queue_text
+
+    print(queue_text(fetch_queue(args.url, _api_key(args), args.limit)))
+    return 0
 
 
 def _version(_: argparse.Namespace) -> int:

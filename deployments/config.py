@@ -27,8 +27,9 @@ from penstock.workers.config import (
     option,
     unknown_setting,
 )
-from penstock.workers.model_config import read_limits
+from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.models.folder import BUILTIN
+from penstock.workers.quantization import weight_plan
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -75,8 +76,10 @@ class ServeConfig:
     longest_wait_s: float | None = option(
         None, "seconds; who would wait longer is refused at once; none: only by its own deadline"
     )
-    gate_answer_ms: float = option(
-        20.0, "milliseconds that the gate has for its first word, before a request goes without it"
+    gate_answer_ms: float | None = option(
+        None,
+        "milliseconds that the gate has for its first word, before a request goes without it; "
+        "none: 20, or 200 where workers compute on the CPUs that it needs",
     )
     predictor_file: str | None = option(
         None, "file that keeps what was learnt of answers' lengths; none: until the cluster ends"
@@ -250,6 +253,9 @@ def check_before_start(config: ServeConfig) -> None:
     Raises ConfigError. Cheap: loads no model and asks no hub.
     """
     check_model(config.engine.model)
+    folder = Path(config.engine.model).expanduser()
+    if folder.is_dir():
+        weight_plan(read_stored_scheme(folder), config.engine.weights)
     if config.api_keys_file is not None:
         read_api_keys(config.api_keys_file)
     for name in ("http_port", "grpc_port"):

@@ -73,7 +73,7 @@ def index_of(used: Ints, remaining: Ints) -> PeakIndex:
     """Sort the running answers: used [n], remaining [n, samples]. O(n log n) a sample."""
     num, samples = remaining.shape
     order = np.argsort(-remaining, axis=0)
-    ends = remaining[order, np.arange(samples)]
+    ends: Ints = remaining[order, np.arange(samples)]
     none = np.zeros((1, samples), np.int64)
     sums = np.concatenate((none, np.cumsum(used[order], axis=0)))
     at_end = sums[1:] + np.arange(1, num + 1)[:, None] * ends

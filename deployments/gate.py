@@ -66,6 +66,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
         assert self._address is not None
         return GateAddress(self._address, self._token, os.getpid())
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def _start(self, setup: GateSetup) -> None:
         predictor = self.keeper.predictor if self.keeper else _load(setup.snapshot_file)
         self.keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
@@ -132,7 +135,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
             keeper.take(link.ingress, message, time.monotonic())
             asking = [each.request_id for each in message.offers if not each.HasField("entered")]
             takes_s = len(keeper.inbox) * self._offer_s + self._tick_s
-            if asking and takes_s <= INLINE_S and self._may_tick():
+            if asking and takes_s <= INLINE_S and self._rest_s() <= 0:
                 self._turn()
                 self._tick()
             if asking:
@@ -199,7 +202,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
         return self._ticked_at + REST * self._tick_s - time.monotonic()
 
     def _may_tick(self) -> bool:
-        return self._rest_s() <= 0
+        assert self.keeper is not None
+        return self._rest_s() <= 0 and self.keeper.are_all_judged(time.monotonic())
 
     async def _beat(self) -> None:
         while True:
@@ -283,13 +287,6 @@ class GateActor:
         except RayActorError:
             self._handle = None
             raise
-        return address
-
-    def where_now(self) -> GateAddress:
-        """`where` for callers without an event loop."""
-        address: GateAddress = ray.get(
-            self._actor().where.remote(self._setup), timeout=CALL_TIMEOUT_S
-        )
         return address
 
     def _actor(self) -> Any:

@@ -16,6 +16,7 @@ from penstock.deployments.gate_grid import GridRoom
 from penstock.deployments.gate_ledger import Demand, Ledger
 from penstock.deployments.gate_room import Candidate, Room
 from penstock.deployments.gate_types import GateSettings
+from penstock.deployments.length_distribution import Floats
 
 
 class Choice:
@@ -28,11 +29,7 @@ class Choice:
         self._deviations = None
         if settings.rule == "gaussian":
             self._deviations = NormalDist().inv_cdf(min(settings.level, 1.0 - 1e-9))
-        if len(self._names) > settings.max_choices:
-            books = ledgers.values()
-            self._loads = np.array([e.load if e.has_slots else np.inf for e in books])
-            self._capacities = np.array([each.spec.capacity for each in books])
-            self._places = {name: i for i, name in enumerate(self._names)}
+        self._loads: Floats | None = None  # [workers], once somebody asks
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -50,6 +47,11 @@ class Choice:
         most = self._settings.max_choices
         if len(self._names) <= most:
             return self._names
+        if self._loads is None:
+            books = self._ledgers.values()
+            self._loads = np.array([e.load if e.has_slots else np.inf for e in books])
+            self._capacities = np.array([each.spec.capacity for each in books])
+            self._places = {name: i for i, name in enumerate(self._names)}
         loads = np.where(self._capacities >= demand.longest(1), self._loads, np.inf)
         return [self._names[i] for i in np.argpartition(loads, most)[:most].tolist()]
 
@@ -57,5 +59,5 @@ class Choice:
         """The candidate is on that worker now; its ledger knows."""
         ledger = self._ledgers[name]
         self._rooms[name] = ledger.joined(self[name], candidate, self._now)
-        if len(self._names) > self._settings.max_choices:
+        if self._loads is not None:
             self._loads[self._places[name]] = ledger.load if ledger.has_slots else np.inf

@@ -9,7 +9,6 @@ breaker. Knows nothing of how the gate decides, or of how workers are reached.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -90,7 +89,7 @@ class GateClient:
         self.breaker = Breaker()
         self.figures = pb.Figures()  # as the gate last told
         self.waits = Histogram(WAIT_BOUNDS)  # seconds, of those that asked and came in
-        self.num_passed = self.num_asked = self.num_fallback = 0
+        self.num_passed = self.num_asked = self.num_ticketed = self.num_fallback = 0
         self._ingress_id = ingress_id
         self._where = where
         self._answer_s = answer_s
@@ -112,6 +111,10 @@ class GateClient:
     @property
     def is_connected(self) -> bool:
         return self._is_connected
+
+    @property
+    def breaker_state(self) -> str:
+        return self.breaker.state(self._clock())
 
     @property
     def num_waiting(self) -> int:
@@ -155,6 +158,7 @@ class GateClient:
         if epoch is None:
             self.num_fallback += 1
         else:
+            self.num_ticketed += 1
             self.waits.observe(self._clock() - now)
         return epoch
 
@@ -194,12 +198,18 @@ class GateClient:
         """Who waits, and why; None while the gate is away."""
         if self._address is None or not self._is_connected:
             return None
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        try:
             response: pb.ExplainResponse = await self._stub.Explain(
                 pb.ExplainRequest(limit=limit), metadata=self._metadata(), timeout=1.0
             )
-            return response
-        return None
+        except grpc.aio.AioRpcError:
+            return None
+        except asyncio.CancelledError:  # also gRPC's word for a channel that was closed meanwhile
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return None
+        return response
 
     async def run(self) -> None:
         """Connect, and again after each break, for ever."""

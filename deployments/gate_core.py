@@ -47,6 +47,7 @@ class Gate:
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
         self._seed = seed
         self._number = 0
+        self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
         self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
@@ -61,7 +62,7 @@ class Gate:
         if known is not None and known.spec == spec:
             return []
         lost = self.remove_worker(spec.name)
-        self.ledgers[spec.name] = Ledger(spec)
+        self.ledgers[spec.name], self._pace_s = Ledger(spec), None
         self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
         return lost
 
@@ -70,6 +71,7 @@ class Gate:
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
+        self._pace_s = None
         self._strangers = {each for each in self._strangers if each not in ledger}
         lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
         for each in lost:
@@ -197,6 +199,7 @@ class Gate:
         ledger = self.ledgers.get(worker)
         if ledger is None:
             return
+        self._pace_s = None
         strangers = {each.request_id: self._adopt(each) for each in ledger.unknown(report)}
         self._strangers.update(strangers)
         for gone in ledger.report(report, now, strangers):
@@ -307,9 +310,9 @@ class Gate:
         """Workers with room for it, each with its predicted peak as a share: smallest is best."""
         able = []
         for name in rooms.near(entry.demand):
-            candidate, room = self._candidate(entry, name), rooms[name]
-            if room.admits(candidate):
-                able.append((room.peak_with(candidate) / room.capacity, name))
+            peak = rooms[name].peak_if_admitted(self._candidate(entry, name))
+            if peak is not None:
+                able.append((peak / rooms[name].capacity, name))
         return able
 
     def _soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
@@ -360,7 +363,9 @@ class Gate:
         self._number += 1
         steps = demand.candidate(1).remaining.astype(np.float64)
         area = float((request.prompt_tokens * steps + steps**2 / 2).mean())
-        paces = [each.step_s for each in self.ledgers.values()] or [0.03]
+        if self._pace_s is None:
+            paces = [each.step_s for each in self.ledgers.values()] or [0.03]
+            self._pace_s = sum(paces) / len(paces)
         return Waiting(
             demand=demand,
             tenant=request.tenant,
@@ -368,7 +373,7 @@ class Gate:
             arrived=now,
             number=self._number,
             expected=law.mean,
-            area=area * float(np.mean(paces)) / self._capacity,
+            area=area * self._pace_s / self._capacity,
             deadline=request.deadline,
         )
 

@@ -39,9 +39,14 @@ class GridRoom:
 
     def admits(self, candidate: Candidate) -> bool:
         """The rule, as gate_room's: alone, all may try that cannot outgrow the worker."""
+        return self.peak_if_admitted(candidate) is not None
+
+    def peak_if_admitted(self, candidate: Candidate) -> int | None:
+        """The peak, were it to join now; None: it may not."""
         if self.slots < 1 or candidate.longest > self.capacity:
-            return False
-        return self.num == 0 or self.peak_with(candidate) <= self.limit
+            return None
+        peak = self.peak_with(candidate)
+        return peak if self.num == 0 or peak <= self.limit else None
 
     def joined_by(self, candidate: Candidate) -> GridRoom:
         """The same worker with the candidate on it."""
@@ -123,8 +128,10 @@ def grid_room(
 
 def _survival(candidate: Candidate) -> Floats:
     """[horizons] share of the candidate's futures that reach each horizon."""
-    left = np.sort(candidate.remaining)
-    return 1.0 - np.searchsorted(left, HORIZONS) / len(left)
+    if not candidate.survival:
+        left = np.sort(candidate.remaining)
+        candidate.survival.append(1.0 - np.searchsorted(left, HORIZONS) / len(left))
+    return candidate.survival[0]
 
 
 def _with(use: UseGrid, candidate: Candidate) -> UseGrid:

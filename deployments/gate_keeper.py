@@ -18,6 +18,7 @@ import numpy as np
 from penstock.deployments.calibration import LEVELS, coverage
 from penstock.deployments.gate_core import Gate
 from penstock.deployments.gate_queue import QueueSettings
+from penstock.deployments.gate_room import UNBOUNDED
 from penstock.deployments.gate_types import (
     Expiry,
     GateRequest,
@@ -43,6 +44,8 @@ log = logging.getLogger("penstock.gate")
 
 SILENCE_S = 3.0  # a worker of which nothing is heard for so long is gone
 REBUILD_S = 2.0  # at most so long a new gate waits for the reports of all workers
+FULL_TICK_S = 0.02
+JUDGE_S = 0.05  # at most so long nobody goes in because others have not been judged
 MAX_LABELS = 4096  # that wait to be learnt; older ones are dropped
 COVERAGE_WEIGHT = 0.01  # of the newest answer
 SEED = 0
@@ -121,10 +124,16 @@ class GateKeeper:
         self._expected: set[int] = set()  # epochs that an ingress has named, and not yet reported
         self._num_preempted: dict[str, int] = {}
         self._born_s = now
+        self._ticked_at = now
 
     @property
     def num_waiting(self) -> int:
         return len(self.gate.queue) + len(self.inbox)
+
+    def are_all_judged(self, now: float) -> bool:
+        """Whether nobody who has just come is yet to be compared with those that wait."""
+        first = next(iter(self.inbox.values()), None)
+        return first is None or now - first.came_s > JUDGE_S
 
     def is_rebuilt(self, now: float) -> bool:
         """Whether all workers that ingresses know have said what they run."""
@@ -190,6 +199,7 @@ class GateKeeper:
 
     def tick(self, now: float) -> None:
         """Whatever was decided by now is told."""
+        self._ticked_at = now
         for name, worker in list(self._workers.items()):
             if now - worker.heard_s > SILENCE_S:
                 log.warning("worker %s is silent: nobody is sent there", name)
@@ -245,7 +255,7 @@ class GateKeeper:
             room = ledger.room(now, 1.0, self.gate.settings.num_samples)
             books.append(
                 pb.WorkerBook(
-                    worker=name,
+                    worker=self._id_of(name),
                     num_held=len(ledger),
                     slots=ledger.spec.slots,
                     used=int(room.used.sum()),
@@ -255,6 +265,8 @@ class GateKeeper:
                 )
             )
         waits = [wait_message(each) for each in self.gate.explain(now, limit)]
+        for wait in waits:
+            wait.worker = self._id_of(wait.worker)
         return pb.ExplainResponse(waits=waits, workers=books, num_waiting=self.num_waiting)
 
     def _report(self, message: pb.WorkerReport, now: float) -> None:
@@ -294,8 +306,9 @@ class GateKeeper:
         prompt, ceiling = message.features.prompt_tokens, message.ceiling or None
         if self.setup.admission == "reserve_max":
             # All that it may need is held from the beginning, and it grows no more.
-            prompt = min(prompt + law.ceiling, ceiling or (1 << 40))
-            ceiling = prompt
+            whole = min(prompt + law.ceiling, ceiling or UNBOUNDED)
+            size = max((each.spec.block_size for each in self.gate.ledgers.values()), default=16)
+            prompt = ceiling = -(-whole // size) * size
         deadline = offer.came_s + message.remaining_s if message.HasField("remaining_s") else None
         request = GateRequest(
             name, prompt, message.features.tenant, message.priority, deadline, ceiling
@@ -308,6 +321,8 @@ class GateKeeper:
             return
         if self.gate.is_admitted(name):  # its ingress knows better
             self.gate.completed(name, 0, now)
+        if len(self.gate.queue) >= self.setup.max_queued and now - self._ticked_at > FULL_TICK_S:
+            self.tick(now)  # who came just before may only be waiting for this
         refusal = self.gate.offer(request, law, now, holding=holding)
         if refusal is not None:
             self._tell(refusal)
@@ -317,6 +332,11 @@ class GateKeeper:
         if self.setup.admission == "reserve_max":
             holding = LengthDistribution(np.zeros(NUM_BINS + 1), max_tokens=features.max_tokens)
         return law, holding
+
+    def _id_of(self, name: str) -> str:
+        """As the status of workers has it: where machines are is nobody's business."""
+        worker = self._workers.get(name)
+        return "" if worker is None else epoch_name(worker.epoch)[:8]
 
     def _name_of(self, epoch: int) -> str | None:
         return next((n for n, each in self._workers.items() if each.epoch == epoch), None)

@@ -71,6 +71,7 @@ class Waiting:
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
     told_s: float = 0.0  # the wait that followed from it
 
+    _line: tuple[int, bool, bool, float, float, int] | None = None  # its place, unless overdue
     _candidates: dict[int, Candidate] = field(default_factory=dict)  # by block size
 
     @property
@@ -173,26 +174,25 @@ class GateQueue:
     def order(self, now: float) -> Iterator[Waiting]:
         """All that wait, as they would be served: each is charged before the next is chosen.
 
-        A still picture: the queue may change while it is walked. O(n log n).
+        A still picture: the queue may change while it is walked. O(n), and O(log n) for each one
+        that is walked over.
         """
         top = self._top()
-        lines: dict[str, list[Waiting]] = {}
+        lines: dict[str, list[tuple[tuple, Waiting]]] = {}
         for entry in self._waiting.values():
-            lines.setdefault(entry.tenant, []).append(entry)
+            lines.setdefault(entry.tenant, []).append((self._key(entry, now, top), entry))
         heap: list[tuple[int, float, int, str]] = []
         for tenant, line in lines.items():
-            line.sort(
-                key=lambda e: self._key(e, now, top), reverse=True
-            )  # the first one is at the end
-            heap.append(self._place(line[-1], self.counters[tenant], now, top))
+            heapq.heapify(line)  # no two keys are equal
+            heap.append(self._place(line[0][1], self.counters[tenant], now, top))
         heapq.heapify(heap)
         while heap:
             _, count, _, tenant = heapq.heappop(heap)
             line = lines[tenant]
-            entry = line.pop()
+            _, entry = heapq.heappop(line)
             if line:
                 count += self.charge_of(entry)
-                heapq.heappush(heap, self._place(line[-1], count, now, top))
+                heapq.heappush(heap, self._place(line[0][1], count, now, top))
             yield entry
 
     def charge_of(self, entry: Waiting) -> float:
@@ -242,9 +242,10 @@ class GateQueue:
         self, entry: Waiting, now: float, top: int
     ) -> tuple[int, bool, bool, float, float, int]:
         """Within a tenant, smallest first. All age alike, so arrival stands for waiting."""
-        rank = -self._class(entry, now, top)
-        if entry.is_overdue(now, self.settings.max_wait_s):
-            return (rank, not entry.returned, False, 0.0, 0.0, entry.number)
-        deadline = math.inf if entry.deadline is None else entry.deadline
-        aged = entry.area + self.settings.ageing * entry.arrived
-        return (rank, True, True, deadline, aged, entry.number)
+        if entry.returned or now - entry.arrived >= self.settings.max_wait_s:
+            return (-top, not entry.returned, False, 0.0, 0.0, entry.number)
+        if entry._line is None:
+            deadline = math.inf if entry.deadline is None else entry.deadline
+            aged = entry.area + self.settings.ageing * entry.arrived
+            entry._line = (-entry.priority, True, True, deadline, aged, entry.number)
+        return entry._line

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from penstock.deployments.future_peak import PeakIndex, held_peaks, index_of
-from penstock.deployments.length_distribution import Ints
+from penstock.deployments.length_distribution import Floats, Ints
 
 UNBOUNDED = 1 << 40  # the ceiling of an answer whose cache does not roll
 MAX_PROBES = 64  # ends at which it is asked whether an answer fits
@@ -28,6 +28,7 @@ class Candidate:
     remaining: Ints  # [samples] steps to its end
     ceiling: int = UNBOUNDED  # tokens that it never exceeds, prompt included
     longest: int = UNBOUNDED  # tokens that it holds if it becomes as long as it may
+    survival: list[Floats] = field(default_factory=list, compare=False)  # gate_grid's, once made
 
 
 def order_statistic(values: Ints, level: float) -> int:
@@ -59,9 +60,14 @@ class Room:
 
     def admits(self, candidate: Candidate) -> bool:
         """The rule. Alone on a worker, all may try that cannot outgrow it: nobody is in danger."""
+        return self.peak_if_admitted(candidate) is not None
+
+    def peak_if_admitted(self, candidate: Candidate) -> int | None:
+        """The quantile of the peaks, were it to join now; None: it may not."""
         if self.slots < 1 or candidate.longest > self.capacity:
-            return False
-        return len(self.used) == 0 or self.peak_with(candidate) <= self.limit
+            return None
+        peak = self.peak_with(candidate)
+        return peak if len(self.used) == 0 or peak <= self.limit else None
 
     def joined_by(self, candidate: Candidate) -> Room:
         """The same worker with the candidate on it."""

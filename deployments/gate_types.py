@@ -18,7 +18,7 @@ class GateSettings:
     level: float = 0.95  # share of the sampled futures that have to fit
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
-    max_choices: int = 8  # workers that are looked at for a request: those with least to hold
+    max_choices: int = 4  # workers that are looked at for a request: those with least to hold
     lease_s: float = 2.0  # a grant that has not started by then is taken back
     max_passes: int = 8  # later requests that may go before a first one that does not fit
     longest_wait_s: float = math.inf  # who would wait longer is refused at once

@@ -25,11 +25,13 @@ from penstock.deployments.core import RequestCore, beside_the_loop
 from penstock.deployments.dialects import server_sent
 from penstock.deployments.docs_page import CONTENT_SECURITY_POLICY, DOCS_PAGE
 from penstock.deployments.errors import ServiceError
+from penstock.deployments.gate_client import GateClient
 from penstock.deployments.generation import Generation
 from penstock.deployments.http_calls import SCHEMA_REF, about, read_body, takes
 from penstock.deployments.http_console import Workers, add_console_routes
 from penstock.deployments.http_messages import add_message_routes
 from penstock.deployments.http_openapi import document_of
+from penstock.deployments.http_queue import add_queue_route
 from penstock.deployments.http_responses import add_response_routes
 from penstock.deployments.http_tokens import add_token_routes
 from penstock.deployments.openai_answers import (
@@ -51,13 +53,18 @@ _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
 def build_app(
-    core: RequestCore, *, api_keys: Sequence[str] = (), workers: Workers | None = None
+    core: RequestCore,
+    *,
+    api_keys: Sequence[str] = (),
+    workers: Workers | None = None,
+    gate: GateClient | None = None,
+    admission: str = "optimistic",
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
     With `api_keys` (keys, or 'sha256:' and their hex digests) every path but /health, /live, /ready
     and the console's files wants one of them as a Bearer token. `workers`: all that are alive, as
-    they last announced themselves.
+    they last announced themselves. `gate`: this ingress's end of it, where there is one.
     """
     app = FastAPI(
         title="Penstock",
@@ -76,6 +83,7 @@ def build_app(
     add_token_routes(app, core)
     _add_model_routes(app, core, workers)
     add_console_routes(app, core, workers)
+    add_queue_route(app, gate, admission)
     _add_service_routes(app, core)
     return app
 
@@ -277,7 +285,7 @@ def _generates(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]
         "response_model": answer,
         "responses": {
             200: {"content": {"text/event-stream": {"schema": event}}},
-            **_errors(400, 401, 404, 413, 415, 500, 503, 504),
+            **_errors(400, 401, 404, 413, 415, 429, 500, 503, 504),
         },
         "openapi_extra": takes(body),
     }

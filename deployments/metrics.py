@@ -29,6 +29,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from penstock.deployments import errors
+from penstock.deployments.gate_client import GateClient
+from penstock.deployments.gate_metrics import (
+    ADMISSIONS,
+    GATE_COUNTERS,
+    GATE_GAUGES,
+    REASONS,
+    WAIT_HISTOGRAM,
+)
 from penstock.deployments.metric_tables import (
     EXPERT_COUNTERS,
     EXPERT_GAUGES,
@@ -52,14 +60,22 @@ SLOW_CLIENT_S = 10.0  # whoever says nothing for so long is cut off
 class PenstockCollector(Collector):
     """All metrics of one ingress, and those of all workers as the registry last told it."""
 
-    def __init__(self, requests: RequestMetrics, workers: Callable[[], Workers]):
+    def __init__(
+        self,
+        requests: RequestMetrics,
+        workers: Callable[[], Workers],
+        gate: GateClient | None = None,
+    ):
         self._requests = requests
         self._workers = workers
+        self._gate = gate
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_requests()
         yield from self._of_workers(tuple(self._workers()))
         yield from self._of_front_ends()
+        if self._gate is not None:
+            yield from self._of_gate(self._gate)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not collect."""
@@ -127,6 +143,15 @@ class PenstockCollector(Collector):
         yield seconds
         yield from _of_experts(named)
         yield weights
+        model = GaugeMetricFamily(
+            "penstock_step_model_seconds",
+            "What a step costs, and each row, cached token and prompt token in it, as fitted.",
+            labels=(*LABELS, "term"),
+        )
+        for labels, stats in named:
+            for term, cost in stats.step_model.items():
+                model.add_metric((*labels, term), cost)
+        yield model
         yield GaugeMetricFamily(
             "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
         )
@@ -145,6 +170,43 @@ class PenstockCollector(Collector):
             "Clients of this ingress that left before the end of their answer.",
             value=self._requests.num_disconnects,
         )
+
+    def _of_gate(self, gate: GateClient) -> Iterator[Metric]:
+        for name, text, value in GATE_GAUGES:
+            yield GaugeMetricFamily(name, text, value=value(gate))
+        for name, text, value in GATE_COUNTERS:
+            yield CounterMetricFamily(name, text, value=value(gate))
+        admitted = CounterMetricFamily(
+            "penstock_admissions",
+            "Requests of this ingress that came in, by how.",
+            labels=("by",),
+        )
+        for by, value in ADMISSIONS:
+            admitted.add_metric((by,), value(gate))
+        yield admitted
+        figures = gate.figures
+        refused = CounterMetricFamily(
+            "penstock_gate_refusals",
+            "Requests that did not come in, by reason.",
+            labels=("reason",),
+        )
+        for reason in REASONS:
+            refused.add_metric((reason,), figures.num_refused.get(reason, 0))
+        refused.add_metric(("expired",), figures.num_expired)
+        yield refused
+        held = GaugeMetricFamily(
+            "penstock_predictor_coverage",
+            "Share of late answers that stayed within the quantile of that level.",
+            labels=("level",),
+        )
+        for level, share in zip(figures.levels, figures.coverage, strict=True):
+            held.add_metric((f"{level:g}",), share)
+        yield held
+        waits = HistogramMetricFamily(
+            WAIT_HISTOGRAM, "From asking the gate to its ticket.", labels=()
+        )
+        _add(waits, (), gate.waits.snapshot())
+        yield waits
 
 
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:

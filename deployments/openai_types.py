@@ -30,7 +30,7 @@ from penstock.workers.structured import StructuredSpec
 # Harmless to ignore: they tell the provider about the caller, or hint at something we do not have.
 IGNORED = frozenset(
     (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+        *("metadata", "store", "service_tier", "safety_identifier", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "session_id", "request_id"),
     )
 )
@@ -47,10 +47,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
     "reasoning_effort": (None, "none"),
     **dict.fromkeys(("suffix",), (None, "")),
-    **dict.fromkeys(("priority",), (None, 0)),
     **dict.fromkeys(("cache_salt", "kv_transfer_params", "thinking_token_budget"), (None,)),
     "stream_interval": (None, 1),
 }
+MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy endpoint
 
 
@@ -103,6 +103,12 @@ class _GenerationRequest(ShapeFields):
         None, ge=1, description="sink_window: tokens by which the window moves on at once"
     )
     n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
+    priority: int | None = Field(
+        None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"
+    )
+    user: str | None = Field(
+        None, description="whom it is for: without API keys, those that wait share by it"
+    )
     prompt_logprobs: int | None = Field(
         None, description="tell how likely the prompt's tokens were, with up to 20 alternatives"
     )
@@ -135,6 +141,8 @@ class _GenerationRequest(ShapeFields):
         """Fields of a Call that are not about the prompt's form."""
         return {
             "model": self.model,
+            "priority": self.priority or 0,
+            "tenant": self.user or "",
             "skip_special_tokens": self.skip_special_tokens is not False,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "bad_words": tuple(self.bad_words or ()),

@@ -12,6 +12,7 @@
 #include "cpu_decode.h"
 #include "cpu_experts.h"
 #include "cpu_linear.h"
+#include "cpu_linear_codes.h"
 #include "cpu_linear_int8.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
@@ -30,6 +31,7 @@
 OPERATOR(pack, PackArgs)
 OPERATOR(linear, LinearArgs)
 OPERATOR(linear_int8, Int8LinearArgs)
+OPERATOR(linear_codes, CodesLinearArgs)
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
@@ -48,5 +50,6 @@ EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
         rope_write_kv<bf16>(*args);
 }
 EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
+EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }

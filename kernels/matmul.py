@@ -133,7 +133,7 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
         from penstock.kernels import matmul_triton
 
         return matmul_triton.linear(x, packed.payload, out)
-    if isinstance(packed.payload, NativeWeight) and x.dtype in native.DTYPES:
+    if isinstance(packed.payload, NativeWeight):
         return matmul_quant.native_linear(x, packed.payload, out)
     if isinstance(packed.payload, QuantizedWeight):
         y = matmul_quant.plain_linear(x, packed.payload, packed.bias)

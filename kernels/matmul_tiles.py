@@ -60,7 +60,7 @@ def choose_tiles(
     widest = 64 if element_bytes == 4 else 128
     rows = max(16, min(widest, 1 << max(0, num_rows - 1).bit_length()))
     outputs = 64 if rows <= 32 else 128
-    tiles = num_groups * -(-num_rows // rows) * -(-num_outputs // outputs)
+    tiles = max(1, num_groups * -(-num_rows // rows) * -(-num_outputs // outputs))
     steps = -(-num_inputs // step)
     wanted = 2 * num_sms if rows <= 64 else num_sms
     splits = max(1, min(MAX_SPLITS, steps // STEPS_A_SPLIT, wanted // tiles))

@@ -92,8 +92,13 @@ class Int8Rows:
         return self.codes.shape
 
 
-def quantize_weight(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration."""
+def quantize_weight(
+    weight: Tensor, format: WeightFormat, group: int = INT4_GROUP
+) -> QuantizedWeight:
+    """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration.
+
+    `group`: of int4.
+    """
     wide = weight.float()
     if format == "int8":
         codes, scales = quantize_rows_int8(wide)
@@ -102,7 +107,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
         codes, scales = quantize_rows_fp8(wide)
         return QuantizedWeight("fp8", codes, scales, weight.shape[1])
     if format == "int4":
-        return _quantize_int4(wide)
+        return _quantize_int4(wide, group)
     return _quantize_nf4(wide)
 
 
@@ -196,15 +201,15 @@ def dequantize_kv(codes: Tensor, scales: Tensor) -> Tensor:
     return (groups * scales.float()[..., None]).flatten(-2)
 
 
-def _quantize_int4(weight: Tensor) -> QuantizedWeight:
-    groups = _groups(weight, INT4_GROUP)
+def _quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
+    groups = _groups(weight, group)
     place = groups.abs().argmax(-1, keepdim=True)
     extreme = groups.gather(-1, place).squeeze(-1)
     divisor = torch.where(extreme < 0, 8.0, 7.0)  # the codes reach from -8 to 7
     scales = (extreme.abs() / divisor).clamp(min=MIN_SCALE)
     nibbles = (groups / scales[..., None]).round().clamp(-8, 7).add(8).to(torch.uint8)
     codes = pack_nibbles(nibbles.flatten(1)[:, : weight.shape[1]], fill=8)
-    return QuantizedWeight("int4", codes, scales, weight.shape[1], INT4_GROUP)
+    return QuantizedWeight("int4", codes, scales, weight.shape[1], group)
 
 
 def _quantize_nf4(weight: Tensor) -> QuantizedWeight:

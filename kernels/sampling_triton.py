@@ -181,12 +181,12 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr, scratch_ptr = logits_ptr + row * stride, scratch_ptr + row * scratch_stride
     parameters_ptr += row
-    scale = tl.load(parameters_ptr)
+    inverse_temperature = tl.load(parameters_ptr)
     top, chosen, least, wrong = _survey(row_ptr, vocab, TILE)
     if (wrong > 0) | (tl.abs(top) == float("inf")):
         chosen = -1
-    elif scale > 0:
-        scale = tl.minimum(scale, _MAX_SCALE).to(tl.float32)
+    elif inverse_temperature > 0:
+        scale = tl.minimum(inverse_temperature, _MAX_SCALE).to(tl.float32)
         edge = least
         if FILTERED:
             top_k, top_p = (

@@ -33,6 +33,7 @@ from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
+from penstock.workers.step_model import StepModel
 from penstock.workers.swap import host_swap
 
 log = logging.getLogger("penstock.engine")
@@ -92,6 +93,7 @@ class Engine:
             self.cache.swap, self._rates = host_swap(config, self.arena, run_rows, most_rows)
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
+        self.step_model = StepModel()
         self.max_model_len = min(
             config.max_model_len or facts.max_position_embeddings,
             self.arena.num_blocks * config.block_size,
@@ -170,8 +172,12 @@ class Engine:
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
             return deltas + self._run_each_alone(plan)
+        seconds = time.perf_counter() - began_s
         if self._rates is not None:
-            self._rates.observe_step(plan.num_tokens, time.perf_counter() - began_s)
+            self._rates.observe_step(plan.num_tokens, seconds)
+        num_cached = sum(chunk.seq.num_computed_tokens for chunk in plan.decode)
+        num_prompt = plan.num_tokens - len(plan.decode)
+        self.step_model.observe(len(plan.decode), num_cached, num_prompt, seconds)
         deltas += self._commit(plan, result)
         self.times.lap("deliver")
         return deltas
@@ -214,6 +220,7 @@ class Engine:
             num_finished=dict(self._num_finished),
             num_corrupted=self._num_corrupted,
             step_seconds=self.times.seconds(),
+            step_model=self.step_model.coefficients(),
             step_tokens=self._step_tokens.snapshot(),
             experts=None if self.model.routed is None else self.model.routed.stats(),
         )

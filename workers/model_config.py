@@ -152,6 +152,12 @@ def read_limits(path: str | Path) -> tuple[int, int]:
     return config.vocab_size, config.max_position_embeddings
 
 
+def read_stored_scheme(path: str | Path) -> StoredScheme | None:
+    """How the checkpoint in `path` is quantised; None if it is not. Raises ConfigError."""
+    folder = Path(path)
+    return _scheme(folder, read_json(folder / "config.json"))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ConfigError naming the file if it is missing or is not one."""
     try:

@@ -65,6 +65,26 @@ class WeightPlan:
         return self.format if self.quantize_lm_head else None
 
 
+def weight_plan(
+    scheme: StoredScheme | None,
+    weights: str,
+    quantize_o: bool = True,
+    quantize_lm_head: bool = False,
+) -> WeightPlan:
+    """What is to be quantised at load. Raises ConfigError for what is quantised differently."""
+    if weights not in QUANTIZED_FORMATS:
+        return WeightPlan()
+    if scheme is None:
+        return WeightPlan(weights, quantize_o, quantize_lm_head)
+    if scheme.formats != (weights,):
+        raise ConfigError(
+            f"weights is {weights}, but this checkpoint is quantised as "
+            f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "
+            "original checkpoint"
+        )
+    return WeightPlan()
+
+
 def read_scheme(stated: Any) -> StoredScheme | None:
     """The scheme of the `quantization_config` of a config.json; None where there is none.
 

@@ -16,6 +16,7 @@ from penstock.workers.kv_cache import KVCache
 from penstock.workers.policies import Context
 from penstock.workers.sequence import Sequence, SequenceState
 
+PINNED = 2  # preemptions, after which others go first
 WEIGHT = 0.2  # of the newest in a running mean
 
 
@@ -69,9 +70,9 @@ class Plan:
 class Scheduler:
     """Oldest first: running sequences decode, then prefill goes on, then waiting ones come in.
 
-    When blocks run out the youngest running sequence is preempted: it gives its blocks back and is
-    recomputed later, so the oldest always progresses. A sequence comes in only when all its known
-    tokens that it sees at once fit, and never in a step that preempted.
+    When blocks run out a running sequence is preempted, see `_victim`: it gives its blocks back and
+    is recomputed later. The oldest is not, so it always progresses. A sequence comes in only when
+    all its known tokens that it sees at once fit, and never in a step that preempted.
 
     With a `deferral`, a decoding sequence that finds no block may first go on without one.
 
@@ -198,7 +199,7 @@ class Scheduler:
             if fits > 0:
                 length = min(length, fits)
                 break
-            victim = self.running[-1]
+            victim = self._victim()
             refund += plan.drop(victim)
             self._preempt(victim)
             if victim is seq:
@@ -239,9 +240,9 @@ class Scheduler:
         return True
 
     def _num_at_stake(self) -> float:
-        """Tokens that a preemption now would make somebody compute again: all that the youngest
+        """Tokens that a preemption now would make somebody compute again: all that the victim
         has, or what it has cost lately, for prefix hits and host memory spare much of that."""
-        most = self.running[-1].num_computed_tokens
+        most = self._victim().num_computed_tokens
         return most if self._recomputed is None else min(most, self._recomputed)
 
     def _admit(self, budget: int, plan: Plan) -> None:
@@ -264,8 +265,21 @@ class Scheduler:
                 plan.add(Chunk(seq, seq.num_computed_tokens, length))
                 budget -= length
 
+    def _victim(self) -> Sequence:
+        """Whom to preempt: the least urgent, then who has most to come, then the youngest.
+
+        Not the oldest while there are others; nor whoever has been preempted twice, unless all have
+        been, and then the youngest: so nobody is thrown out for ever, and somebody gets done.
+        """
+        others = self.running[1:] or self.running
+        free = [seq for seq in others if seq.num_preemptions < PINNED]
+        if not free:
+            return others[-1]
+        return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
+
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
+        seq.num_preemptions += 1
         self.running.remove(seq)
         self.cache.preempt(seq)
         seq.state = SequenceState.WAITING

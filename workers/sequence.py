@@ -50,6 +50,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_deferred_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_rolled_blocks",
         "order",
@@ -89,6 +90,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_deferred_tokens = 0
+        self.num_preemptions = 0
         self.num_rolled_blocks = 0
         self.block_table = array("i")
         self.block_keys: list[bytes] = []
@@ -111,6 +113,11 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """Tokens whose K and V are still to be stored; 1 while decoding, unless some wait."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens still to come, as it was guessed when it came; 0: nobody has, or it is beyond."""
+        return max(0, self.request.num_expected - len(self.token_ids))
 
     @property
     def is_decoding(self) -> bool:

@@ -95,5 +95,6 @@ class EngineStats:
     num_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     num_corrupted: int = 0  # requests that ended because their logits were no numbers
     step_seconds: dict[str, float] = field(default_factory=dict)  # by phase of step_times.py
+    step_model: dict[str, float] = field(default_factory=dict)  # seconds by term of step_model.py
     step_tokens: Distribution | None = None  # computed in one step
     experts: ExpertStats | None = None  # where there is a cache of experts

@@ -10,10 +10,15 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
+import grpc
+import httpx
 import pytest
 import torch
+from google.rpc import error_details_pb2, status_pb2
+from serving import ScriptedBackend, Serving
 
 from penstock.deployments.asked import AskedRequest
 from penstock.deployments.channel import WorkerPool
@@ -21,7 +26,10 @@ from penstock.deployments.errors import ServiceError
 from penstock.deployments.gate import GateServer
 from penstock.deployments.gate_client import GateClient
 from penstock.deployments.gate_keeper import GateSetup
+from penstock.deployments.gate_ledger import Ledger
 from penstock.deployments.length_features import Features
+from penstock.deployments.passes import Passes
+from penstock.protos.penstock.v1 import inference_pb2, inference_pb2_grpc
 from penstock.workers.channel_server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
@@ -68,9 +76,10 @@ async def house(
     *nodes: Node, setup: GateSetup = SETUP, answer_s: float = 5.0
 ) -> AsyncIterator[House]:
     gate = GateServer()
+    gate.setup = setup  # type: ignore[attr-defined]
 
     async def where() -> Any:
-        return await gate.where(setup)
+        return await gate.where(gate.setup)  # type: ignore[attr-defined]
 
     client = GateClient("test", where, answer_s=answer_s)
     asking = asyncio.ensure_future(client.run())
@@ -107,6 +116,11 @@ def node(model: Any) -> Iterator[Node]:
     made = Node(model)
     yield made
     made.stop()
+
+
+class NoPasses(Passes):
+    def renew(self, *_: Any) -> None:
+        """None are taken."""
 
 
 def request(
@@ -227,7 +241,7 @@ def test_an_expired_deadline_is_never_prefilled(node, run):
 
 def test_a_full_queue_refuses_with_a_time_to_come_again(node, run):
     async def scenario():
-        setup = GateSetup(host="127.0.0.1", max_queued=1)
+        setup = GateSetup(host="127.0.0.1", admission="reserve_max", max_queued=1)
         async with house(node, setup=setup) as made:
             first = [
                 asyncio.ensure_future(collect(made.pool, request(n, max_tokens=600)))
@@ -248,18 +262,19 @@ def test_a_full_queue_refuses_with_a_time_to_come_again(node, run):
     assert 0.8 <= failure.retry_after_s <= 72
 
 
-def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run):
+def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run, monkeypatch):
     """The gate's book is wrong on purpose: it thinks that the worker has twenty times the room."""
+
+    room = Ledger.room
+    monkeypatch.setattr(
+        Ledger, "room", lambda *args: replace(room(*args), capacity=1 << 30, limit=1 << 30)
+    )
 
     async def scenario():
         async with house(node) as made:
-            spec = made.gate.keeper.gate.ledgers
             big = [request(n, max_tokens=40, length=300) for n in range(6)]
             client = made.client
-            client._passes.renew = lambda as_of, given, now: None  # everybody asks
-            client._passes._given = {}
-            for ledger in spec.values():
-                ledger.room = _boundless(ledger.room)
+            client._passes = NoPasses()  # everybody asks
             answers = await asyncio.gather(*(collect(made.pool, each) for each in big))
             return big, answers, made.gate.keeper.counts
 
@@ -270,18 +285,11 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
     assert counts.declined >= 1
 
 
-def _boundless(room: Any) -> Any:
-    from dataclasses import replace
-
-    return lambda *args: replace(room(*args), capacity=1 << 30, limit=1 << 30)
-
-
 def test_a_gate_that_stands_still_is_gone_past(node, run):
     async def scenario():
         async with house(node, answer_s=0.02) as made:
             client, keeper = made.client, made.gate.keeper
-            client._passes.renew = lambda as_of, given, now: None  # everybody asks
-            client._passes._given = {}
+            client._passes = NoPasses()  # everybody asks
             keeper.work = keeper.tick = lambda now: False  # nothing is decided any more
             made.gate.keeper.told_waiting = lambda names, ingress: None
             took_s = []
@@ -312,11 +320,12 @@ def test_the_noisy_tenant_gets_no_more_than_the_quiet_ones(node, run):
         setup = GateSetup(host="127.0.0.1", admission="reserve_max")
         async with house(node, setup=setup) as made:
             asked = [("noisy", 54)] + [(each, 6) for each in quiet]
-            number, tasks = 0, []
-            for tenant, count in asked:
-                for _ in range(count):
-                    number += 1
-                    tasks.append(asyncio.ensure_future(one(made.pool, number, tenant)))
+            order = [tenant for tenant, count in asked for _ in range(count)]
+            random.Random(0).shuffle(order)
+            tasks = [
+                asyncio.ensure_future(one(made.pool, number, tenant))
+                for number, tenant in enumerate(order)
+            ]
             async with asyncio.timeout(60):
                 while sum(served.values()) < 60 * 50:  # each share is 6, and quiet ones have 6
                     await asyncio.sleep(0.005)
@@ -340,7 +349,8 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
                     await asyncio.sleep(0.01)
             old = made.gate.keeper
             old.predictor.observe(request(1).features, 7, "stop")
-            await made.gate.where(GateSetup(host="127.0.0.1", max_queued=7))  # as if begun anew
+            made.gate.setup = GateSetup(host="127.0.0.1", max_queued=7)
+            await made.gate.where(made.gate.setup)  # begins anew
             new = made.gate.keeper
             async with asyncio.timeout(10):
                 while not new.gate.ledgers or not made.client.is_connected:
@@ -351,3 +361,25 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
             return new is not old, held, new.predictor is old.predictor
 
     assert run(scenario()) == (True, [1], True)
+
+
+def test_a_refusal_says_when_to_come_again(run):
+    refusal = ServiceError("over_share", "there are others", retry_after_s=7.2)
+    with Serving(ScriptedBackend(refusal)) as made:
+        body = {"prompt": "x", "max_tokens": 1}
+        answer = httpx.post(f"{made.base_url}/v1/completions", json=body)
+        with grpc.insecure_channel(made.grpc_target) as connection:
+            stub = inference_pb2_grpc.InferenceServiceStub(connection)
+            ask = inference_pb2.GenerateRequest(text="x")
+            with pytest.raises(grpc.RpcError) as failure:
+                list(stub.Generate(ask))
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "8"
+    assert answer.json()["error"]["message"] == "there are others"
+    assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = dict(failure.value.trailing_metadata())
+    assert trailing["grpc-retry-pushback-ms"] == "7200"
+    status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+    retry = error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 7200

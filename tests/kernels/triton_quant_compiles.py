@@ -1,6 +1,10 @@
-"""Compiles the Triton kernels of quantised linears and of sampling, as triton_compiles.py does."""
+"""Compiles the Triton kernels of quantised linears, routed experts and sampling, as
+triton_compiles.py does. Each for one generation of GPU; with `--all`, for both.
+"""
 
 from __future__ import annotations
+
+import sys
 
 from triton_compiles import SHARED_BYTES, compile_for
 
@@ -36,17 +40,20 @@ INT8 = CODES | {"x_ptr": "i8", "codes_ptr": "i8"}
 KERNELS = {
     "int8 decode": linear("int8", 1, INT8),
     "int8 prefill": linear("int8", 4096, INT8),
-    "int8 routed": linear("int8", 64, INT8, **ROUTED),
+    "int8 routed prefill": linear("int8", 64, INT8, **ROUTED),
+    "int8 routed": linear("int8", 16, INT8, **ROUTED),
     "fp8 decode": linear("fp8", 1, CODES),
     "fp8 prefill": linear("fp8", 4096, CODES),
-    "fp8 without units": linear("fp8_upcast", 4096, CODES),
+    "fp8 without units": linear("fp8_upcast", 16, CODES),
+    "fp8 without units prefill": linear("fp8_upcast", 4096, CODES),
     "int4 decode": linear("int4", 1, LINEAR | {"zeros_ptr": "u8"}),
     "int4 prefill": linear("int4", 4096, LINEAR),
     "int4 routed": linear("int4", 16, LINEAR, **ROUTED),
     "int4 64 rows": linear("int4", 64, LINEAR),
     "int4 fp16": linear("int4", 16, LINEAR | {"x_ptr": "fp16", "out_ptr": "fp16"}),
     "nf4 decode": linear("nf4", 1, LINEAR | {"table_ptr": "bf16"}),
-    "plain routed": linear("plain", 256, BF16, **ROUTED),
+    "plain routed": linear("plain", 16, BF16, **ROUTED),
+    "plain routed prefill": linear("plain", 256, BF16, **ROUTED),
     "reduce": (matmul._reduce_kernel, LINEAR | {"partial_ptr": "fp32"}, REDUCE_SIZES, 4, 3),
     "reduce routed": (
         matmul._reduce_kernel, CODES | {"partial_ptr": "i32"} | ROUTED,
@@ -77,12 +84,22 @@ KERNELS = {
 }  # fmt: skip
 
 
+AMPERE = {"int8 routed", "fp8 without units", "int4 decode", "reduce", "quantize"}
+ON_REQUEST = ("prefill", "64 rows", "fp16", "int4 routed")  # they take seconds each
+
+
+def chosen(everything: bool):
+    for name, entry in KERNELS.items():
+        for capability in SHARED_BYTES:
+            fits = capability == 90 or entry[2].get("FORMAT") != "fp8"  # launched with FP8 units
+            mine = (capability == 80) == (name in AMPERE) and not name.endswith(ON_REQUEST)
+            if fits and (everything or mine):
+                yield capability, name, entry
+
+
 if __name__ == "__main__":
-    for capability, most in SHARED_BYTES.items():
-        for name, entry in KERNELS.items():
-            if capability == 80 and entry[2].get("FORMAT") == "fp8":
-                continue  # launched with FP8 units alone
-            made = compile_for(capability, *entry)
-            assert len(made.asm["cubin"]) > 0
-            assert made.metadata.shared <= most, (name, made.metadata.shared)
-            print(f"sm_{capability} {name} shared {made.metadata.shared}")
+    for capability, name, entry in chosen("--all" in sys.argv):
+        made = compile_for(capability, *entry)
+        assert len(made.asm["cubin"]) > 0
+        assert made.metadata.shared <= SHARED_BYTES[capability], (name, made.metadata.shared)
+        print(f"sm_{capability} {name} shared {made.metadata.shared}")

@@ -279,12 +279,13 @@ def allocated(profile: torch.profiler.profile) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [*((name, "fp32") for name in (*FAMILIES, *BUILTIN)), ("builtin", "int8"), ("mixtral", "int8")],
+    [*((name, "fp32") for name in (*FAMILIES, *BUILTIN)), ("mixtral", "int8")]
+    + [("builtin", weights) for weights in ("int8", "int4", "nf4", "fp8")],
 )
 def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name, weights):
     model, num_tokens = decoder_of(name, weights), 300
-    if weights == "int8" and native.library() is None:
-        pytest.skip("without the native library, int8 rows are unpacked for each product")
+    if weights != "fp32" and native.library() is None:
+        pytest.skip("without the native library, quantised weights are unpacked for each product")
     memory = torch.empty(model.plan.bytes_for(num_tokens), dtype=torch.uint8)
     workspace = Workspace(**model.plan.views(num_tokens, memory))
     one_array = num_tokens * model.config.hidden_size * model.dtype.itemsize

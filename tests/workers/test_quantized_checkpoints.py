@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_models import Paged
 from torch import Tensor
 
+from penstock.deployments.config import check_before_start, config_from
 from penstock.kernels.quant import NF4_VALUES
 from penstock.workers.config import ConfigError
 from penstock.workers.model_config import read_limits
@@ -347,3 +348,14 @@ def test_the_folder_of_a_copy_is_whole(tmp_path: Path):
     shutil.copyfile(make_checkpoint("llama") / "config.json", tmp_path / "model" / "config.json")
     with pytest.raises(LoadError, match=r"q_proj.weight' is missing"):
         load_model(tmp_path / "model", progress=False)
+
+
+def test_serve_says_so_before_it_starts(folder: Path):
+    config = config_from(
+        {
+            "model": str(folder),
+            "weights": "int8",
+        }
+    )
+    with pytest.raises(ConfigError, match="weights auto"):
+        check_before_start(config)

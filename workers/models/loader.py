@@ -40,8 +40,8 @@ from penstock.workers.models.weight_sources import (
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     QuantizedFormat,
-    StoredScheme,
     WeightPlan,
+    weight_plan,
 )
 
 log = logging.getLogger("penstock.loader")
@@ -72,7 +72,7 @@ def load_model(
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
-    plan = _weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
+    plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     routed, in_arena = None, set[str]()
     if experts is not None:
         check_weights(weights, config)
@@ -130,7 +130,7 @@ def build_random(
     """A decoder with random weights (normal, standard deviation 0.02), for benchmarks."""
     config = dataclasses.replace(config, dtype="fp32") if config.dtype == "auto" else config
     config = dataclasses.replace(config, stored_scheme=None)
-    plan = _weight_plan(None, weights, quantize_o, quantize_lm_head)
+    plan = weight_plan(None, weights, quantize_o, quantize_lm_head)
     config = _with_dtype(config, weights, torch.device(device))
     return build_decoder(config, RandomWeights(config, seed, device), plan)
 
@@ -284,23 +284,6 @@ class _Builder:
         if format is not None:
             return pack_linear(quantize_weight(weight, format), bias)
         return pack_linear(weight.to(self.dtype), bias)
-
-
-def _weight_plan(
-    scheme: StoredScheme | None, weights: str, quantize_o: bool, quantize_lm_head: bool
-) -> WeightPlan:
-    """What is to be quantised at load. Raises ConfigError for what is quantised differently."""
-    if weights not in QUANTIZED_FORMATS:
-        return WeightPlan()
-    if scheme is None:
-        return WeightPlan(weights, quantize_o, quantize_lm_head)
-    if scheme.formats != (weights,):
-        raise ConfigError(
-            f"weights is {weights}, but this checkpoint is quantised as "
-            f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "
-            "original checkpoint"
-        )
-    return WeightPlan()
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:

@@ -7,6 +7,7 @@ it is on the disk. Knows files and names of tensors; the layouts are quantized_l
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from penstock.kernels.quant import INT4_GROUP
 from penstock.workers.config import ConfigError
 from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.models.checkpoint import INDEX_NAME, StoredTensor, open_checkpoint
@@ -26,11 +28,14 @@ from penstock.workers.models.folder import LoadError
 from penstock.workers.models.quantized_layout import (
     DTYPE_NAMES,
     Part,
+    group_of,
     parts_of,
     quantization_config,
     tensors_of,
 )
 from penstock.workers.quantization import QuantizedFormat
+
+log = logging.getLogger("penstock.quantize")
 
 # The linear layers of all families; routers, embeddings and norms have other names.
 _LINEAR = re.compile(
@@ -68,6 +73,7 @@ class QuantizePlan:
     dtype: str  # of activations, as config.json has it
     shards: tuple[Shard, ...]
     ignored: tuple[str, ...]  # linear modules that stay as they are
+    groups: dict[int, list[str]]  # modules whose int4 groups are not of 128, by size
 
     @property
     def num_source_bytes(self) -> int:
@@ -104,6 +110,7 @@ def plan_quantize(
     dtype = dtype.removeprefix("torch.")
     shards: dict[str, Shard] = {}
     ignored: list[str] = []
+    groups: dict[int, list[str]] = {}
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         shard = shards.setdefault(stored.file.name, Shard(stored.file.name))
         if _ALL_EXPERTS.search(name):
@@ -118,15 +125,21 @@ def plan_quantize(
         skips = (module.endswith(".o_proj") and not quantize_o) or (
             name == "lm_head.weight" and not quantize_lm_head
         )
-        if not is_linear or skips:
+        if is_linear and len(stored.shape) != 2:
+            raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
+        group = group_of(stored.shape[1]) if is_linear and format == "int4" else INT4_GROUP
+        if group is None:
+            log.warning("%s stays as it is: no int4 group divides %s", module, stored.shape[1])
+        if not is_linear or skips or group is None:
             # In a list of linear layers that stay, routers are named too: they are such layers.
             if is_linear or name.endswith(("gate.weight", "shared_expert_gate.weight")):
                 ignored.append(module)
             shard.entries.append(_copied(stored))
             continue
-        if len(stored.shape) != 2:
-            raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
-        parts = tuple(parts_of(format, *stored.shape, dtype))
+        if group != INT4_GROUP:
+            groups.setdefault(group, []).append(module)
+        num_rows, width = stored.shape
+        parts = tuple(parts_of(format, num_rows, width, dtype))
         shard.entries.append(Entry(stored, module, parts, format))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
@@ -135,7 +148,9 @@ def plan_quantize(
                 "cannot hold it quantised; serve with --quantize-lm-head instead"
             )
         ignored.append("lm_head")
-    return QuantizePlan(source, format, dtype, tuple(shards.values()), tuple(sorted(ignored)))
+    return QuantizePlan(
+        source, format, dtype, tuple(shards.values()), tuple(sorted(ignored)), groups
+    )
 
 
 def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], object]) -> None:
@@ -230,7 +245,9 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 def _write_config(plan: QuantizePlan, folder: Path) -> None:
     config = read_json(plan.source / "config.json")
-    config["quantization_config"] = quantization_config(plan.format, plan.ignored, plan.dtype)
+    config["quantization_config"] = quantization_config(
+        plan.format, plan.ignored, plan.dtype, plan.groups
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

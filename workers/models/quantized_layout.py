@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,14 @@ class Part:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def group_of(width: int) -> int | None:
+    """The int4 group for rows of `width`: others read whole groups only, or one. None: there is no
+    such group."""
+    if width <= INT4_GROUP:
+        return width
+    return next((group for group in (INT4_GROUP, 64, 32) if width % group == 0), None)
+
+
 def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> list[Part]:
     """What a weight [num_rows, width] becomes; `dtype` is what config.json calls activations'."""
     if format in ("int8", "fp8"):
@@ -57,7 +65,7 @@ def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> 
     if format == "int4":
         return [
             Part("weight_packed", torch.int32, (num_rows, -(-width // 8))),
-            Part("weight_scale", torch.float32, (num_rows, -(-width // INT4_GROUP))),
+            Part("weight_scale", torch.float32, (num_rows, width // _group_or_fail(width))),
             Part("weight_shape", torch.int64, (2,)),
         ]
     size = num_rows * width
@@ -73,15 +81,19 @@ def tensors_of(weight: Tensor, format: QuantizedFormat, dtype: str) -> list[Tens
     """The tensors of `weight` [N, K], in the order and shapes of `parts_of`."""
     if format == "nf4":
         return _bitsandbytes(weight, dtype)
-    quantized = quantize_weight(weight, format)
+    group = _group_or_fail(weight.shape[1]) if format == "int4" else INT4_GROUP
+    quantized = quantize_weight(weight, format, group)
     if format in ("int8", "fp8"):
         return [quantized.codes, quantized.scales[:, None]]
     nibbles = unpack_nibbles(quantized.codes)[:, : weight.shape[1]]
     return [pack_int32(nibbles), quantized.scales, torch.tensor(weight.shape)]
 
 
-def quantization_config(format: QuantizedFormat, ignore: Sequence[str], dtype: str) -> Any:
-    """What config.json says of it. `ignore`: linear modules that stay as they are."""
+def quantization_config(
+    format: QuantizedFormat, ignore: Sequence[str], dtype: str, groups: Mapping[int, Sequence[str]]
+) -> Any:
+    """What config.json says of it. `ignore`: linear modules that stay as they are; `groups`: those
+    whose int4 groups are not of 128, by the size of theirs."""
     if format == "nf4":
         return {
             "quant_method": "bitsandbytes",
@@ -101,22 +113,35 @@ def quantization_config(format: QuantizedFormat, ignore: Sequence[str], dtype: s
     activations = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True,
                    "strategy": "token"}  # fmt: skip
     names = {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quantized"}
+    schemes = {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None if format == "int4" else activations,
+            "output_activations": None,
+        }
+    }
+    for i, (group, modules) in enumerate(sorted(groups.items()), start=1):
+        schemes[f"group_{i}"] = {
+            **schemes["group_0"],
+            "targets": list(modules),
+            "weights": {**weights, "group_size": group},
+        }
     return {
         "quant_method": "compressed-tensors",
         "format": names[format],
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": None if format == "int4" else activations,
-                "output_activations": None,
-            }
-        },
+        "config_groups": schemes,
         "ignore": list(ignore),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _group_or_fail(width: int) -> int:
+    group = group_of(width)
+    assert group is not None, width
+    return group
 
 
 def _bitsandbytes(weight: Tensor, dtype: str) -> list[Tensor]:
