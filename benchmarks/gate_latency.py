@@ -2,10 +2,10 @@
 
     python benchmarks/gate_latency.py [--rounds 200] [--json FILE]
 
-One worker (a real engine with its channel) is in this process, and the gate in another one, as in a
-cluster; three ingresses ask for one token in turn: `none` has no gate, `pass` comes in without
-asking, as there is room whatever happens, and `ask` is made to ask each time. Ray is not in it: no
-request passes through Ray. Without --rounds enough it is noise: compare medians of one run.
+One worker (a real engine with its channel) and the gate have processes of their own, as in a
+cluster; this one is the ingress, and asks for one token in turn: `none` has no gate, `pass` comes
+in without asking, as there is room whatever happens, and `ask` is made to ask each time. Ray is not
+in it: no request passes through Ray. On a busy machine it is noise: compare medians of one run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import SamplingParams
+from penstock.workers.stats import WorkerInfo
 
 TEXT = "Write a story of 300 words about a mill and the river that drives it. " * 3
 PATHS = ("none", "pass", "ask")
@@ -59,6 +60,19 @@ def serve_gate(told: Any) -> None:
     asyncio.run(serve())
 
 
+def serve_worker(told: Any) -> None:
+    """The worker's process."""
+    torch.set_num_threads(1)
+    config = EngineConfig(weights="fp32", device="cpu", num_blocks=600, threads=1)
+    engine = Engine(config, load_model("builtin", weights="fp32", progress=False))
+    channel = ChannelServer("127.0.0.1", "m", engine.max_model_len)
+    thread = EngineThread(engine, channel.deliver, num_threads=1)
+    channel.start(thread)
+    thread.start()
+    told.put(channel.info)
+    thread._thread.join()
+
+
 def request(number: int, path: str) -> AskedRequest:
     prompt = tuple(range(3 + number % 50, 35 + number % 50))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
@@ -75,9 +89,7 @@ async def first_token_ms(pool: WorkerPool, asked: AskedRequest) -> float:
     return took_s * 1000
 
 
-async def measure(
-    channel: ChannelServer, address: GateAddress, rounds: int
-) -> dict[str, list[float]]:
+async def measure(info: WorkerInfo, address: GateAddress, rounds: int) -> dict[str, list[float]]:
     async def where() -> GateAddress:
         return address
 
@@ -86,7 +98,7 @@ async def measure(
     running = [asyncio.ensure_future(each.run()) for each in clients.values()]
     pools = {path: WorkerPool(path, clients.get(path)) for path in PATHS}
     for pool in pools.values():
-        pool.update([channel.info])
+        pool.update([info])
     while not (
         all(pool.ready() for pool in pools.values())
         and all(each.is_connected for each in clients.values())
@@ -117,21 +129,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    config = EngineConfig(weights="fp32", device="cpu", num_blocks=600, threads=1)
-    engine = Engine(config, load_model("builtin", weights="fp32", progress=False))
-    channel = ChannelServer("127.0.0.1", "m", engine.max_model_len)
-    thread = EngineThread(engine, channel.deliver, num_threads=1)
-    channel.start(thread)
-    thread.start()
     spawn = multiprocessing.get_context("spawn")
-    told = spawn.Queue()
-    gate = spawn.Process(target=serve_gate, args=(told,), daemon=True)
-    gate.start()
-    times = asyncio.run(measure(channel, told.get(timeout=60), args.rounds))
-    gate.terminate()
-    channel.stop()
-    thread.stop()
+    others = []
+    told = []
+    for serve in (serve_gate, serve_worker):
+        answers = spawn.Queue()
+        others.append(spawn.Process(target=serve, args=(answers,), daemon=True))
+        others[-1].start()
+        told.append(answers.get(timeout=100))
+    address, info = told
+    times = asyncio.run(measure(info, address, args.rounds))
+    for each in others:
+        each.terminate()
     report(times, args)
 
 

@@ -25,7 +25,7 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 TEXTS, LENGTHS = "ppl_samples_1024.json", "ppl_samples_1024_lengths.json"
 AZURE = "AzureLLMInferenceTrace_conv_2023.csv"
 
-# Coefficients of /research/scheduling.md section 4; pools: what is left beside the weights.
+# Assumed step times of such machines, not measured by us; pools: what is left beside the weights.
 GPUS = {
     "7b-int8-a100-80g": WorkerShape(StepModel(9e-3, 0.0, 0.33e-6, 25e-6), num_blocks=4096),
     "13b-fp16-a100-40g": WorkerShape(

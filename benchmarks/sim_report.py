@@ -138,7 +138,7 @@ def draw(path: Path, told: dict[str, dict[str, Any]]) -> None:
 
     panels = (
         ("preempted_100", "preemptions per 100 requests", True),
-        ("goodput", "good requests a second", False),
+        ("goodput", "good requests, of those offered", False),
         ("tpot_p99_ms", "TPOT p99, ms", True),
         ("ttft_p99", "TTFT p99, s", True),
     )
@@ -150,12 +150,16 @@ def draw(path: Path, told: dict[str, dict[str, Any]]) -> None:
             rows = [each.get(policy) for each in told.values()]
             means = [row[key]["mean"] if row else np.nan for row in rows]
             errors = [row[key]["sd"] if row else 0.0 for row in rows]
+            if key == "goodput":
+                offered = [row["offered_s"]["mean"] if row else 1.0 for row in rows]
+                means, errors = np.divide(means, offered), np.divide(errors, offered)
             at = np.arange(len(told)) + (i - (len(policies) - 1) / 2) * width
             axis.bar(at, means, width, yerr=errors, label=policy, error_kw={"lw": 0.7})
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(told)), list(told), fontsize=9)
         if is_log:
             axis.set_yscale("symlog", linthresh=1)
-    axes[0][0].legend(fontsize=8)
+        axis.set_ylim(bottom=0.0)
+    axes[0][1].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from tqdm import tqdm
@@ -93,7 +93,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
         parts[name] += time.thread_time() - start
         return answer
 
-    while done < size.requests or len(gate.queue):
+    while True:
         now += TICK_S
         while ends and ends[0][0] <= now:
             _, number, worker = heapq.heappop(ends)
@@ -124,8 +124,6 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
             timed("started", gate.started, outcome.request_id, now)
         waiting += len(gate.queue)
         num_ticks += 1
-        if done == size.requests and not size.queue:
-            break
         if done == size.requests:
             break  # what still waits would be served without any more coming
     each = {name: 1e6 * seconds / size.requests for name, seconds in parts.items()}
@@ -135,20 +133,16 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
 def run_scale(requests: int, most_workers: int = 1000) -> Costs:
     """A table of sizes, with a progress bar."""
     sizes = [
-        Size(rule, workers, queue, min(requests, 600 * workers))
+        Size(rule, workers, queue, requests)
         for rule in ("sampled", "gaussian")
         for workers in (1, 10, 100, 1000)
-        for queue in (0, 512)
+        for queue in ((0, 512) if workers in (1, 1000) else (0,))
         if workers <= most_workers
     ]
-    sizes += [Size("gaussian", 1000, 4096, requests), Size("gaussian", 1000, 16_384, requests)]
     found = Costs()
-    with tqdm(total=sum(each.requests for each in sizes), unit="request") as bar:
+    with tqdm(total=sum(each.requests for each in sizes), unit="request", mininterval=1.0) as bar:
         for size in sizes:
             bar.set_postfix_str(f"{size.rule}, {size.workers} workers, queue {size.queue}")
             found.costs.append(cost_of(size, bar))
+            bar.write(found.text().splitlines()[-1])
     return found
-
-
-def as_dict(costs: Costs) -> dict:
-    return asdict(costs)

@@ -78,7 +78,8 @@ def index_of(used: Ints, remaining: Ints) -> PeakIndex:
     sums = np.concatenate((none, np.cumsum(used[order], axis=0)))
     at_end = sums[1:] + np.arange(1, num + 1)[:, None] * ends
     before = np.concatenate((none, np.maximum.accumulate(at_end, axis=0)))
-    return PeakIndex(ends, sums, before, at_end + ends)
+    joint: Ints = np.add(at_end, ends)
+    return PeakIndex(ends, sums, before, joint)
 
 
 def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:

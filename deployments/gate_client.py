@@ -37,6 +37,7 @@ SILENCE_TICKS = (
 )
 TICK_S = 0.25
 REPORT_GATHER_S = 0.02
+TELL_S = 0.002  # after which the gate hears of who came in with a pass
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 1.0)
 WAIT_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -138,7 +139,8 @@ class GateClient:
             self.num_passed += 1
             # Told after the request itself has gone: reading its text takes a moment.
             self._entered.append((request, epoch))
-            asyncio.get_running_loop().call_soon(self._tell_entered)
+            if len(self._entered) == 1:
+                asyncio.get_running_loop().call_later(TELL_S, self._tell_entered)
             return epoch
         self.num_asked += 1
         self._tell_entered()  # before this one: it must be judged beside them
@@ -164,6 +166,7 @@ class GateClient:
 
     def ended(self, request_id: str, num_generated: int) -> None:
         """A request is over, whatever became of it: its memory is free."""
+        self._tell_entered()  # an end behind its beginning
         if self._is_connected:
             self._outgoing.ended.add(request_id=request_id, generated=num_generated)
             self._filled.set()

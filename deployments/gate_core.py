@@ -142,13 +142,14 @@ class Gate:
         )
         entry = self._entry(request, demand, law, now)
         ledger.withdraw(name)  # a report was faster, and knows less
+        self._strangers.discard(name)
         ledger.lease(demand, now + self.settings.lease_s)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[name] = (worker, entry)
 
     def is_admitted(self, request_id: str) -> bool:
-        """Whether it has a ticket or a pass, and its end is not known yet."""
-        return request_id in self._admitted
+        """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
+        return request_id in self._admitted or request_id in self._strangers
 
     def spare(self) -> dict[str, tuple[int, int]]:
         """By worker: tokens and slots that nobody will need, however long all answers become."""

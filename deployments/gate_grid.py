@@ -26,7 +26,8 @@ class GridRoom:
 
     capacity: int  # tokens of KV
     limit: int  # tokens that the peak may reach
-    deviations: float  # 1.645 for a level of 0.95
+    level: float  # of the quantile of use, such as 0.95
+    deviations: float  # which is so many standard deviations above the mean: 1.645
     slots: int  # answers that may still join
     num: int  # answers that run
     use: UseGrid
@@ -103,6 +104,7 @@ def grid_room(
     *,
     capacity: int,
     limit: int,
+    level: float,
     deviations: float,
     slots: int,
 ) -> GridRoom:
@@ -110,13 +112,14 @@ def grid_room(
     if len(used) == 0:
         zero = np.zeros(len(HORIZONS))
         return GridRoom(
-            capacity, limit, deviations, slots, 0, empty_grid(HORIZONS), zero, zero.copy()
+            capacity, limit, level, deviations, slots, 0, empty_grid(HORIZONS), zero, zero.copy()
         )
     holds = np.minimum(used[:, None] + _AT, np.maximum(ceilings, used)[:, None])
     dead = 1.0 - survival
     return GridRoom(
         capacity,
         limit,
+        level,
         deviations,
         slots,
         len(used),

@@ -252,13 +252,12 @@ class GateKeeper:
     def explain(self, now: float, limit: int) -> pb.ExplainResponse:
         books = []
         for name, ledger in self.gate.ledgers.items():
-            room = ledger.room(now, 1.0, self.gate.settings.num_samples)
             books.append(
                 pb.WorkerBook(
                     worker=self._id_of(name),
                     num_held=len(ledger),
                     slots=ledger.spec.slots,
-                    used=int(room.used.sum()),
+                    used=ledger.used(now),
                     capacity=ledger.spec.capacity,
                     headroom=ledger.headroom.share,
                     is_open=ledger.is_open,

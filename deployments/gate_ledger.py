@@ -157,7 +157,7 @@ class Ledger:
     _reported_at: float = 0.0
     _leases: int = 0  # of _held, not yet started
     _laws: StackedLaws | None = None
-    _room: tuple[tuple[int, bool], Room | GridRoom] | None = None  # None: something changed
+    _room: tuple[tuple, Room | GridRoom] | None = None  # None: something changed
 
     REMEMBER_S = 10.0  # a report may be so late and still list what is over
 
@@ -269,6 +269,11 @@ class Ledger:
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
+    def used(self, now: float) -> int:
+        """Tokens of KV that are held by now, half-empty blocks counted as full."""
+        demands = [each.demand for each in self._held.values()]
+        return int(_used(demands, self.generated(now), self.spec.block_size).sum())
+
     @property
     def has_slots(self) -> bool:
         return self.is_open and len(self._held) < self.spec.slots
@@ -280,7 +285,7 @@ class Ledger:
 
         Made once for each change of the book and each step of the worker.
         """
-        moment = (self._steps(now), self.is_open)
+        moment = (self._steps(now), self.is_open, level, deviations)
         if self._room is not None and self._room[0] == moment:
             return self._room[1]
         demands = [each.demand for each in self._held.values()]
@@ -303,6 +308,7 @@ class Ledger:
                 ceilings,
                 capacity=self.spec.capacity,
                 limit=limit,
+                level=level,
                 deviations=deviations,
                 slots=slots,
             )
@@ -327,7 +333,8 @@ class Ledger:
     def joined(self, room: Room | GridRoom, candidate: Candidate, now: float) -> Room | GridRoom:
         """The `room` once the candidate is in it, whose lease is in the book since then."""
         joined = room.joined_by(candidate)
-        self._room = ((self._steps(now), self.is_open), joined)
+        judged = (room.level, None) if isinstance(room, Room) else (room.level, room.deviations)
+        self._room = ((self._steps(now), self.is_open, *judged), joined)
         return joined
 
     @property

@@ -38,6 +38,27 @@ from penstock.kernels.quant import Int8Rows, QuantizedWeight
 # With two threads native reads bf16 weights at 27-38 GB/s for M <= 4, all that this memory gives.
 # It also sums each element in one order whatever M is, which the others do not, so that a token's
 # result does not depend on its batch-mates. Hence: native wherever it could be compiled.
+#
+# Quantised weights, the same on one core of an Intel Xeon at 2.5 GHz (AVX-512 without VNNI), rows
+# in fp32; torch's int8 operators leave out part of the work (linear_dynamic has one scale for all
+# rows and 7 bits, qlinear is given codes):
+#
+#   format K x N         M   native  linear_dynamic  onednn.qlinear  _weight_int4pack_mm
+#   int8   896 x 4864    1      532             694             775
+#                        4      603             720             795
+#                       16     1178            1197            1328
+#          896 x 1024   64      992            1055             941
+#   int4   896 x 4864    1      416                                                  423
+#                        4      536                                                  700
+#                       16     1584                                                 2601
+#          896 x 1024   64     1181                                                 2173
+#
+# Where torch leads at M = 16 and 64 (by 16 % at most, 4864 x 896) it does so with 7 bits, or with
+# int16 sums that overflow without VNNI; its results also change with M. Hence again: native at
+# every M, no crossover between operators. Between formats there is one: int4 is the faster at
+# M = 4, int8 at M = 16. For few rows the codes are unpacked in registers as they stream by, for
+# several tiles of rows once for all.
+# `benchmarks/matmul.py` measures it all again; two threads and VNNI are still to be measured.
 Layout = Literal["native", "onednn", "plain", "triton"]
 
 LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8"]
@@ -125,9 +146,10 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
     several linears share one pass), and int8 sums are exact; int4 and nf4 are weight-only.
     `quant.linear_reference` is the truth.
 
-    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU
-    and on the native path nothing else that grows with M is allocated then. On the native path a
-    row's result has the same bits whatever M is.
+    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: with plain
+    weights on a GPU, and on the native path, nothing else that grows with M is allocated then. (On
+    a GPU int8 and fp8 weights allocate codes of rows that have none yet, and small batches sums of
+    splits.) On the native path a row's result has the same bits whatever M is.
     """
     if packed.layout == "triton":
         from penstock.kernels import matmul_triton

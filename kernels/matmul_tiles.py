@@ -54,8 +54,9 @@ def choose_tiles(
 
     `step` is the inputs that one step of the kernel takes. Few rows: narrow tiles, and the inputs
     are split until every multiprocessor has two programs, since there bytes in flight are speed.
-    Many rows: tiles of 128 x 128, which read a weight once for 128 rows. The row tile alone
-    decides in which order a sum is taken, so rows of 1 to 16 (17 to 32, ...) all sum alike.
+    Many rows: tiles of 128 x 128, which read a weight once for 128 rows, and at least one program
+    for each. Batches of 1 to 16 rows (17 to 32, ... 65 to 128) split alike, so in them the order
+    of a sum does not depend on the batch.
     """
     widest = 64 if element_bytes == 4 else 128
     rows = max(16, min(widest, 1 << max(0, num_rows - 1).bit_length()))
@@ -63,7 +64,7 @@ def choose_tiles(
     tiles = max(1, num_groups * -(-num_rows // rows) * -(-num_outputs // outputs))
     steps = -(-num_inputs // step)
     wanted = 2 * num_sms if rows <= 64 else num_sms
-    splits = max(1, min(MAX_SPLITS, steps // STEPS_A_SPLIT, wanted // tiles))
+    splits = max(1, min(MAX_SPLITS, steps // STEPS_A_SPLIT, -(-wanted // tiles)))
     # Of registers, 4 warps hold sums of 128 x 32 without a spill, 8 warps 128 x 128.
     return Tiles(rows, outputs, step, splits, 8 if rows > 32 else 4, 3 if rows == 128 else 4)
 

@@ -64,8 +64,8 @@ def moe_mlp(
     down [d, I]), or `experts` hands out those that are used of `num_experts`; then `inner` must be
     given. One sort groups the routes by expert, and an expert without tokens costs nothing.
     The sum runs in fp32 over a token's routes in their given order, so that with native linears its
-    result does not depend on its batch-mates. On a GPU, experts of `pack_experts` take two launches
-    in all, and the host never waits for the routes.
+    result does not depend on its batch-mates. On a GPU, experts of `pack_experts` take one launch
+    a projection for 1024 routes or more, and the host never waits for the routes.
 
     `grouped` [T * k, d], `inner` [R, 2I] and `out` [T, d], dense, hold the parts of the work; an
     expert takes at most R rows at once (all together do, of `pack_experts` on a GPU), and `out` may

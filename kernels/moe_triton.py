@@ -24,6 +24,8 @@ from penstock.kernels.quant import Int8Rows
 
 # Routes that are placed by comparing each with each, in one launch; more of them are sorted.
 MAX_COMPARED = 8192
+# Routes that a launch takes at least, if there are so many: few leave multiprocessors idle.
+MIN_LAUNCHED = 1024
 _PARTS = ("codes", "scales", "zeros", "bias")
 
 
@@ -87,10 +89,14 @@ def moe_mlp(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, table: tuple[GroupedWeight, GroupedWeight],
     grouped: Tensor, inner: Tensor, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`moe.moe_mlp` with all the memory given. `out` may be `x`."""
+    """`moe.moe_mlp` with all the memory given, `out` may be `x`; but where `inner` has fewer than
+    MIN_LAUNCHED rows, memory of no more than that many is allocated in its place."""
     gate_up, down = table
     routes = group_routes(topk_ids, gate_up.num_experts)
     num_routes = routes.tokens.shape[0]
+    some = min(num_routes, MIN_LAUNCHED)
+    if inner.shape[0] < some:
+        inner = inner.new_empty(some, inner.shape[1])
     values, scales = matmul_triton.activations(x, gate_up.first)  # of a token once, not of a route
     for first in range(0, num_routes, max(1, inner.shape[0])):
         tokens = routes.tokens[first : first + inner.shape[0]]

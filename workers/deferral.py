@@ -104,12 +104,12 @@ def rule_of(
     *,
     most_rows: int,
     is_cuda: bool,
-    layout: BlockLayout,
     weights: str,
+    layout: BlockLayout,
 ) -> CommitRule:
     """The ridge as configured, or measured by `run`, which computes up to `most_rows` rows; else by
-    the formula, with the figures of a device that we only assume. `layout`: of the KV blocks;
-    `weights`: their format."""
+    the formula, with the figures of a device that we only assume. `weights`: their format;
+    `layout`: of the KV blocks."""
     device = device_named("H200" if is_cuda else "cpu")
     kv = config.kv if config.kv != "auto" else "fp32" if model.dtype == "fp32" else "bf16"
     formula = Roofline(model, device, kv=kv, kv_group=layout.group or 0,

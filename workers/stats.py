@@ -71,9 +71,9 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
+    num_block_bytes: int = 0  # of one block: K, V and scales of all layers
     block_size: int = 0  # tokens
     max_num_seqs: int = 0
-    num_block_bytes: int = 0  # of one block: K, V and scales of all layers
     num_live_blocks: int = 0
     num_cached_blocks: int = 0
     num_saved_bytes: int = 0  # by lending the tail of the pool to the activations of a step

@@ -267,7 +267,9 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
 
     room = Ledger.room
     monkeypatch.setattr(
-        Ledger, "room", lambda *args: replace(room(*args), capacity=1 << 30, limit=1 << 30)
+        Ledger,
+        "room",
+        lambda *args, **named: replace(room(*args, **named), capacity=1 << 30, limit=1 << 30),
     )
 
     async def scenario():

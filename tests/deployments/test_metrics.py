@@ -18,6 +18,7 @@ from serving import EngineBackend, ScriptedBackend, Serving, reference_ids
 from penstock.deployments import errors
 from penstock.deployments.calls import Usage
 from penstock.deployments.client import Client
+from penstock.deployments.gate_client import GateClient
 from penstock.deployments.metrics import MetricsServer, PenstockCollector
 from penstock.deployments.request_metrics import (
     DISCONNECT,
@@ -325,7 +326,9 @@ def test_timings_come_where_they_are_asked_for(streams):
 
 def all_names():
     info = WorkerInfo("a:1", epoch=1, token="", pid=1, model="m", max_model_len=9)
-    collector = PenstockCollector(RequestMetrics("m", 9), lambda: [(info, EngineStats())])
+    gate = GateClient("ingress", where=None)  # never asked for an address
+    workers = [(info, EngineStats())]
+    collector = PenstockCollector(RequestMetrics("m", 9), lambda: workers, gate)
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in collector.collect()

@@ -50,9 +50,9 @@ def test_linear(cpu_path, format, dtype, num_outputs, num_inputs):
     for num_rows in (1, 3, 17, 64, 257):
         x = rows_of(num_rows, num_inputs, dtype)
         out = torch.full((num_rows, num_outputs + 1), float("nan"), dtype=dtype)
-        assert_linear(linear(x, packed), quant.linear_reference(x, quantized, bias))
-        linear(x, packed, out=out[:, :num_outputs])
-        assert_linear(out[:, :num_outputs], quant.linear_reference(x, quantized, bias))
+        y = linear(x, packed, out=out[:, :num_outputs])
+        assert y.data_ptr() == out.data_ptr()
+        assert_linear(y, quant.linear_reference(x, quantized, bias))
         assert out[:, num_outputs].isnan().all()  # nothing is written behind a row
 
 
@@ -93,7 +93,7 @@ def test_a_row_that_is_not_finite_stays_alone(cpu_path, format, bad):
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, format, dtype):
     packed = pack_linear(quantized_weight(format, 300, 401), torch.randn(300))
-    x = torch.randn(130, 401).to(dtype)
+    x = torch.randn(110, 401).to(dtype)
     together = linear(x, packed)
     torch.set_num_threads(2)
     assert torch.equal(linear(x, packed), together)

@@ -13,7 +13,7 @@ import torch
 from kernel_cases import assert_close, dense_attention, paged
 from rolled_cases import Roll, dense_rolled_attention, rolled_paged
 
-from penstock.kernels import attention, matmul, native, rowwise
+from penstock.kernels import attention, matmul, native, quant, rowwise
 
 BUILD = "import sys; from pathlib import Path; from penstock.kernels import native; "
 
@@ -58,6 +58,12 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         packed = matmul.pack_linear(weight)
         x = torch.randn(9, 51).to(dtype)
         assert_close(matmul.linear(x, packed), (x.double() @ weight.double().T).to(dtype))
+        for format in quant.WEIGHT_FORMATS:
+            quantized = quant.quantize_weight(weight, format)
+            packed = matmul.pack_linear(quantized)
+            assert_close(matmul.linear(x, packed), quant.linear_reference(x, quantized))
+        rows = rowwise.silu_mul_int8(x[:, :50])
+        assert torch.equal(rows.codes, rowwise.quantize_int8(rowwise.silu_mul(x[:, :50])).codes)
         case = paged([1, 17, 300], head_dim=20, dtype=dtype)
         q = torch.randn(3, 14, 20).to(dtype)
         y = attention.decode_attention(

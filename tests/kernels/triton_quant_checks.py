@@ -185,15 +185,17 @@ def one_linear(x: torch.Tensor, weight: torch.Tensor, quantized: QuantizedWeight
 @pytest.mark.parametrize(
     ("format", "dtype", "num_inner"),
     [
-        ("plain", FP32, 14),
+        ("plain", FP32, 3),
         ("int8", HALF, 14),
         ("int4", FP32, 5),
         ("nf4", HALF, 14),
         ("fp8", FP32, 14),
     ],
 )
-def test_routed_experts(format, dtype, num_inner):
+def test_routed_experts(monkeypatch, format, dtype, num_inner):
     """Against a loop over the routes; over NaN, in place, and in parts of `num_inner` routes."""
+    if format != "plain":  # which takes memory of its own for all 14
+        monkeypatch.setattr(moe_triton, "MIN_LAUNCHED", 1)
     num_tokens, dim, inner, num_experts = 7, 72, 40, 5
     shapes = ((2 * inner, dim), (dim, inner))
     weights = [

@@ -28,6 +28,7 @@ from penstock.workers.models.folder import LoadError
 
 log = logging.getLogger("penstock.experts")
 
+CHECK_S = 5.0  # while an expert is waited for, between two looks at who loads it
 MIN_SLOTS = 2  # one in use, one on its way
 
 
@@ -262,7 +263,8 @@ class ExpertCache:
                 if held:
                     continue
             began_s = began_s or time.perf_counter()
-            self._changed.wait()
+            if not self._changed.wait(CHECK_S) and not self.copier.is_alive:
+                raise RuntimeError("the thread that loads experts has ended")
 
     def _ask_again(self, slot: Slot) -> None:
         error, slot.error = slot.error, None

@@ -89,6 +89,10 @@ class Copier:
     def is_busy(self) -> bool:
         return bool(self._demands or self._prefetches)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> threading.Thread | None:
         """Cancel what is left, and have the thread end; join what is returned without the lock.
 
