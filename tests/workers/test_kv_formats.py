@@ -271,7 +271,7 @@ def test_formats_are_chosen_and_refused():
 
 
 def test_the_same_bytes_admit_more(models):
-    """6144 bytes a block in fp32, 1920 in int8 and rounded up to 2048: three times the sequences."""
+    """6144 bytes a block in fp32, in int8 1920, rounded up to 2048: three times the sequences."""
     model, _ = models("llama")
     most = {}
     for kv, group in (("auto", "auto"), ("int8", "8")):
