@@ -53,11 +53,11 @@ from penstock.kernels.quant import Int8Rows, QuantizedWeight
 #                       16     1584                                                 2601
 #          896 x 1024   64     1181                                                 2173
 #
-# Where torch leads at M = 16 and 64 (by 16 % at most, 4864 x 896) it does so with 7 bits, or with
-# int16 sums that overflow without VNNI; its results also change with M. Hence again: native at
-# every M, no crossover between operators. Between formats there is one: int4 is the faster at
-# M = 4, int8 at M = 16. For few rows the codes are unpacked in registers as they stream by, for
-# several tiles of rows once for all.
+# Where torch leads at M = 16 and 64 (by 16 % at most, 4864 x 896) it does so with 7 bits and one
+# scale for all rows, which makes a row depend on its batch-mates, or with int16 sums that overflow
+# without VNNI. Hence again: native at every M, no crossover between operators. Between formats
+# there is one: int4 is the faster at M = 4, int8 at M = 16. For few rows the codes are unpacked in
+# registers as they stream by, for several tiles of rows once for all.
 # `benchmarks/matmul.py` measures it all again; two threads and VNNI are still to be measured.
 Layout = Literal["native", "onednn", "plain", "triton"]
 
