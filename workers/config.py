@@ -152,7 +152,7 @@ class EngineConfig:
         "one copy in the node's shared memory (docs/experts.md); none: all are on the device",
     )
     expert_prefetch: bool = option(
-        True, "load the experts that the next layer is likely to want while one computes"
+        False, "load the experts that the next layer is likely to want while one computes"
     )
     expert_store_dir: str = option(
         "/dev/shm", "folder in memory for the experts of a node, a copy as large as they are"
