@@ -1,11 +1,13 @@
 """Offline throughput and single-stream latency of the engine against transformers' `generate`.
 
-One process, the same random weights, the same number format, the same thread count, greedy, end of
-sequence ignored. W1: one request (prompt 128, 128 new tokens). W2: 32 requests at once with prompts
+One process, the same random weights, the same number format unless told otherwise, the same thread
+count, greedy, end of sequence ignored. W1: one request (prompt 128, 128 new tokens). W2: 32 requests at once with prompts
 of 16-512 and 16-256 new tokens (seeded). transformers gets W2 as one left-padded batch, which is
-what a user of it would write; only the tokens that were asked for count, for both.
+what a user of it would write; only the tokens that were asked for count, for both. With --weights
+and --kv the engine quantises, and transformers stays as it is.
 
     python benchmarks/offline.py --dtype bf16 --workload W2
+    python benchmarks/offline.py --dtype bf16 --workload W1 --weights int8 int4 --repeat 1
 """
 
 from __future__ import annotations
@@ -72,10 +74,14 @@ def save_random_checkpoint(folder: Path, dtype: torch.dtype) -> None:
     model.save_pretrained(folder)
 
 
-def run_engine(folder: Path, jobs: list[Job], dtype: str, threads: int) -> dict[str, float]:
+def run_engine(
+    folder: Path, jobs: list[Job], weights: str, kv: str, threads: int
+) -> dict[str, float]:
     """Seconds to the first token, per later token (one request), and generated tokens/s."""
-    model = load_model(str(folder), weights=dtype, device="cpu", progress=False)
-    config = EngineConfig(model=str(folder), weights=dtype, threads=threads, prefix_cache=False)
+    model = load_model(str(folder), weights=weights, device="cpu", progress=False)
+    config = EngineConfig(
+        model=str(folder), weights=weights, kv=kv, threads=threads, prefix_cache=False
+    )
     engine = Engine(config, model)
     _drain(engine, [Job([1] * 40, 4)] * 2)  # warm-up
     return _drain(engine, jobs)
@@ -132,6 +138,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=["auto"],
+        help="of the engine, one or several; auto: as --dtype",
+    )
+    parser.add_argument("--kv", default="auto", help="KV format of the engine; auto: as --dtype")
     parser.add_argument("--workload", choices=["W1", "W2"], default="W2")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeat", type=int, default=3, help="alternating runs; medians are shown")
@@ -140,12 +153,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     jobs = make_workload(args.workload, model_b_config().vocab_size)
-    runs: dict[str, list[dict[str, float]]] = {"transformers": [], "penstock": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    runs: dict[str, list[dict[str, float]]] = {"transformers": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         save_random_checkpoint(folder, DTYPES[args.dtype])
         for _ in range(args.repeat):
-            runs["penstock"].append(run_engine(folder, jobs, args.dtype, args.threads))
+            for weights in args.weights:
+                name = "penstock" if weights == "auto" else f"penstock, {weights} weights"
+                found = run_engine(folder, jobs, weights, args.kv, args.threads)
+                runs.setdefault(name, []).append(found)
             runs["transformers"].append(run_transformers(folder, jobs, args.dtype))
     medians = {
         system: {key: statistics.median(run[key] for run in each) for key in each[0]}
