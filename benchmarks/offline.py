@@ -1,10 +1,10 @@
 """Offline throughput and single-stream latency of the engine against transformers' `generate`.
 
 One process, the same random weights, the same number format unless told otherwise, the same thread
-count, greedy, end of sequence ignored. W1: one request (prompt 128, 128 new tokens). W2: 32 requests at once with prompts
-of 16-512 and 16-256 new tokens (seeded). transformers gets W2 as one left-padded batch, which is
-what a user of it would write; only the tokens that were asked for count, for both. With --weights
-and --kv the engine quantises, and transformers stays as it is.
+count, greedy, end of sequence ignored. W1: one request (prompt 128, 128 new tokens). W2: 32
+requests at once with prompts of 16-512 and 16-256 new tokens (seeded). transformers gets W2 as one
+left-padded batch, which is what a user of it would write; only the tokens that were asked for
+count, for both. With --weights and --kv the engine quantises, and transformers stays as it is.
 
     python benchmarks/offline.py --dtype bf16 --workload W2
     python benchmarks/offline.py --dtype bf16 --workload W1 --weights int8 int4 --repeat 1
