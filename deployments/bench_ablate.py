@@ -204,7 +204,7 @@ def pool_gb(model: Decoder, config: EngineConfig, calls: Sequence[Call], share: 
     probe = Engine(dataclasses.replace(config, kv="auto", num_blocks=1, kv_cache_gb=None), model)
     tokens = sum(call.job.prompt_tokens + call.job.output_tokens for call in calls)
     blocks = max(1, round(share * tokens / config.block_size))
-    num_bytes = probe.memory.reserve_bytes + blocks * probe.arena.layout.block_bytes
+    num_bytes = probe.arena.reserve_bytes + blocks * probe.arena.layout.block_bytes
     probe.close()
     return num_bytes / 2**30
 
