@@ -25,7 +25,7 @@ class Driven:
 
     def __init__(self, num_calls: int):
         self.pool = WorkerPool("test")
-        self.link = channel._WorkerLink(INFO, "test", self.pool._lost)
+        self.link = channel._WorkerLink(INFO, "test", self.pool)
         self.link.is_connected = True
         self.pool._links[1] = self.link
         self.told: dict[int, list[Delta]] = {n: [] for n in range(1, num_calls + 1)}

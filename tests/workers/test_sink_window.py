@@ -9,6 +9,8 @@ import streaming_reference as slow
 import torch
 from checkpoints import make_checkpoint, random_prompt, reference_model
 
+from penstock.kernels.attention import write_kv
+from penstock.kernels.rowwise import rope_
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.models import layers
@@ -314,12 +316,11 @@ def test_stored_values_are_what_is_read(models, monkeypatch):
         step = x.abs().amax(-1, keepdim=True) / 127
         return (x / step).round() * step
 
-    real = layers.write_kv
+    def write_rounded(q, k, v, cos, sin, *caches, **options):
+        rope_(q, k, cos, sin)
+        write_kv(rounded(k), rounded(v), *caches, **options)
 
-    def write_rounded(k, v, *args, **options):
-        real(rounded(k), rounded(v), *args, **options)
-
-    monkeypatch.setattr(layers, "write_kv", write_rounded)
+    monkeypatch.setattr(layers, "rope_write_kv", write_rounded)
     prompt = random_prompt(70, seed=31)
     shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
     want = slow.greedy(reference, prompt, 40, shape, round_kv=lambda k, v: (rounded(k), rounded(v)))

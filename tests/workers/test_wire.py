@@ -136,9 +136,10 @@ def test_stop_strings_stay_at_the_ingress():
 
 
 def test_requests_survive_the_wire():
-    asked = Request("r", (1, 70_000, 3), SamplingParams(), emitted_ids=(4, 2**31))
-    wire = submit_message(asked, 7, 9).SerializeToString()
-    assert request_from(pb.Submit.FromString(wire), "r") == asked
+    asked = Request("r", (1, 70_000, 3), SamplingParams(), emitted_ids=(4, 2**31), priority=-2)
+    wire = submit_message(asked, 7, 9, may_decline=True).SerializeToString()
+    arrived = request_from(pb.Submit.FromString(wire), "r")
+    assert arrived == dataclasses.replace(asked, num_expected=9, may_decline=True)
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
