@@ -50,8 +50,8 @@ MAX_START_ATTEMPTS = 3
 GATE_ANSWER_MS = 20.0
 GATE_ANSWER_BESIDE_WORKERS_MS = 200.0  # who keep all cores busy; their own steps take as long
 FAREWELL_S = 1.0  # after draining, for errors to reach clients
-# Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60): it must be they
-# who close it, or a request meets a closed connection.
+# Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60): it must be
+# they who close it, or a request meets a closed connection.
 KEEP_ALIVE_S = 75
 # Of an ingress: with a loop for Serve and a loop for us, gRPC would wake both for every message.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
