@@ -286,6 +286,7 @@ def test_a_bad_key_and_other_refusals_are_told_in_words(opened):
 
         kept = page.evaluate("[{...sessionStorage}, localStorage.length, document.cookie]")
         assert kept == [{"penstock-key": KEY}, 0, ""]
+        page.close()  # before its server: it asks for the figures every second
     backend.stop()
     # Chromium itself notes each refusal; nothing else may stand there.
     refused = re.compile(r"error: Failed to load resource: .* status of 40[01] .*")
@@ -336,5 +337,6 @@ def test_the_panel_adds_workers_up_and_rests_while_hidden(opened):
         num_asked = len(asked)
         page.clock.run_for(60_000)
         assert len(asked) <= num_asked + 1  # one may have been under way
-        with page.expect_request("**" + STATUS):
+        with page.expect_response("**" + STATUS):
             page.evaluate(show, False)
+        page.close()
