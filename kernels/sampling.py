@@ -38,19 +38,19 @@ class SamplingRows:
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """One token id a row of `logits` fp32 [R, V]: int64 [R] on the CPU.
+    """One token id a row of `logits` fp32 [R, V]: int64 [R] on the same device.
 
-    -1 where a row holds NaN or +inf, or nothing but -inf.
+    -1 where a row holds NaN or +inf, or nothing but -inf. On a GPU the host waits for nothing.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2
     assert rows.uniform.dtype == torch.float64 and rows.uniform.shape[0] == logits.shape[0]
     if logits.is_cuda:
         from penstock.kernels import sampling_triton
 
-        return sampling_triton.sample(logits, rows).cpu()
+        return sampling_triton.sample(logits, rows)
     lib = native.usable(logits)
     if lib is None or logits.stride(1) != 1:
-        return _torch_sample(logits, rows).cpu()
+        return _torch_sample(logits, rows)
     return _native_sample(lib, logits, rows)
 
 

@@ -38,7 +38,9 @@ def sample(logits: Tensor, rows: SamplingRows, tile: int = _TILE) -> Tensor:
     if not num_rows:
         return ids
     columns = (rows.inverse_temperature, rows.top_k, rows.top_p, rows.min_p, rows.uniform)
-    parameters = torch.stack(columns).to(device, non_blocking=True)
+    parameters = torch.stack(columns)
+    if device.type == "cuda":  # pinned, or the driver may wait for what was launched before
+        parameters = parameters.pin_memory().to(device, non_blocking=True)
     filtered = bool((rows.top_k > 0).any()) or bool((rows.top_p < 1).any())
     scratch = torch.empty(num_rows, vocab if filtered else 0, device=device)
     _sample_kernel[(num_rows,)](

@@ -31,6 +31,7 @@ WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8")
 KV = ("auto", "int8", "fp8")
 KV_GROUPS = ("auto", "8", "32", "64", "head")
 CONTEXT_POLICIES = ("full", "sink_window")
+SWITCH = ("auto", "on", "off")
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -103,6 +104,12 @@ class EngineConfig:
         "kv int8 and fp8: dimensions of a head that share an fp16 scale; auto: 32, or all of them "
         "where 32 does not divide the head dimension",
         KV_GROUPS,
+    )
+    look_ahead: str = option(
+        "auto",
+        "launch a step from the ids of the one before on the device, before the host has read "
+        "them, so that host and device work at the same time (docs/engine.md); auto: on a GPU",
+        SWITCH,
     )
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
     context_policy: str = option(
@@ -183,7 +190,7 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
             )
-        for name, known in (("kv", KV), ("kv_group", KV_GROUPS)):
+        for name, known in (("kv", KV), ("kv_group", KV_GROUPS), ("look_ahead", SWITCH)):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"

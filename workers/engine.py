@@ -11,6 +11,8 @@ import random
 import secrets
 import time
 
+import torch
+
 from penstock.workers.config import EngineConfig
 from penstock.workers.deferral import (
     Rule,
@@ -19,7 +21,7 @@ from penstock.workers.deferral import (
     scratch_views,
 )
 from penstock.workers.engine_memory import log_memory, saved_bytes, step_memory
-from penstock.workers.executor import Executor, StepResult
+from penstock.workers.executor import Executor, Launched
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.histogram import Histogram
 from penstock.workers.intake import Intake
@@ -31,7 +33,7 @@ from penstock.workers.policies import ContextSettings, obstacle_of
 from penstock.workers.rates import PROBE_ROWS, Rates
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
-from penstock.workers.sequence import Sequence
+from penstock.workers.sequence import Sequence, SequenceState
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
 from penstock.workers.step_model import StepModel
 from penstock.workers.swap import host_swap
@@ -98,6 +100,9 @@ class Engine:
             self.cache.swap, self._rates = host_swap(config, self.arena, run_rows, most_rows)
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
+        self.looks_ahead = looks_ahead(config, model.device)
+        self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
+        self._last_done_s = 0.0
         self.step_model = StepModel()
         self.max_model_len = min(
             config.max_model_len or facts.max_position_embeddings,
@@ -112,6 +117,7 @@ class Engine:
         self._num_finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self._num_corrupted = 0
         self._num_deferred_tokens = self._num_recomputed_tokens = 0
+        self._num_steps_ahead = self._num_discarded_tokens = 0
         self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
 
     def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
@@ -148,7 +154,8 @@ class Engine:
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks now. False if it is not (or no longer) here."""
+        """Drop a request and free its blocks, now or when the step in flight that names them is
+        done. False if it is not (or no longer) here."""
         seq = self._sequences.pop(request_id, None)
         if seq is None:
             return False
@@ -157,34 +164,44 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) or self._in_flight is not None
 
     def step(self) -> list[Delta]:
-        """Run one batch; what it produced, finished requests included."""
+        """Launch one batch, and read the one before or, where need be, this one, too; what was
+        read, finished requests included.
+
+        The order without `looks_ahead` is launch n, read n; with it, launch n + 1, read n.
+        """
         self.times.begin()
         deltas = self._drop_expired()
         plan = self.scheduler.schedule()
         self.times.lap("schedule")
+        before, self._in_flight = self._in_flight, None
         if not plan.chunks:
-            if self.cache.swap is not None:
+            if before is not None:
+                deltas += self._land(before)
+            elif self.cache.swap is not None:
                 self.cache.swap.wait(LOAD_WAIT_S)
             return deltas
         self._num_steps += 1
+        self._num_steps_ahead += before is not None
         self._step_tokens.observe(plan.num_tokens)
-        began_s = time.perf_counter()
         try:
-            result = self.executor.run(plan)
+            launched = self.executor.launch(plan, before)
+            if not self.looks_ahead:
+                launched.read()
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
+            if before is not None:
+                deltas += self._land(before)
             return deltas + self._run_each_alone(plan)
-        seconds = time.perf_counter() - began_s
-        if self._rates is not None:
-            self._rates.observe_step(plan.num_tokens, seconds)
-        num_cached = sum(chunk.seq.num_computed_tokens for chunk in plan.decode)
-        num_prompt = plan.num_tokens - len(plan.decode)
-        self.step_model.observe(len(plan.decode), num_cached, num_prompt, seconds)
-        deltas += self._commit(plan, result)
-        self.times.lap("deliver")
+        self._depart(launched)
+        if before is not None:
+            deltas += self._land(before)
+        if self.looks_ahead and self.scheduler.may_run_ahead():
+            self._in_flight = launched
+        else:
+            deltas += self._land(launched)
         return deltas
 
     def close(self) -> None:
@@ -209,6 +226,8 @@ class Engine:
             num_saved_bytes=saved_bytes(self.config, self.memory),
             num_saved_blocks=saved_bytes(self.config, self.memory) // self.arena.layout.block_bytes,
             num_steps=self._num_steps,
+            num_steps_ahead=self._num_steps_ahead,
+            num_discarded_tokens=self._num_discarded_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self.scheduler.num_preemptions,
@@ -233,42 +252,74 @@ class Engine:
 
     def check(self) -> None:
         """Assert that the block ledger is whole. Cheap enough for idle time and for tests."""
-        self.pool.check([seq.block_table for seq in self.scheduler.sequences()])
+        leaving = self.scheduler.leaving
+        self.pool.check([s.block_table for s in (*self.scheduler.sequences(), *leaving)])
+        assert self._in_flight is not None or not leaving, "nothing in flight holds their blocks"
         assert not self.pool.num_lent, "a loan has outlived its step"
         for seq in self.scheduler.waiting:
             assert not seq.block_table, "a waiting sequence owns blocks"
         assert len(self._sequences) == len(list(self.scheduler.sequences()))
 
-    def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
-        """Record what a step computed: KV lengths, full blocks, sampled tokens, endings."""
-        deltas = []
-        sampled = iter(result.sampled)
-        for i, chunk in enumerate(plan.chunks):
-            seq, samples = chunk.seq, chunk.samples
+    def _depart(self, launched: Launched) -> None:
+        """Take a step as done that has been launched: the next one is chosen behind it."""
+        for chunk in launched.plan.chunks:
+            seq, samples = chunk.seq, chunk.seq in launched.row_of
             num_new = chunk.length - seq.num_deferred_tokens
             self._num_prompt_tokens += max(0, num_new - samples)
             self._num_recomputed_tokens += min(chunk.length, seq.num_deferred_tokens)
+            self._num_deferred_tokens += chunk.num_deferred
+            seq.launch(chunk.length, chunk.num_deferred, samples)
+
+    def _land(self, launched: Launched) -> list[Delta]:
+        """Read a step, and record what it computed: full blocks, sampled tokens, endings."""
+        plan, deltas = launched.plan, []
+        try:
+            result = launched.read()
+        except Exception:
+            log.exception("a step of %d sequences was lost; ending them", len(plan.chunks))
+            return [delta for chunk in plan.chunks for delta in self._lose(chunk.seq)]
+        self.times.lap("wait")
+        self._observe(launched)
+        for i, chunk in enumerate(plan.chunks):
+            seq, row = chunk.seq, launched.row_of.get(chunk.seq)
+            self.scheduler.landed(seq)
+            if seq.state is not SequenceState.RUNNING:  # it has ended since, or was aborted
+                self._num_discarded_tokens += row is not None
+                continue
             if i in result.prompt_logprobs:
                 # After a preemption the prompt is computed again, and some are there already.
                 num_known = len(seq.prompt_logprobs) - chunk.start
                 seq.prompt_logprobs += result.prompt_logprobs[i][num_known:]
-            token = next(sampled) if samples else None
+            token = None if row is None else result.sampled[row]
             if token is not None and token.token_id < 0:
                 deltas.append(self._fail_row(seq))
                 continue
-            num_stored = chunk.length - chunk.num_deferred
-            seq.num_computed_tokens += num_stored
-            seq.num_deferred_tokens = max(chunk.length, seq.num_deferred_tokens) - num_stored
-            seq.num_deferred_tokens = max(0, seq.num_deferred_tokens)
-            self._num_deferred_tokens += chunk.num_deferred
-            self.cache.commit(seq)
+            self.cache.commit(seq, chunk.start + chunk.length - chunk.num_deferred)
             if token is not None:
                 delta = seq.append(token.token_id, token.logprob)
                 self._num_generated_tokens += 1
                 deltas.append(delta)
                 if delta.finish_reason is not None:
                     self._finish(seq, delta.finish_reason)
+        self.times.lap("deliver")
         return deltas
+
+    def _lose(self, seq: Sequence) -> list[Delta]:
+        """A step that named `seq` could not be read."""
+        self.scheduler.landed(seq)
+        is_here = seq.state is SequenceState.RUNNING
+        return [self._fail(seq, "internal_error")] if is_here else []
+
+    def _observe(self, launched: Launched) -> None:
+        """How long the step took, from when the one before it was done."""
+        plan = launched.plan
+        seconds = launched.done_s - max(launched.began_s, self._last_done_s)
+        self._last_done_s = launched.done_s
+        if self._rates is not None:
+            self._rates.observe_step(plan.num_tokens, seconds)
+        num_cached = sum(chunk.start for chunk in plan.decode)
+        num_prompt = plan.num_tokens - len(plan.decode)
+        self.step_model.observe(len(plan.decode), num_cached, num_prompt, seconds)
 
     def _run_each_alone(self, plan: Plan) -> list[Delta]:
         """After a failed step: whoever fails again ends with an error, the others go on.
@@ -277,15 +328,19 @@ class Engine:
         """
         deltas = []
         for chunk in plan.chunks:
+            if chunk.seq.state is not SequenceState.RUNNING:  # the step before was its last
+                continue
             alone = Plan()
             alone.add(chunk)
             try:
-                result = self.executor.run(alone)
+                launched = self.executor.launch(alone)
+                launched.read()
             except Exception:
                 log.exception("request %s failed alone; ending it", chunk.seq.request.request_id)
                 deltas.append(self._fail(chunk.seq, "internal_error"))
             else:
-                deltas += self._commit(alone, result)
+                self._depart(launched)
+                deltas += self._land(launched)
         return deltas
 
     def _drop_expired(self) -> list[Delta]:
@@ -323,3 +378,8 @@ def _outstanding(seq: Sequence) -> int:
     """Tokens still to come for `seq`, at most; one without end counts as what it sees at once."""
     rest, most = seq.max_total_tokens - seq.num_computed_tokens, seq.context.full_tokens
     return rest if most is None else min(rest, most)
+
+
+def looks_ahead(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps are launched before the one before was read, where that can be done."""
+    return config.look_ahead == "on" or (config.look_ahead == "auto" and device.type == "cuda")

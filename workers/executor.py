@@ -1,4 +1,4 @@
-"""A plan becomes tensors, tensors go through the model, logits become token ids.
+"""A plan's batch goes to the device and through the model, and logits become token ids.
 
 Knows nothing of who waits or which block is free: a plan's blocks are already in its sequences'
 tables.
@@ -6,22 +6,27 @@ tables.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from penstock.workers.logits import logprobs_of
+from penstock.workers.batch import HostBatch, host_batch
+from penstock.workers.logits import LogprobRows
 from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.request import TokenLogprob
-from penstock.workers.sampler import RowSampling, Sampled, sample, uniform_at
+from penstock.workers.sampler import RowSampling, Sampled, SampledRows, sample, uniform_at
 from penstock.workers.scheduler import Chunk, Plan
 from penstock.workers.sequence import Sequence
 from penstock.workers.step_times import StepTimes
+from penstock.workers.transfer import Mark, to_device
 from penstock.workers.workspace import StepMemory, Workspace
 
 GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and mean greedy anyway
@@ -36,6 +41,42 @@ class StepResult:
 
     sampled: list[Sampled]
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class Launched:
+    """A step that the device has been given. What it sampled is read once, by `read`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        row_of: dict[Sequence, int],
+        sampled: SampledRows | None,
+        prompt_logprobs: dict[int, list[LogprobRows]],
+        mark: Mark,
+        began_s: float,
+    ):
+        self.plan = plan
+        self.row_of = row_of  # of the sequences that sample: their row of `sampled`
+        self.sampled = sampled
+        self.began_s = began_s
+        self.done_s = time.perf_counter()  # or later, if the host did not wait
+        self._prompt_logprobs = prompt_logprobs
+        self._mark = mark
+        self._result: StepResult | None = None
+
+    def read(self) -> StepResult:
+        """Wait until the device is done, and say what came out."""
+        if self._result is None:
+            self._mark.wait()
+            if self._mark.is_waited_for:
+                self.done_s = time.perf_counter()
+            prompts = {
+                i: [each for rows in parts for each in rows.listed()]
+                for i, parts in self._prompt_logprobs.items()
+            }
+            sampled = [] if self.sampled is None else self.sampled.listed()
+            self._result = StepResult(sampled, prompts)
+        return self._result
 
 
 class Executor:
@@ -55,14 +96,28 @@ class Executor:
         self.times = StepTimes()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> StepResult:
-        """Compute K and V of all tokens of the plan, and sample where a chunk reaches the end."""
-        with self.memory.lease(plan.num_tokens) as workspace:
-            return self._run(plan, workspace)
+    def launch(self, plan: Plan, before: Launched | None = None) -> Launched:
+        """Compute K and V of all tokens of the plan, and sample where a chunk reaches the end.
 
-    def _run(self, plan: Plan, workspace: Workspace) -> StepResult:
+        Where the host has not read yet what the step `before` sampled, its ids go from there to
+        here on the device. On a GPU this returns before anything is computed.
+        """
+        began_s = time.perf_counter()
+        with self.memory.lease(plan.num_tokens) as workspace:
+            sampled, prompt_logprobs = self._launch(plan, before, workspace)
+        sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
+        row_of = {seq: i for i, seq in enumerate(sampling)}
+        mark = Mark(self.model.device)
+        return Launched(plan, row_of, sampled, prompt_logprobs, mark, began_s)
+
+    def _launch(
+        self, plan: Plan, before: Launched | None, workspace: Workspace
+    ) -> tuple[SampledRows | None, dict[int, list[LogprobRows]]]:
         chunks = plan.chunks
-        token_ids, positions, inputs = self._inputs(plan)
+        batch = host_batch(plan, self.block_size, {} if before is None else before.row_of)
+        token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
+        inputs = batch.inputs(self._put)
+        self._feed(token_ids, batch, before)
         self.times.lap("copy")
         hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
         self.times.lap("model")
@@ -75,9 +130,9 @@ class Executor:
         self.times.lap("sample")
         last_rows = [int(end) - 1 for end, chunk in zip(ends, chunks) if chunk.samples]
         if not last_rows:
-            return StepResult([], prompt_logprobs)
+            return None, prompt_logprobs
         if len(last_rows) < hidden.shape[0]:
-            indices = torch.tensor(last_rows, device=hidden.device)
+            indices = self._put(np.array(last_rows))
             # The residual stream has had its day.
             hidden = torch.index_select(
                 hidden, 0, indices, out=workspace.residual[: len(last_rows)]
@@ -87,7 +142,7 @@ class Executor:
         self.times.lap("model")
         sampled = sample(logits, rows)
         self.times.lap("sample")
-        return StepResult(sampled, prompt_logprobs)
+        return sampled, prompt_logprobs
 
     @torch.inference_mode()
     def run_rows(self, num_rows: int) -> None:
@@ -113,103 +168,37 @@ class Executor:
             hidden = self.model.forward(nothing, nothing, inputs, self.kv_layers, workspace)
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobRows]:
         """Of the prompt tokens that follow the tokens of `chunk`, `hidden` [chunk, hidden]."""
         seq = chunk.seq
         num_top = seq.request.params.prompt_logprobs or 0
         following = seq.request.prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
-        found: list[TokenLogprob] = []
+        found = []
         most = self.memory.logits.shape[0]
         for i in range(0, len(following), most):
-            ids = following[i : i + most]
-            found += logprobs_of(self._logits(hidden[i : i + len(ids)]), ids, num_top)
+            ids = self._put(np.array(following[i : i + most]))
+            logits = self._logits(hidden[i : i + len(ids)])
+            found.append(LogprobRows.of(logits, ids, num_top).to_host())
         return found
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocab], in the reserve: good until the next call."""
         num_rows = hidden.shape[0]
         return self.model.logits(
             hidden, self.memory.logits[:num_rows], self.memory.narrow[:num_rows]
         )
 
-    def _inputs(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
-        decode, prefill = plan.decode, plan.prefill
-        decode_tables, prefill_tables = self._tables(decode), self._tables(prefill)
-        position = np.array([chunk.start for chunk in decode], dtype=np.int64)
-        slots = [self._slots_of_rows(decode, decode_tables, position)] if decode else []
-        token_ids = [np.array([c.seq.token_ids[c.start] for c in decode], dtype=np.int64)]
-        positions = [position]
-        for chunk, table in zip(prefill, prefill_tables):
-            span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
-            entry = span // self.block_size - _rolled_before(chunk.seq, span, self.block_size)
-            slots.append(table[entry] * np.int64(self.block_size) + span % self.block_size)
-            ids = np.frombuffer(chunk.seq.token_ids, dtype=np.int32)
-            token_ids.append(ids[chunk.start : chunk.start + chunk.length].astype(np.int64))
-            positions.append(span)
-        decode_lens = position + 1
-        prefill_lens = [chunk.start + chunk.length for chunk in prefill]
-        starts = np.cumsum([0] + [chunk.length for chunk in prefill])
-        inputs = AttentionInputs(
-            slots=self._put(np.concatenate(slots)),
-            num_decode=len(decode),
-            decode_tables=self._put(decode_tables),
-            decode_lens=self._put(decode_lens.astype(np.int32)),
-            max_decode_len=int(decode_lens.max(initial=0)),
-            prefill_tables=self._put(prefill_tables),
-            prefill_starts=self._put(starts.astype(np.int32)),
-            prefill_lens=self._put(np.array(prefill_lens, dtype=np.int32)),
-            max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
-            max_prefill_len=max(prefill_lens, default=0),
-            rolling=self._rolling(plan.chunks, positions),
-        )
-        return self._put(np.concatenate(token_ids)), self._put(np.concatenate(positions)), inputs
+    def _feed(self, token_ids: Tensor, batch: HostBatch, before: Launched | None) -> None:
+        """Put what the step before has sampled, and nobody has read, where it is computed next."""
+        if not batch.unread.size:
+            return
+        assert before is not None and before.sampled is not None
+        at, rows = self._put(batch.unread)
+        # A row that had no token to choose has ended, but that is not known yet.
+        token_ids.index_copy_(0, at, before.sampled.ids[rows].clamp_(min=0))
 
-    def _rolling(self, chunks: list[Chunk], positions: list[np.ndarray]) -> RollingInputs | None:
-        """Who sees what, where a sequence of the step has evicted tokens; else None."""
-        if not any(c.seq.context.num_evicted(c.start + c.length - 1) for c in chunks):
-            return None
-        spans = [*positions[0][:, None], *positions[1:]]
-        rows = [chunk.seq.context.rows(span) for chunk, span in zip(chunks, spans, strict=True)]
-        sink_ends, window_starts, sink_positions = (np.concatenate(each) for each in zip(*rows))
-        per_chunk = [(c.seq.context.num_sink_blocks, c.seq.num_rolled_blocks) for c in chunks]
-        sink_blocks, bases = np.array(per_chunk, dtype=np.int32).T
-        return RollingInputs(
-            sink_positions=self._put(sink_positions),
-            sink_ends=self._put(sink_ends.astype(np.int32)),
-            window_starts=self._put(window_starts.astype(np.int32)),
-            sink_blocks=self._put(np.ascontiguousarray(sink_blocks)),
-            bases=self._put(np.ascontiguousarray(bases)),
-            max_visible_len=int(np.max(np.concatenate(spans) - window_starts)) + 1,
-        )
-
-    def _tables(self, chunks: list[Chunk]) -> np.ndarray:
-        """Block tables, int32 [chunks, longest]; entries beyond a sequence's own are 0, unread."""
-        longest = max((len(c.seq.block_table) + len(c.scratch) for c in chunks), default=0)
-        tables = np.zeros((len(chunks), longest), dtype=np.int32)
-        for row, chunk in zip(tables, chunks):
-            num_own = len(chunk.seq.block_table)
-            row[:num_own] = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
-            row[num_own : num_own + len(chunk.scratch)] = chunk.scratch
-        return tables
-
-    def _slots_of_rows(
-        self, chunks: list[Chunk], tables: np.ndarray, position: np.ndarray
-    ) -> np.ndarray:
-        rolled = np.array([chunk.seq.num_rolled_blocks for chunk in chunks], dtype=np.int64)
-        sinks = np.array([chunk.seq.context.num_sink_blocks for chunk in chunks], dtype=np.int64)
-        page = position // self.block_size
-        entry = page - np.where(page >= sinks, rolled, 0)
-        block = tables[np.arange(len(position)), entry].astype(np.int64)
-        return block * self.block_size + position % self.block_size
-
-    def _put(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.model.device, non_blocking=True)
-
-
-def _rolled_before(seq: Sequence, span: np.ndarray, block_size: int) -> np.ndarray:
-    """How many blocks the compact table lacks before the one of each position."""
-    in_window = span // block_size >= seq.context.num_sink_blocks
-    return np.where(in_window, seq.num_rolled_blocks, 0)
+    def _put(self, values: NDArray[np.generic]) -> Tensor:
+        return to_device(torch.from_numpy(values), self.model.device)
 
 
 def _reports_prompt(seq: Sequence) -> bool:

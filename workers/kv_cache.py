@@ -102,24 +102,29 @@ class KVCache:
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give `seq` blocks for its first `num_tokens` tokens, all or nothing."""
-        missing = self.blocks_for(num_tokens) - seq.num_rolled_blocks - len(seq.block_table)
+        missing = self.num_missing(seq, num_tokens)
         if missing > self.pool.num_available:
             return False
         for _ in range(missing):
             seq.block_table.append(self.pool.allocate())
         return True
 
+    def num_missing(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that `seq` lacks for its first `num_tokens` tokens; negative: it has more."""
+        return self.blocks_for(num_tokens) - seq.num_rolled_blocks - len(seq.block_table)
+
     def room_for(self, seq: Sequence) -> int:
         """Tokens that `seq` could have in all if it took every available block."""
         num_blocks = seq.num_rolled_blocks + len(seq.block_table) + self.pool.num_available
         return num_blocks * self.block_size
 
-    def commit(self, seq: Sequence) -> None:
-        """After the forward pass: make the newly completed blocks of `seq` addressable, and give
-        back those that none of its coming tokens sees."""
+    def commit(self, seq: Sequence, num_computed: int) -> None:
+        """After a forward pass, with which the first `num_computed` tokens of `seq` are computed
+        and read: make the newly completed blocks addressable, and give back those that no token
+        behind these sees."""
         if self.prefix_cache:
-            self._index(seq)
-        rolled = seq.context.window_start(seq.num_computed_tokens) // self.block_size
+            self._index(seq, num_computed)
+        rolled = seq.context.window_start(num_computed) // self.block_size
         num_dead = rolled - seq.context.num_sink_blocks - seq.num_rolled_blocks
         if num_dead > 0:
             self._roll(seq, num_dead)
@@ -133,10 +138,10 @@ class KVCache:
         seq.num_rolled_blocks += num_blocks
         self.num_rolled_blocks += num_blocks
 
-    def _index(self, seq: Sequence) -> None:
+    def _index(self, seq: Sequence, num_tokens: int) -> None:
         # What was computed before anything was evicted depends on the tokens before it alone, and
         # is shared with requests of any policy; what came later is not.
-        num_tokens, most = seq.num_computed_tokens, seq.context.full_tokens
+        most = seq.context.full_tokens
         if most is not None:
             num_tokens = min(num_tokens, most)
         for i in range(len(seq.block_keys), num_tokens // self.block_size):
@@ -171,10 +176,9 @@ class KVCache:
         seq.num_computed_tokens = seq.num_deferred_tokens = seq.num_rolled_blocks = 0
 
     def forget(self, seq: Sequence) -> None:
-        """As `free`, but what only this sequence has written is no longer addressable."""
+        """What only this sequence has written is no longer addressable; `free` is to follow."""
         for block_id in seq.block_table:
             self.pool.index.forget(block_id)
-        self.free(seq)
 
     def _find_prefix(self, seq: Sequence) -> Hit:
         hit = Hit([], [], [])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.workers.request import SamplingParams, TokenLogprob
+from penstock.workers.transfer import to_device, to_host
 
 
 class LogitsEditor:
@@ -34,8 +36,9 @@ class LogitsEditor:
     def edit(self, row: Tensor, token_ids: Sequence[int]) -> None:
         """Change `row`, fp32 [vocab], in place. `token_ids`: prompt and answer so far."""
         params = self._params
+        device = row.device
         if len(self._bias_ids):
-            row.index_add_(0, self._bias_ids.to(row.device), self._bias.to(row.device))
+            row.index_add_(0, to_device(self._bias_ids, device), to_device(self._bias, device))
         if params.repetition_penalty != 1.0 and self._seen:
             ids = torch.tensor(list(self._seen), device=row.device)
             held = row[ids]
@@ -46,7 +49,7 @@ class LogitsEditor:
             counts = torch.tensor(list(self._counts.values()), device=row.device)
             row[ids] -= params.presence_penalty + params.frequency_penalty * counts
         if len(self._allowed):
-            allowed = self._allowed.to(row.device)
+            allowed = to_device(self._allowed, device)
             kept = row[allowed]
             row.fill_(-torch.inf)
             row[allowed] = kept
@@ -56,20 +59,31 @@ class LogitsEditor:
                 row[word[-1]] = -torch.inf
 
 
-def logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """How likely each of `token_ids` was by its row of `logits`, fp32 [len(token_ids), vocab]."""
-    ids = torch.tensor(token_ids, device=logits.device)[:, None]
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, ids)
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = torch.topk(logprobs, num_top, dim=-1)
-    return [
-        TokenLogprob(token_id, logprob, rank, tuple(zip(best_ids, best)))
-        for token_id, logprob, rank, best_ids, best in zip(
-            token_ids,
-            chosen.squeeze(1).tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-        )
-    ]
+class LogprobRows(NamedTuple):
+    """How likely chosen tokens were, a row a token; on the device until `to_host`."""
+
+    token_ids: Tensor  # int64 [R]
+    logprobs: Tensor  # [R]
+    ranks: Tensor  # int64 [R], from 1
+    top_ids: Tensor  # int64 [R, num_top]
+    top: Tensor  # [R, num_top]
+
+    @classmethod
+    def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobRows:
+        """Of `token_ids` int64 [R] by the rows of `logits`, fp32 [R, vocab]."""
+        logprobs = logits.log_softmax(dim=-1)
+        chosen = logprobs.gather(1, token_ids[:, None])
+        ranks = (logprobs > chosen).sum(dim=-1) + 1
+        top = torch.topk(logprobs, num_top, dim=-1)
+        return cls(token_ids, chosen.squeeze(1), ranks, top.indices, top.values)
+
+    def to_host(self) -> LogprobRows:
+        """As `transfer.to_host`."""
+        return LogprobRows(*map(to_host, self))
+
+    def listed(self) -> list[TokenLogprob]:
+        """A row each; once they are on the host."""
+        return [
+            TokenLogprob(token_id, logprob, rank, tuple(zip(best_ids, best)))
+            for token_id, logprob, rank, best_ids, best in zip(*(each.tolist() for each in self))
+        ]

@@ -92,6 +92,16 @@ class SamplingParams:
             or self.bad_words_ids
         )
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether what may come depends on which tokens the answer has so far."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or any(len(word) > 1 for word in self.bad_words_ids)
+        )
+
     def check(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that is out of range."""
         _in_range("temperature", self.temperature, 0.0, 100.0)

@@ -12,10 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from penstock.kernels import sampling
-from penstock.workers.logits import logprobs_of
+from penstock.workers.logits import LogprobRows
 from penstock.workers.request import TokenLogprob
+from penstock.workers.transfer import to_device, to_host
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
@@ -60,22 +62,58 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample(logits: torch.Tensor, rows: Seq[RowSampling]) -> list[Sampled]:
-    """One token a row of `logits`, fp32 [rows, vocab], which may be changed in place."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledRows:
+    """What was sampled, on its way to the host."""
+
+    ids: Tensor  # int64 [R] on the device, as `sampling.sample` gives them
+    host_ids: Tensor
+    place_of: dict[int, int]  # of row i: in which row of `reported` its logprobs are
+    reported: LogprobRows | None
+    num_top: list[int]  # by row of `reported`: alternatives that it wants
+
+    def listed(self) -> list[Sampled]:
+        """A row each; once all that was launched up to now has been waited for."""
+        ids: list[int] = self.host_ids.tolist()
+        if self.reported is None:
+            return [Sampled(token_id) for token_id in ids]
+        found = self.reported.listed()
+        of_row = {
+            i: replace(found[at], top=found[at].top[: self.num_top[at]])
+            for i, at in self.place_of.items()
+            if ids[i] >= 0
+        }
+        return [Sampled(token_id, of_row.get(i)) for i, token_id in enumerate(ids)]
+
+
+def sample(logits: Tensor, rows: Seq[RowSampling]) -> SampledRows:
+    """One token a row of `logits`, fp32 [rows, vocab], which may be changed in place.
+
+    The host waits for nothing, but for what an `edit` waits for.
+    """
     assert logits.shape[0] == len(rows)
     reported = [i for i, row in enumerate(rows) if row.num_logprobs is not None]
-    raw = logits[reported] if reported else logits  # a copy, before anything is changed
+    at = to_device(torch.tensor(reported, dtype=torch.int64), logits.device)
+    raw = logits[at] if reported else logits  # a copy, before anything is changed
     for i, row in enumerate(rows):
         if row.edit is not None:
             row.edit(logits[i])
-        if row.banned_ids:
-            logits[i, list(row.banned_ids)] = -torch.inf
-    ids: list[int] = sampling.sample(logits, _parameters(rows)).tolist()
+    _ban(logits, rows)
+    ids = sampling.sample(logits, _parameters(rows))
     if not reported:
-        return [Sampled(token_id) for token_id in ids]
-    logprobs = _logprobs(raw, [ids[i] for i in reported], [rows[i] for i in reported])
-    by_row = dict(zip(reported, logprobs))
-    return [Sampled(token_id, by_row.get(i)) for i, token_id in enumerate(ids)]
+        return SampledRows(ids, to_host(ids), {}, None, [])
+    num_top = [rows[i].num_logprobs or 0 for i in reported]
+    chosen = ids[at].clamp(min=0)  # a row that has none is not reported in the end
+    found = LogprobRows.of(raw, chosen, max(num_top)).to_host()
+    place_of = {i: place for place, i in enumerate(reported)}
+    return SampledRows(ids, to_host(ids), place_of, found, num_top)
+
+
+def _ban(logits: Tensor, rows: Seq[RowSampling]) -> None:
+    pairs = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned_ids]
+    if pairs:
+        at, ids = to_device(torch.tensor(pairs).T.contiguous(), logits.device)
+        logits[at, ids] = torch.full((), -torch.inf, device=logits.device)
 
 
 def _parameters(rows: Seq[RowSampling]) -> sampling.SamplingRows:
@@ -87,15 +125,3 @@ def _parameters(rows: Seq[RowSampling]) -> sampling.SamplingRows:
         dtype=torch.float64,
     )
     return sampling.SamplingRows(*columns.T.contiguous())
-
-
-def _logprobs(
-    raw: torch.Tensor, token_ids: list[int], rows: list[RowSampling]
-) -> list[TokenLogprob | None]:
-    """Of the chosen tokens; None for a row that had none."""
-    num_top = max(row.num_logprobs or 0 for row in rows)
-    found = logprobs_of(raw, [max(token_id, 0) for token_id in token_ids], num_top)
-    return [
-        None if token_id < 0 else replace(each, top=each.top[: row.num_logprobs])
-        for token_id, each, row in zip(token_ids, found, rows)
-    ]

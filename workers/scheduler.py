@@ -98,6 +98,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.leaving: list[Sequence] = []  # have ended; a step in flight still names their blocks
         self.num_preemptions = 0
         self.num_preemptions_avoided = 0  # sequences that went on without a block, times they did
         self._recomputed: float | None = None  # tokens that a preemption costs: a running mean
@@ -121,13 +122,44 @@ class Scheduler:
         return ahead + self.cache.blocks_for(num_tokens) <= self.cache.pool.num_available
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out wherever it is, and its blocks back."""
+        """Take a sequence out wherever it is, and its blocks back once no step names them."""
         if seq.state is SequenceState.RUNNING:
             self.running.remove(seq)
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
         seq.state = SequenceState.FINISHED
-        self.cache.free(seq)
+        if seq.num_in_flight:
+            self.leaving.append(seq)
+        else:
+            self.cache.free(seq)
+
+    def landed(self, seq: Sequence) -> None:
+        """A step that named `seq` is done."""
+        seq.num_in_flight -= 1
+        if seq.state is SequenceState.FINISHED and not seq.num_in_flight:
+            self.leaving.remove(seq)
+            self.cache.free(seq)
+
+    def may_run_ahead(self) -> bool:
+        """Whether the next step can be chosen and launched before the host has read the last one.
+
+        So it is if there is something to choose, no token of it depends on ids that only the host
+        could look at, and everybody finds the blocks that he needs: whoever defers or is preempted
+        does so with nothing in flight.
+        """
+        going_on = [seq for seq in self.running if not seq.is_whole]
+        if not going_on and not self.waiting:
+            return False
+        if self.deferral is not None and self.deferral.mode == "always":
+            return False
+        num_blocks = 0
+        for seq in going_on:
+            if seq.num_deferred_tokens or (seq.num_unread_tokens and seq.needs_ids):
+                return False
+            length = min(seq.num_pending_tokens, self.max_num_batched_tokens)
+            missing = self.cache.num_missing(seq, seq.num_computed_tokens + length)
+            num_blocks += max(0, missing)
+        return num_blocks <= self.cache.pool.num_available
 
     def expired(self, now_s: float) -> list[Sequence]:
         """Those that wait although their deadline has passed; nobody would read their answers."""
@@ -147,7 +179,7 @@ class Scheduler:
             self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
         if self.merges:
             budget = self._schedule_decoding(plan, budget)
-        for seq in [seq for seq in self.running if not seq.is_decoding]:
+        for seq in [seq for seq in self.running if not (seq.is_decoding or seq.is_whole)]:
             length = min(self.cache.advance(seq), budget)
             if length > 0:  # else it waits for blocks that are being loaded
                 budget -= self._schedule_running(seq, length, plan)
@@ -160,7 +192,7 @@ class Scheduler:
 
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:
         """The newest tokens of all that decode; returns what is left of the budget."""
-        decoding = [seq for seq in self.running if seq.is_decoding]
+        decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_whole]
         for i, seq in enumerate(decoding, 1):
             length = seq.num_pending_tokens
             if budget >= length:
@@ -278,6 +310,7 @@ class Scheduler:
         return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
 
     def _preempt(self, seq: Sequence) -> None:
+        assert not seq.num_in_flight, "a step in flight names what would be given back"
         self.num_preemptions += 1
         seq.num_preemptions += 1
         self.running.remove(seq)
@@ -293,5 +326,6 @@ class Scheduler:
         self.running.insert(at, seq)
 
     def sequences(self) -> Iterable[Sequence]:
+        """All that have not ended."""
         yield from self.running
         yield from self.waiting

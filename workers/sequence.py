@@ -34,6 +34,10 @@ class Sequence:
     blocks of `block_table`. All beyond that is computed in the next steps; the last one is sampled
     from. `block_keys` are the prefix-cache keys of the leading full blocks.
 
+    The engine may be a step ahead of what the host has read: steps that name the sequence and have
+    not landed (`num_in_flight`) count as computed, and the `num_unread_tokens` that they sample
+    count as tokens, behind those of `token_ids`.
+
     The block table is compact: behind the `context`'s sink blocks, `num_rolled_blocks` have been
     given back and left no hole. Of the pending tokens, the first `num_deferred_tokens` have been
     computed before, and are computed anew because there was no block to store them in.
@@ -50,9 +54,11 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_deferred_tokens",
+        "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
         "num_rolled_blocks",
+        "num_unread_tokens",
         "order",
         "prompt_logprobs",
         "request",
@@ -90,6 +96,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_deferred_tokens = 0
+        self.num_in_flight = 0
+        self.num_unread_tokens = 0
         self.num_preemptions = 0
         self.num_rolled_blocks = 0
         self.block_table = array("i")
@@ -103,16 +111,16 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_unread_tokens
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_pending_tokens(self) -> int:
         """Tokens whose K and V are still to be stored; 1 while decoding, unless some wait."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_expected_tokens(self) -> int:
@@ -126,13 +134,37 @@ class Sequence:
 
     @property
     def must_go_on(self) -> bool:
-        """Whether min_tokens still forbids the stop tokens."""
+        """Whether min_tokens forbids the stop tokens where the next token is sampled."""
         return self.num_generated_tokens < self.request.params.min_tokens
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its last token has been sampled, and only has to be read."""
+        return self.num_unread_tokens > 0 and self.num_tokens >= self.max_total_tokens
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the host must have read all tokens before the next one is sampled."""
+        return self.matcher is not None or self.request.params.looks_back
+
+    def launch(self, length: int, num_deferred: int, samples: bool) -> None:
+        """A step computes the next `length` tokens, and maybe samples one more.
+
+        K and V of the last `num_deferred` are not kept. `append` is to follow for what it samples.
+        """
+        num_stored = length - num_deferred
+        self.num_computed_tokens += num_stored
+        deferred = max(length, self.num_deferred_tokens) - num_stored
+        self.num_deferred_tokens = max(0, deferred)
+        self.num_unread_tokens += samples
+        self.num_in_flight += 1
+
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> Delta:
-        """Take one sampled token and say what the client gets, finish reason included."""
-        may_stop = not self.must_go_on
-        is_first = self.num_generated_tokens == len(self.request.emitted_ids)
+        """Read the first unread token and say what the client gets, finish reason included."""
+        self.num_unread_tokens -= 1
+        num_read = len(self.token_ids) - self.num_prompt_tokens
+        may_stop = num_read >= self.request.params.min_tokens
+        is_first = num_read == len(self.request.emitted_ids)
         self.token_ids.append(token_id)
         if self.editor is not None:
             self.editor.observe(token_id)
@@ -151,11 +183,11 @@ class Sequence:
             delta.finish_reason, delta.stop_token_id = FinishReason.STOP, token_id
         elif self.matcher is not None and self.matcher.is_complete:
             delta.finish_reason = FinishReason.STOP
-        elif self.num_tokens >= self.max_total_tokens:
+        elif len(self.token_ids) >= self.max_total_tokens:
             delta.finish_reason = FinishReason.LENGTH
         if delta.finish_reason is not None:
             # The token before the last one was the last that looked back.
-            delta.num_evicted_tokens = self.context.num_evicted(self.num_tokens - 2)
+            delta.num_evicted_tokens = self.context.num_evicted(len(self.token_ids) - 2)
         return delta
 
     def _first_token_times(self) -> FirstTokenTimes:

@@ -1,8 +1,9 @@
 """Where the time of the engine's steps goes: running sums of seconds by phase.
 
-Host time only. On a GPU, kernels run on after their launch, so `model` is the time to launch them,
-and `sample`, which reads the sampled ids back, has the wait for the device. Knows nothing of what
-the phases do.
+Host time only. On a GPU, kernels run on after their launch, so `model` and `sample` are the time to
+launch them, and `wait` is the time until their ids are there. With steps launched ahead, all other
+phases belong to the next step while the device computes the one that is waited for: what is left of
+`wait` is device time that nothing of the host overlaps. Knows nothing of what the phases do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ PHASES = (
     "copy",  # build the batch's tensors, and put them on the device
     "model",  # the forward pass, the LM head included
     "sample",  # logits to ids; logprobs
+    "wait",  # read what was sampled
     "deliver",  # record the results, and hand them to the streams
 )
 

@@ -133,13 +133,13 @@ def test_a_half_live_tail_makes_chunks_smaller_and_changes_no_text(prefix_cache)
     for num_blocks in (60, 40, 30, 20):
         engine = make_engine(model, num_blocks=num_blocks, prefix_cache=prefix_cache)
         sizes = []
-        execute = engine.executor.run
+        execute = engine.executor.launch
 
-        def watched(plan, execute=execute, sizes=sizes):
+        def watched(plan, before, execute=execute, sizes=sizes):
             sizes.append(plan.num_tokens)
-            return execute(plan)
+            return execute(plan, before)
 
-        engine.executor.run = watched
+        engine.executor.launch = watched
         found = run(engine, requests)
         assert ids(found) == ids(want)
         assert engine.stats().num_shortened_steps > 0

@@ -2,13 +2,15 @@
 
 Instead of K and V, a slot holds a digest of all tokens up to its own. So in each step it can be
 seen of every row whether the block table leads to just the keys that its policy lets it see,
-whatever has been shared, rolled, deferred, evicted, swapped or loaded before.
+whatever has been shared, rolled, deferred, evicted, swapped or loaded before. A step that is
+launched ahead computes as late as it may, with whatever the host has done to memory since.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import dataclass
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -24,11 +26,12 @@ from penstock.workers.policies import FULL, SinkWindow
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.restore import RestoreRule
 from penstock.workers.ridge import Decision
-from penstock.workers.scheduler import Scheduler
+from penstock.workers.scheduler import Chunk, Scheduler
 from penstock.workers.sequence import Sequence
 from penstock.workers.swap import HostSwap
 
 ALPHABET = 2  # few tokens, so that prompts begin alike
+STOP = ALPHABET
 POISON = -1
 
 
@@ -46,6 +49,24 @@ class CoinRule:
 def digest(token_ids):
     raw = hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=7).digest()
     return int.from_bytes(raw, "big")
+
+
+@dataclass
+class Row:
+    """A chunk as the device was given it: what the host changes later is of no effect."""
+
+    chunk: Chunk
+    table: list[int]
+    num_rolled: int
+    digests: list[int]
+    samples: bool
+
+
+@dataclass
+class Launched:
+    rows: list[Row]
+    first_lent: int
+    is_computed: bool = False
 
 
 class HeldTransfer(Transfer):
@@ -90,8 +111,12 @@ class Machine(RuleBasedStateMachine):
         deferral=st.sampled_from((None, "pressure", "always")),
         restore=st.sampled_from(("auto", "load", "recompute", "split")),
         max_tokens=st.integers(4, 24),
+        looks_ahead=st.booleans(),
     )
-    def begin(self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens):
+    def begin(
+        self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens,
+        looks_ahead,
+    ):  # fmt: skip
         self.size = block_size
         num_scratch = 6 if deferral else 0
         # The last blocks are scratch: their ids follow those of the pool.
@@ -109,6 +134,9 @@ class Machine(RuleBasedStateMachine):
             self.add_host_memory(num_slots, restore)
         self.live: list[Sequence] = []
         self.known: dict[int, list[int]] = {}
+        self.looks_ahead = looks_ahead
+        self.in_flight: Launched | None = None
+        self.unread: dict[int, list[int]] = {}  # what was sampled, on the device
         self.num_added = 0
 
     def add_host_memory(self, num_slots, restore):
@@ -125,8 +153,10 @@ class Machine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=30),
         num_new=st.integers(1, 40),
         shape=st.none() | st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8)),
+        penalty=st.sampled_from((0.0, 0.0, 0.0, 0.5)),
+        may_stop=st.booleans(),
     )
-    def add(self, prompt, num_new, shape):
+    def add(self, prompt, num_new, shape, penalty, may_stop):
         context = FULL
         if shape is not None:
             sinks, window, roll = shape
@@ -135,10 +165,12 @@ class Machine(RuleBasedStateMachine):
         if self.cache.blocks_for(most) + 1 > self.pool.num_blocks:
             return
         seq = Sequence(
-            Request(f"r{self.num_added}", tuple(prompt), SamplingParams()),
+            Request(
+                f"r{self.num_added}", tuple(prompt), SamplingParams(presence_penalty=penalty)
+            ),
             order=self.num_added,
             seed=self.num_added,
-            stop_ids=frozenset(),
+            stop_ids=frozenset({STOP} if may_stop else ()),
             max_total_tokens=len(prompt) + num_new,
             context=context,
         )
@@ -152,8 +184,9 @@ class Machine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.live))
         self.live.remove(seq)
         self.scheduler.remove(seq)
+        self.poison()
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.live or self.in_flight)
     @rule(
         coins=st.lists(st.booleans(), min_size=1, max_size=4),
         times=st.integers(1, 25),
@@ -164,81 +197,118 @@ class Machine(RuleBasedStateMachine):
         self.coins.coins = coins
         for _ in range(times):
             plan = self.scheduler.schedule()
+            before, self.in_flight = self.in_flight, None
             if not plan.chunks:
-                if self.live:
+                if before is not None:
+                    self.land(before)
+                elif self.live:
                     assert self.link is not None, "there is work, and nothing is done"
                     assert not all(t.is_done for t in self.link.transfers), "nobody waits"
                     self.link.arrive(len(self.link.transfers))
                 continue
-            # The step's activations overwrite the free tail, cached blocks there included.
-            first = self.pool.lend(self.pool.num_lendable(borrows))
-            self.memory[first : self.pool.num_blocks] = POISON
-            self.pool.check([seq.block_table for seq in self.live])
-            self.run(plan)
-            self.pool.give_back()
-            self.commit(plan)
+            launched = self.launch(plan, borrows)
+            if before is not None:
+                self.land(before)
+            if self.looks_ahead and self.scheduler.may_run_ahead():
+                self.in_flight = launched
+            else:
+                self.land(launched)
             if self.link is not None:
+                self.compute(launched)  # the link waits for what was launched
                 self.link.arrive(arrivals)
 
-    def run(self, plan):
-        """All K and V are written, then all rows look at what they see."""
+    def launch(self, plan, borrows):
+        """As the engine does; the device computes it later."""
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        self.memory[self.pool.num_blocks :] = POISON  # scratch lasts for one step
-        tables = {id(chunk): [*chunk.seq.block_table, *chunk.scratch] for chunk in plan.chunks}
-        written = set()
+        # The step's activations overwrite the free tail, cached blocks there included.
+        first = self.pool.lend(self.pool.num_lendable(borrows))
+        self.check()
+        self.pool.give_back()
+        rows = []
         for chunk in plan.chunks:
-            for p in range(chunk.start, chunk.start + chunk.length):
-                block, offset = self.place(chunk, tables[id(chunk)], p)
+            seq = chunk.seq
+            assert not (seq.needs_ids and seq.num_unread_tokens), "the host has yet to read"
+            table = [*seq.block_table, *chunk.scratch]
+            rows.append(Row(chunk, table, seq.num_rolled_blocks, [*self.digests(seq)],
+                            chunk.samples))  # fmt: skip
+            if chunk.samples:
+                self.unread.setdefault(seq.order, []).append(self.next_token(seq))
+            seq.launch(chunk.length, chunk.num_deferred, chunk.samples)
+        return Launched(rows, first)
+
+    def tokens(self, seq):
+        return [*seq.token_ids, *self.unread.get(seq.order, ())]
+
+    def next_token(self, seq):
+        drawn = digest(self.tokens(seq))
+        return STOP if drawn % 23 == 0 else drawn % ALPHABET
+
+    def compute(self, launched):
+        """All K and V are written, then all rows look at what they see."""
+        if launched.is_computed:
+            return
+        launched.is_computed = True
+        self.memory[launched.first_lent : self.pool.num_blocks] = POISON
+        self.memory[self.pool.num_blocks :] = POISON  # scratch lasts for one step
+        written = set()
+        for row in launched.rows:
+            for p in range(row.chunk.start, row.chunk.start + row.chunk.length):
+                block, offset = self.place(row, p)
                 assert (block, offset) not in written, "two rows write to one slot"
                 written.add((block, offset))
-                self.memory[block, offset] = self.digests(chunk.seq)[p]
+                self.memory[block, offset] = row.digests[p]
         memory = self.memory.tolist()
-        for chunk in plan.chunks:
-            context, digests = chunk.seq.context, self.digests(chunk.seq)
-            for t in range(chunk.start, chunk.start + chunk.length):
-                ends, starts, _ = context.rows(torch.tensor([t]).numpy())
+        for row in launched.rows:
+            for t in range(row.chunk.start, row.chunk.start + row.chunk.length):
+                ends, starts, _ = row.chunk.seq.context.rows(torch.tensor([t]).numpy())
                 for p in range(t + 1):
                     if p < ends[0] or p >= starts[0]:
-                        block, offset = self.place(chunk, tables[id(chunk)], p)
-                        assert memory[block][offset] == digests[p], f"row {t} misses key {p}"
+                        block, offset = self.place(row, p)
+                        assert memory[block][offset] == row.digests[p], f"row {t} misses key {p}"
 
     def digests(self, seq):
         """Of the tokens of `seq` up to each of them."""
-        known = self.known.setdefault(seq.order, [])
-        while len(known) < seq.num_tokens:
-            known.append(digest(seq.token_ids[: len(known) + 1]))
+        known, tokens = self.known.setdefault(seq.order, []), self.tokens(seq)
+        while len(known) < len(tokens):
+            known.append(digest(tokens[: len(known) + 1]))
         return known
 
-    def place(self, chunk, table, position):
+    def place(self, row, position):
         page = position // self.size
-        if page >= chunk.seq.context.num_sink_blocks:
-            page -= chunk.seq.num_rolled_blocks
-        assert 0 <= page < len(table), f"position {position} is in no block"
-        return table[page], position % self.size
+        if page >= row.chunk.seq.context.num_sink_blocks:
+            page -= row.num_rolled
+        assert 0 <= page < len(row.table), f"position {position} is in no block"
+        return row.table[page], position % self.size
 
-    def commit(self, plan):
+    def land(self, launched):
         """As the engine does."""
-        for chunk in plan.chunks:
-            seq, samples = chunk.seq, chunk.samples
-            num_stored = chunk.length - chunk.num_deferred
-            seq.num_computed_tokens += num_stored
-            deferred = max(chunk.length, seq.num_deferred_tokens) - num_stored
-            seq.num_deferred_tokens = max(0, deferred)
-            self.cache.commit(seq)
-            if samples:
-                seq.append((sum(seq.token_ids) + seq.order) % ALPHABET)
-                if seq.num_tokens >= seq.max_total_tokens:
+        self.compute(launched)
+        for row in launched.rows:
+            chunk, seq = row.chunk, row.chunk.seq
+            self.scheduler.landed(seq)
+            if seq not in self.live:
+                continue
+            self.cache.commit(seq, chunk.start + chunk.length - chunk.num_deferred)
+            if row.samples:
+                delta = seq.append(self.unread[seq.order].pop(0))
+                if delta.finish_reason is not None:
                     self.live.remove(seq)
                     self.scheduler.remove(seq)
-        free = set(self.pool._free)
-        for block_id in free:
+        self.poison()
+
+    def poison(self):
+        for block_id in self.pool._free:
             self.memory[block_id] = POISON
+
+    def check(self):
+        self.pool.check([seq.block_table for seq in (*self.live, *self.scheduler.leaving)])
 
     @invariant()
     def ledger(self):
         if not hasattr(self, "pool"):
             return
-        self.pool.check([seq.block_table for seq in self.live])
+        self.check()
+        assert self.in_flight is not None or not self.scheduler.leaving
         for seq in self.live:
             held = len(seq.block_table) + seq.num_rolled_blocks
             assert held * self.size >= seq.num_computed_tokens

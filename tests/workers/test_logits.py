@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
-from penstock.workers.logits import LogitsEditor, logprobs_of
+from penstock.workers.logits import LogitsEditor, LogprobRows
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, RequestError, SamplingParams
 
@@ -80,7 +80,7 @@ def test_allowed_ids(logits):
 
 
 def test_logprobs_and_ranks(logits):
-    [found] = logprobs_of(logits[None], [13], 5)
+    [found] = LogprobRows.of(logits[None], torch.tensor([13]), 5).listed()
     want = logits.log_softmax(0)
     order = want.argsort(descending=True)
     assert found.logprob == pytest.approx(float(want[13]), abs=1e-6)

@@ -22,7 +22,7 @@ VOCAB = 503
 
 
 def draw(logits, rows):
-    return [sampled.token_id for sampled in sample(logits, rows)]
+    return [sampled.token_id for sampled in sample(logits, rows).listed()]
 
 
 def reference_probabilities(logits, row):
