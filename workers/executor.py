@@ -43,6 +43,33 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of a step whose prompt tokens' successors are to be scored."""
+
+    chunk: int  # its index in the plan
+    first_row: int
+    following: tuple[int, ...]  # the prompt token behind each row's own
+    num_top: int
+
+    @classmethod
+    def of(cls, index: int, chunk: Chunk, first_row: int) -> PromptRows:
+        request, end = chunk.seq.request, chunk.start + chunk.length
+        following = request.prompt_ids[chunk.start + 1 : end + 1]
+        return cls(index, first_row, following, request.params.prompt_logprobs or 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A step as the host gives it to the device."""
+
+    batch: HostBatch
+    last_rows: list[int]  # of the batch, that are sampled from
+    row_of: dict[Sequence, int]  # their sequences, numbered
+    rows: list[RowSampling]
+    prompts: list[PromptRows]
+
+
 class Launched:
     """A step that the device has been given. What it sampled is read once, by `read`."""
 
@@ -103,44 +130,51 @@ class Executor:
         here on the device. On a GPU this returns before anything is computed.
         """
         began_s = time.perf_counter()
+        step = self.prepare(plan, before)
         with self.memory.lease(plan.num_tokens) as workspace:
-            sampled, prompt_logprobs = self._launch(plan, before, workspace)
-        sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
-        row_of = {seq: i for i, seq in enumerate(sampling)}
-        mark = Mark(self.model.device)
-        return Launched(plan, row_of, sampled, prompt_logprobs, mark, began_s)
+            sampled, prompt_logprobs = self.compute(step, before, workspace)
+        return Launched(
+            plan, step.row_of, sampled, prompt_logprobs, Mark(self.model.device), began_s
+        )
 
-    def _launch(
-        self, plan: Plan, before: Launched | None, workspace: Workspace
-    ) -> tuple[SampledRows | None, dict[int, list[LogprobRows]]]:
-        chunks = plan.chunks
+    def prepare(self, plan: Plan, before: Launched | None) -> Prepared:
+        """What the host adds to a plan. Nothing that it changes later is of effect."""
         batch = host_batch(plan, self.block_size, {} if before is None else before.row_of)
+        first = 0
+        last_rows, sampling, prompts = [], [], []
+        for i, chunk in enumerate(plan.chunks):
+            if _reports_prompt(chunk.seq):
+                prompts.append(PromptRows.of(i, chunk, first))
+            first += chunk.length
+            if chunk.samples:
+                last_rows.append(first - 1)
+                sampling.append(chunk.seq)
+        row_of = {seq: i for i, seq in enumerate(sampling)}
+        return Prepared(batch, last_rows, row_of, [row_sampling(seq) for seq in sampling], prompts)
+
+    def compute(
+        self, step: Prepared, before: Launched | None, workspace: Workspace
+    ) -> tuple[SampledRows | None, dict[int, list[LogprobRows]]]:
+        """Give the device all that `step` takes."""
+        batch = step.batch
         token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
         inputs = batch.inputs(self._put)
         self._feed(token_ids, batch, before)
         self.times.lap("copy")
         hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
         self.times.lap("model")
-        ends = np.cumsum([chunk.length for chunk in chunks])
-        prompt_logprobs = {
-            i: self._prompt_logprobs(chunk, hidden[int(end) - chunk.length : int(end)])
-            for i, (chunk, end) in enumerate(zip(chunks, ends))
-            if _reports_prompt(chunk.seq)
-        }
+        prompt_logprobs = {each.chunk: self._prompt_logprobs(each, hidden) for each in step.prompts}
         self.times.lap("sample")
-        last_rows = [int(end) - 1 for end, chunk in zip(ends, chunks) if chunk.samples]
-        if not last_rows:
+        if not step.rows:
             return None, prompt_logprobs
-        if len(last_rows) < hidden.shape[0]:
-            indices = self._put(np.array(last_rows))
+        if len(step.rows) < hidden.shape[0]:
             # The residual stream has had its day.
-            hidden = torch.index_select(
-                hidden, 0, indices, out=workspace.residual[: len(last_rows)]
-            )
-        rows = [row_sampling(chunk.seq) for chunk in chunks if chunk.samples]
+            out = workspace.residual[: len(step.rows)]
+            last_rows = self._put(np.array(step.last_rows))
+            hidden = torch.index_select(hidden, 0, last_rows, out=out)
         logits = self._logits(hidden)
         self.times.lap("model")
-        sampled = sample(logits, rows)
+        sampled = sample(logits, step.rows)
         self.times.lap("sample")
         return sampled, prompt_logprobs
 
@@ -168,17 +202,15 @@ class Executor:
             hidden = self.model.forward(nothing, nothing, inputs, self.kv_layers, workspace)
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[LogprobRows]:
-        """Of the prompt tokens that follow the tokens of `chunk`, `hidden` [chunk, hidden]."""
-        seq = chunk.seq
-        num_top = seq.request.params.prompt_logprobs or 0
-        following = seq.request.prompt_ids[chunk.start + 1 : chunk.start + chunk.length + 1]
+    def _prompt_logprobs(self, prompt: PromptRows, hidden: Tensor) -> list[LogprobRows]:
+        """`hidden` [T, hidden] of the whole step."""
         found = []
         most = self.memory.logits.shape[0]
-        for i in range(0, len(following), most):
-            ids = self._put(np.array(following[i : i + most]))
-            logits = self._logits(hidden[i : i + len(ids)])
-            found.append(LogprobRows.of(logits, ids, num_top).to_host())
+        for i in range(0, len(prompt.following), most):
+            ids = self._put(np.array(prompt.following[i : i + most]))
+            first = prompt.first_row + i
+            logits = self._logits(hidden[first : first + len(ids)])
+            found.append(LogprobRows.of(logits, ids, prompt.num_top).to_host())
         return found
 
     def _logits(self, hidden: Tensor) -> Tensor:
