@@ -173,9 +173,9 @@ def measure_pool(model: Decoder, load: Load, args: argparse.Namespace, bar: Any)
 def break_even_bytes_per_s(model: Decoder, num_blocks: int) -> float:
     """A link that brings tokens just as fast as they are computed, as the engine measures it."""
     engine = Engine(EngineConfig(**COMMON, num_blocks=num_blocks, host_kv_gb=HOST_GB), model)
-    assert engine._rates is not None
+    assert engine.totals.rates is not None
     per_token = engine.arena.layout.block_bytes / engine.config.block_size
-    rate = engine._rates.compute_tokens_per_s * per_token
+    rate = engine.totals.rates.compute_tokens_per_s * per_token
     engine.close()
     return rate
 

@@ -98,6 +98,16 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_deferred_tokens,
     ),
     (
+        "penstock_steps_ahead",
+        "Steps that were launched before the one before had been read.",
+        lambda s: s.num_steps_ahead,
+    ),
+    (
+        "penstock_discarded_tokens",
+        "Tokens sampled for requests that had ended when they were read.",
+        lambda s: s.num_discarded_tokens,
+    ),
+    (
         "penstock_recomputed_tokens",
         "Token-passes which that cost in later steps.",
         lambda s: s.num_recomputed_tokens,

@@ -86,6 +86,7 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
     token_ids = [np.array(known, dtype=np.int64)]
     positions = [position]
     for chunk, table in zip(prefill, prefill_tables):
+        assert not chunk.seq.num_unread_tokens, "the host has yet to read what is computed"
         span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
         entry = span // block_size - _rolled_before(chunk.seq, span, block_size)
         slots.append(table[entry] * np.int64(block_size) + span % block_size)

@@ -20,22 +20,21 @@ from penstock.workers.deferral import (
     rule_of,
     scratch_views,
 )
-from penstock.workers.engine_memory import log_memory, saved_bytes, step_memory
+from penstock.workers.engine_memory import log_memory, step_memory
+from penstock.workers.engine_stats import Totals, stats_of
 from penstock.workers.executor import Executor, Launched
 from penstock.workers.grammar import GrammarMatcher
-from penstock.workers.histogram import Histogram
 from penstock.workers.intake import Intake
 from penstock.workers.kv_cache import KVCache
 from penstock.workers.kv_format import kv_format
 from penstock.workers.memory import BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import ContextSettings, obstacle_of
-from penstock.workers.rates import PROBE_ROWS, Rates
+from penstock.workers.rates import PROBE_ROWS
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence, SequenceState
-from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
-from penstock.workers.step_model import StepModel
+from penstock.workers.stats import EngineStats
 from penstock.workers.swap import host_swap
 
 log = logging.getLogger("penstock.engine")
@@ -95,15 +94,13 @@ class Engine:
                 layout=layout,
             )
             self.scheduler.deferral = deferral_of(config, rule)
-        self._rates: Rates | None = None
+        self.totals = Totals()
         if config.host_kv_gb is not None:
-            self.cache.swap, self._rates = host_swap(config, self.arena, run_rows, most_rows)
+            self.cache.swap, self.totals.rates = host_swap(config, self.arena, run_rows, most_rows)
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
         self.looks_ahead = looks_ahead(config, model.device)
         self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
-        self._last_done_s = 0.0
-        self.step_model = StepModel()
         self.max_model_len = min(
             config.max_model_len or facts.max_position_embeddings,
             self.arena.num_blocks * config.block_size,
@@ -113,12 +110,6 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
-        self._num_finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self._num_corrupted = 0
-        self._num_deferred_tokens = self._num_recomputed_tokens = 0
-        self._num_steps_ahead = self._num_discarded_tokens = 0
-        self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
 
     def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
         """Queue a request. Raises RequestError if it can never be served, or the queue is full.
@@ -160,7 +151,7 @@ class Engine:
         if seq is None:
             return False
         self.scheduler.remove(seq)
-        self._num_finished[FinishReason.ABORT.value] += 1
+        self.totals.num_finished[FinishReason.ABORT.value] += 1
         return True
 
     def has_work(self) -> bool:
@@ -183,9 +174,9 @@ class Engine:
             elif self.cache.swap is not None:
                 self.cache.swap.wait(LOAD_WAIT_S)
             return deltas
-        self._num_steps += 1
-        self._num_steps_ahead += before is not None
-        self._step_tokens.observe(plan.num_tokens)
+        self.totals.num_steps += 1
+        self.totals.num_steps_ahead += before is not None
+        self.totals.step_tokens.observe(plan.num_tokens)
         try:
             launched = self.executor.launch(plan, before)
             if not self.looks_ahead:
@@ -212,42 +203,15 @@ class Engine:
             self.model.routed.close()
 
     def stats(self) -> EngineStats:
-        pool, cache = self.pool, self.cache
-        tier = None if cache.swap is None else cache.swap.tier
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_blocks=pool.num_blocks,
-            num_block_bytes=self.arena.layout.block_bytes,
-            block_size=self.config.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            num_live_blocks=pool.num_live,
-            num_cached_blocks=pool.num_cached,
-            num_saved_bytes=saved_bytes(self.config, self.memory),
-            num_saved_blocks=saved_bytes(self.config, self.memory) // self.arena.layout.block_bytes,
-            num_steps=self._num_steps,
-            num_steps_ahead=self._num_steps_ahead,
-            num_discarded_tokens=self._num_discarded_tokens,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_preemptions=self.scheduler.num_preemptions,
-            num_preemptions_avoided=self.scheduler.num_preemptions_avoided,
-            num_deferred_tokens=self._num_deferred_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens,
-            num_host_blocks=0 if tier is None else tier.num_slots,
-            num_host_blocks_used=0 if tier is None else tier.num_used,
-            num_loaded_tokens=0 if cache.swap is None else cache.swap.num_loaded_tokens,
-            num_rolled_blocks=cache.num_rolled_blocks,
-            num_shortened_steps=self.scheduler.num_shortened_steps,
-            num_prefix_queried_tokens=cache.num_queried_tokens,
-            num_prefix_hit_tokens=cache.num_hit_tokens,
-            num_outstanding_tokens=sum(map(_outstanding, self._sequences.values())),
-            num_finished=dict(self._num_finished),
-            num_corrupted=self._num_corrupted,
-            step_seconds=self.times.seconds(),
-            step_model=self.step_model.coefficients(),
-            step_tokens=self._step_tokens.snapshot(),
-            experts=None if self.model.routed is None else self.model.routed.stats(),
+        num_outstanding = sum(map(_outstanding, self._sequences.values()))
+        return stats_of(
+            self.config,
+            self.model,
+            self.memory,
+            self.scheduler,
+            self.totals,
+            self.times,
+            num_outstanding,
         )
 
     def check(self) -> None:
@@ -264,10 +228,7 @@ class Engine:
         """Take a step as done that has been launched: the next one is chosen behind it."""
         for chunk in launched.plan.chunks:
             seq, samples = chunk.seq, chunk.seq in launched.row_of
-            num_new = chunk.length - seq.num_deferred_tokens
-            self._num_prompt_tokens += max(0, num_new - samples)
-            self._num_recomputed_tokens += min(chunk.length, seq.num_deferred_tokens)
-            self._num_deferred_tokens += chunk.num_deferred
+            self.totals.count_chunk(chunk, samples)
             seq.launch(chunk.length, chunk.num_deferred, samples)
 
     def _land(self, launched: Launched) -> list[Delta]:
@@ -279,12 +240,12 @@ class Engine:
             log.exception("a step of %d sequences was lost; ending them", len(plan.chunks))
             return [delta for chunk in plan.chunks for delta in self._lose(chunk.seq)]
         self.times.lap("wait")
-        self._observe(launched)
+        self.totals.observe(launched)
         for i, chunk in enumerate(plan.chunks):
             seq, row = chunk.seq, launched.row_of.get(chunk.seq)
             self.scheduler.landed(seq)
             if seq.state is not SequenceState.RUNNING:  # it has ended since, or was aborted
-                self._num_discarded_tokens += row is not None
+                self.totals.num_discarded_tokens += row is not None
                 continue
             if i in result.prompt_logprobs:
                 # After a preemption the prompt is computed again, and some are there already.
@@ -297,7 +258,7 @@ class Engine:
             self.cache.commit(seq, chunk.start + chunk.length - chunk.num_deferred)
             if token is not None:
                 delta = seq.append(token.token_id, token.logprob)
-                self._num_generated_tokens += 1
+                self.totals.num_generated_tokens += 1
                 deltas.append(delta)
                 if delta.finish_reason is not None:
                     self._finish(seq, delta.finish_reason)
@@ -309,17 +270,6 @@ class Engine:
         self.scheduler.landed(seq)
         is_here = seq.state is SequenceState.RUNNING
         return [self._fail(seq, "internal_error")] if is_here else []
-
-    def _observe(self, launched: Launched) -> None:
-        """How long the step took, from when the one before it was done."""
-        plan = launched.plan
-        seconds = launched.done_s - max(launched.began_s, self._last_done_s)
-        self._last_done_s = launched.done_s
-        if self._rates is not None:
-            self._rates.observe_step(plan.num_tokens, seconds)
-        num_cached = sum(chunk.start for chunk in plan.decode)
-        num_prompt = plan.num_tokens - len(plan.decode)
-        self.step_model.observe(len(plan.decode), num_cached, num_prompt, seconds)
 
     def _run_each_alone(self, plan: Plan) -> list[Delta]:
         """After a failed step: whoever fails again ends with an error, the others go on.
@@ -354,7 +304,7 @@ class Engine:
 
     def _fail(self, seq: Sequence, code: str) -> Delta:
         self.cache.forget(seq)
-        self._num_corrupted += code == "numerical_error"
+        self.totals.num_corrupted += code == "numerical_error"
         self._finish(seq, FinishReason.ERROR)
         return Delta(seq.request.request_id, [], FinishReason.ERROR, error=code)
 
@@ -371,7 +321,7 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         del self._sequences[seq.request.request_id]
         self.scheduler.remove(seq)
-        self._num_finished[reason.value] += 1
+        self.totals.num_finished[reason.value] += 1
 
 
 def _outstanding(seq: Sequence) -> int:

@@ -165,9 +165,7 @@ class Machine(RuleBasedStateMachine):
         if self.cache.blocks_for(most) + 1 > self.pool.num_blocks:
             return
         seq = Sequence(
-            Request(
-                f"r{self.num_added}", tuple(prompt), SamplingParams(presence_penalty=penalty)
-            ),
+            Request(f"r{self.num_added}", tuple(prompt), SamplingParams(presence_penalty=penalty)),
             order=self.num_added,
             seed=self.num_added,
             stop_ids=frozenset({STOP} if may_stop else ()),
@@ -228,6 +226,7 @@ class Machine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             seq = chunk.seq
             assert not (seq.needs_ids and seq.num_unread_tokens), "the host has yet to read"
+            assert not (chunk.length > 1 and seq.num_unread_tokens), "only decode rows are fed"
             table = [*seq.block_table, *chunk.scratch]
             rows.append(Row(chunk, table, seq.num_rolled_blocks, [*self.digests(seq)],
                             chunk.samples))  # fmt: skip
