@@ -103,6 +103,11 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_steps_ahead,
     ),
     (
+        "penstock_graph_steps",
+        "Steps that were launched as one CUDA graph.",
+        lambda s: s.num_graph_steps,
+    ),
+    (
         "penstock_discarded_tokens",
         "Tokens sampled for requests that had ended when they were read.",
         lambda s: s.num_discarded_tokens,

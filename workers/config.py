@@ -111,6 +111,12 @@ class EngineConfig:
         "them, so that host and device work at the same time (docs/engine.md); auto: on a GPU",
         SWITCH,
     )
+    cuda_graphs: str = option(
+        "auto",
+        "launch steps in which everybody decodes as one CUDA graph, captured at the start for 1, "
+        "2, 4, ... sequences (docs/engine.md); auto: on a GPU, where the model allows it",
+        SWITCH,
+    )
     prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
     context_policy: str = option(
         "full",
@@ -190,7 +196,10 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
             )
-        for name, known in (("kv", KV), ("kv_group", KV_GROUPS), ("look_ahead", SWITCH)):
+        for name, known in (
+            *(("kv", KV), ("kv_group", KV_GROUPS)),
+            *(("look_ahead", SWITCH), ("cuda_graphs", SWITCH)),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"

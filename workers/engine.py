@@ -14,10 +14,18 @@ import time
 import torch
 
 from penstock.workers.config import EngineConfig
+from penstock.workers.decode_graphs import (
+    Capture,
+    CudaCapture,
+    GraphSizes,
+    captured,
+    wants_graphs,
+)
 from penstock.workers.deferral import (
     Rule,
     deferral_of,
     rule_of,
+    scratch_bytes,
     scratch_views,
 )
 from penstock.workers.engine_memory import log_memory, step_memory
@@ -46,8 +54,17 @@ LOAD_WAIT_S = 0.01  # with nothing else to do; then the inbox is looked at again
 class Engine:
     """Continuous batching of one model on one device."""
 
-    def __init__(self, config: EngineConfig, model: Decoder, commit_rule: Rule | None = None):
-        """`commit_rule` decides on deferred commit; None: by the ridge, which is measured."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Decoder,
+        commit_rule: Rule | None = None,
+        capture: Capture | None = None,
+    ):
+        """`commit_rule` decides on deferred commit; None: by the ridge, which is measured.
+
+        `capture` makes the decode graphs; None: CUDA does, where the configuration wants it.
+        """
         self.config = config
         self.model = model
         facts = model.config
@@ -60,7 +77,12 @@ class Engine:
             dtype=kv.dtype,
             group=kv.group,
         )
-        self.memory = step_memory(config, layout, model)
+        graphs = None
+        if capture is not None or wants_graphs(config, model):
+            max_len = config.max_model_len or facts.max_position_embeddings
+            graphs = GraphSizes.of(config.max_num_seqs, max_len, config.block_size)
+        num_input_bytes = 0 if graphs is None else graphs.num_bytes
+        self.memory = step_memory(config, layout, model, num_input_bytes)
         self.arena, self.pool = self.memory.arena, self.memory.pool
         log_memory(config, self.memory)
         self.cache = KVCache(
@@ -94,6 +116,12 @@ class Engine:
                 layout=layout,
             )
             self.scheduler.deferral = deferral_of(config, rule)
+        if graphs is not None:
+            sizes, behind = graphs, self.memory.rest[scratch_bytes(config, layout) :]
+            self.executor.graphs = captured(
+                lambda: self.executor.capture(sizes, capture or CudaCapture(), behind),
+                is_needed=config.cuda_graphs == "on",
+            )
         self.totals = Totals()
         if config.host_kv_gb is not None:
             self.cache.swap, self.totals.rates = host_swap(config, self.arena, run_rows, most_rows)
@@ -204,15 +232,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         num_outstanding = sum(map(_outstanding, self._sequences.values()))
-        return stats_of(
-            self.config,
-            self.model,
-            self.memory,
-            self.scheduler,
-            self.totals,
-            self.times,
-            num_outstanding,
-        )
+        return stats_of(self.config, self.executor, self.scheduler, self.totals, num_outstanding)
 
     def check(self) -> None:
         """Assert that the block ledger is whole. Cheap enough for idle time and for tests."""

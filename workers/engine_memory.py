@@ -23,11 +23,14 @@ GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
 CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
 
 
-def step_memory(config: EngineConfig, layout: BlockLayout, model: Decoder) -> StepMemory:
+def step_memory(
+    config: EngineConfig, layout: BlockLayout, model: Decoder, extra_bytes: int = 0
+) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
     The reserve serves a row of each sequence, so that a step is possible however full the pool is;
-    with separate activations, it serves the largest step. Raises ConfigError if there is no room.
+    with separate activations, it serves the largest step. `extra_bytes` of it are left over, behind
+    the scratch blocks. Raises ConfigError if there is no room.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
@@ -35,7 +38,7 @@ def step_memory(config: EngineConfig, layout: BlockLayout, model: Decoder) -> St
     if num_scratch_blocks(config) and not is_separate:  # one sequence at its limit always fits
         reserve_tokens += most_pending(config)
     reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(config.max_num_seqs)
-    reserve_bytes += scratch_bytes(config, layout)
+    reserve_bytes += scratch_bytes(config, layout) + extra_bytes
     num_blocks = _num_blocks(config, layout, model, reserve_bytes)
     num_borrowed = blocks_to_borrow(
         plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes

@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine_memory import saved_bytes
-from penstock.workers.executor import Launched
+from penstock.workers.executor import Executor, Launched
 from penstock.workers.histogram import Histogram
-from penstock.workers.models.decoder import Decoder
 from penstock.workers.rates import Rates
 from penstock.workers.request import FinishReason
 from penstock.workers.scheduler import Chunk, Scheduler
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
 from penstock.workers.step_model import StepModel
-from penstock.workers.step_times import StepTimes
-from penstock.workers.workspace import StepMemory
 
 
 @dataclass(slots=True)
@@ -62,13 +59,12 @@ class Totals:
 
 def stats_of(
     config: EngineConfig,
-    model: Decoder,
-    memory: StepMemory,
+    executor: Executor,
     scheduler: Scheduler,
     totals: Totals,
-    times: StepTimes,
     num_outstanding_tokens: int,
 ) -> EngineStats:
+    memory, routed, graphs = executor.memory, executor.model.routed, executor.graphs
     pool, cache, layout = memory.pool, scheduler.cache, memory.arena.layout
     tier = None if cache.swap is None else cache.swap.tier
     return EngineStats(
@@ -84,6 +80,7 @@ def stats_of(
         num_saved_blocks=saved_bytes(config, memory) // layout.block_bytes,
         num_steps=totals.num_steps,
         num_steps_ahead=totals.num_steps_ahead,
+        num_graph_steps=0 if graphs is None else graphs.num_replays,
         num_discarded_tokens=totals.num_discarded_tokens,
         num_prompt_tokens=totals.num_prompt_tokens,
         num_generated_tokens=totals.num_generated_tokens,
@@ -101,8 +98,8 @@ def stats_of(
         num_outstanding_tokens=num_outstanding_tokens,
         num_finished=dict(totals.num_finished),
         num_corrupted=totals.num_corrupted,
-        step_seconds=times.seconds(),
+        step_seconds=executor.times.seconds(),
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
-        experts=None if model.routed is None else model.routed.stats(),
+        experts=None if routed is None else routed.stats(),
     )

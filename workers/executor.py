@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.workers.batch import HostBatch, host_batch
+from penstock.workers.decode_graphs import Capture, DecodeGraphs, GraphSizes
 from penstock.workers.logits import LogprobRows
 from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
@@ -69,6 +70,11 @@ class Prepared:
     rows: list[RowSampling]
     prompts: list[PromptRows]
 
+    @property
+    def samples_all(self) -> bool:
+        """Whether all rows are sampled from, and nothing else is asked of them."""
+        return not self.prompts and len(self.rows) == len(self.batch.token_ids)
+
 
 class Launched:
     """A step that the device has been given. What it sampled is read once, by `read`."""
@@ -120,6 +126,7 @@ class Executor:
         self.memory = memory
         self.kv_layers = kv_layers
         self.block_size = block_size
+        self.graphs: DecodeGraphs | None = None
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -157,6 +164,8 @@ class Executor:
     ) -> tuple[SampledRows | None, dict[int, list[LogprobRows]]]:
         """Give the device all that `step` takes."""
         batch = step.batch
+        if self.graphs is not None and step.samples_all and self.graphs.takes(batch):
+            return self._replay(self.graphs, step, before), {}
         token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
         inputs = batch.inputs(self._put)
         self._feed(token_ids, batch, before)
@@ -177,6 +186,30 @@ class Executor:
         sampled = sample(logits, step.rows)
         self.times.lap("sample")
         return sampled, prompt_logprobs
+
+    def _replay(self, graphs: DecodeGraphs, step: Prepared, before: Launched | None) -> SampledRows:
+        """The same for decode rows, in one launch."""
+        replay = graphs.fill(step.batch)
+        self._feed(graphs.token_ids, step.batch, before)
+        self.times.lap("copy")
+        replay()
+        self.times.lap("model")
+        sampled = sample(self.memory.logits[: len(step.rows)], step.rows)
+        self.times.lap("sample")
+        return sampled
+
+    @torch.inference_mode()
+    def capture(self, sizes: GraphSizes, capture: Capture, memory: Tensor) -> DecodeGraphs:
+        """Graphs of decode steps that read their inputs in `memory`."""
+
+        def run(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
+            assert not self.memory.blocks_for(len(token_ids)), "its activations would move"
+            with self.memory.lease(len(token_ids)) as workspace:
+                self._logits(
+                    self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
+                )
+
+        return DecodeGraphs(sizes, run, capture, memory)
 
     @torch.inference_mode()
     def run_rows(self, num_rows: int) -> None:

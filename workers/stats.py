@@ -80,6 +80,7 @@ class EngineStats:
     num_saved_blocks: int = 0  # the same in blocks
     num_steps: int = 0
     num_steps_ahead: int = 0  # of those, launched before the host had read the step before
+    num_graph_steps: int = 0  # of them, launched as one CUDA graph
     num_discarded_tokens: int = 0  # sampled for requests that had ended when they were read
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0

@@ -18,6 +18,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def copy_in(values: Tensor, out: Tensor) -> None:
+    """`values`, which lie on the host, into `out`; the host waits for nothing."""
+    out.copy_(values.pin_memory() if out.is_cuda else values, non_blocking=True)
+
+
 def to_host(values: Tensor) -> Tensor:
     """`values` on the host, good once a `Mark` that is made later was waited for."""
     if values.device.type != "cuda":
