@@ -21,9 +21,11 @@ from penstock.workers.batch import HostBatch
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.decode_graphs import MOST_ROWS, DecodeGraphs, GraphSizes
 from penstock.workers.engine import Engine
+from penstock.workers.executor import Prepared, PromptRows
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.ridge import Decision
+from penstock.workers.sampler import RowSampling
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WINDOW = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
@@ -144,9 +146,7 @@ def test_nobody_is_written_to_by_padding(models):
         before = [engine.arena.block(b).clone() for b in range(engine.pool.num_blocks)]
         engine.step()
         grown = {b for seq in engine.scheduler.running for b in seq.block_table[-2:]}
-        changed = {
-            b for b, old in enumerate(before) if not torch.equal(old, engine.arena.block(b))
-        }
+        changed = {b for b, old in enumerate(before) if not torch.equal(old, engine.arena.block(b))}
         assert changed <= named | grown
         assert len(changed) == 5
     assert engine.stats().num_graph_steps == 6
@@ -203,8 +203,13 @@ def test_the_smallest_graph_that_fits_and_its_buffers():
 
     def run(token_ids, positions, inputs):
         ran.append((len(token_ids), inputs.max_decode_len))
-        for name, values in {"ids": token_ids, "at": positions, "slots": inputs.slots,
-                             "lens": inputs.decode_lens, "tables": inputs.decode_tables}.items():
+        for name, values in {
+            "ids": token_ids,
+            "at": positions,
+            "slots": inputs.slots,
+            "lens": inputs.decode_lens,
+            "tables": inputs.decode_tables,
+        }.items():
             seen[name] = values.clone()  # fmt: skip
 
     memory = torch.empty(sizes.num_bytes, dtype=torch.uint8)
@@ -258,3 +263,12 @@ def test_the_setting(models, caplog):
     with caplog.at_level(logging.INFO):
         make_engine(model, Recorder())
     assert "captured 6 decode graphs" in caplog.text
+
+
+def test_only_a_step_that_is_sampled_from_in_all_its_rows_is_replayed():
+    row = RowSampling(0.0, 0, 1.0, 0.0, 0.0)
+    scored = PromptRows(0, 0, (7,), 0)
+    for rows, prompts, want in (([row] * 2, [], True), ([row], [], False),
+                                ([row] * 2, [scored], False)):  # fmt: skip
+        step = Prepared(batch_of([3, 4]), [*range(len(rows))], {}, rows, prompts)
+        assert step.samples_all == want
