@@ -5,8 +5,11 @@
 One process, one device, shapes alike and weights random (each side draws its own), bf16, greedy,
 ends of sequence ignored. Prompts are all as long as each other, so that transformers pads nothing.
 Both are timed twice: to everybody's first token, and to the last; the rate of decode is that of the
-tokens between. `--tiny` takes a shape for any CPU, to show that the program works: its figures say
-nothing about a GPU. Not yet run on a GPU. Needs no Ray.
+tokens between. Our engine runs in four ways: plain, with decode graphs, with steps launched ahead,
+and with both; below each, the host's milliseconds of a step by phase, and how many answers are
+those of the plain one (all with steps ahead; with graphs, products of padded batches may be rounded
+differently). `--tiny` takes a shape for any CPU, to show that the program works, without graphs:
+its figures say nothing about a GPU. Not yet run on a GPU. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +35,13 @@ from penstock.workers.models.loader import build_random
 from penstock.workers.request import Request, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
+Answers = dict[str, list[int]]
+WAYS = {
+    "plain": {"cuda_graphs": "off", "look_ahead": "off"},
+    "graphs": {"cuda_graphs": "on", "look_ahead": "off"},
+    "ahead": {"cuda_graphs": "off", "look_ahead": "on"},
+    "both": {"cuda_graphs": "on", "look_ahead": "on"},
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class Figures:
     total_s: float
     num_sequences: int
     num_new: int
+    phases_ms: dict[str, float] = field(default_factory=dict)  # of a step, host time
+    num_same: int = 0  # answers that are those of the plain engine
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -92,45 +104,69 @@ def time_transformers(
     return Figures("transformers bf16", first, total, len(prompts), num_new)
 
 
-def time_engine(
+def engine_figures(
     shape: transformers.LlamaConfig, device: str, prompts: Prompts, num_new: int, runs: int,
     weights: str, kv: str,
-) -> Figures:  # fmt: skip
+) -> Iterator[Figures]:  # fmt: skip
+    """Of all ways to run it, plain first, on one set of weights."""
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
         facts = ModelConfig.from_pretrained(Path(folder))
     model = build_random(facts, weights, device=device)
-    config = EngineConfig(
-        weights=weights,
-        max_num_seqs=len(prompts),
-        max_model_len=len(prompts[0]) + num_new,
-        prefix_cache=False,
-        **({} if kv == "auto" else {"kv": kv}),
-        **({} if device == "cuda" else {"kv_cache_gb": 0.25}),
-    )
-    engine = Engine(config, model)
+    plain: Answers = {}
+    for way, switches in WAYS.items():
+        if device == "cpu" and switches["cuda_graphs"] == "on":
+            continue
+        config = EngineConfig(
+            weights=weights,
+            max_num_seqs=len(prompts),
+            max_model_len=len(prompts[0]) + num_new,
+            prefix_cache=False,
+            **switches,
+            **({} if kv == "auto" else {"kv": kv}),
+            **({} if device == "cuda" else {"kv_cache_gb": 0.25}),
+        )
+        figures, answers = time_engine(Engine(config, model), prompts, num_new, runs)
+        plain = plain or answers
+        same = sum(plain[name] == ids for name, ids in answers.items())
+        yield replace(figures, name=f"{weights}, kv {kv}, {way}", num_same=same)
+        gc.collect()  # the arena goes before the next one comes
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def time_engine(
+    engine: Engine, prompts: Prompts, num_new: int, runs: int
+) -> tuple[Figures, Answers]:
     _drain(engine, prompts, 3)  # warm-up: kernels are compiled here
-    timed = [_drain(engine, prompts, num_new) for _ in range(runs)]
+    before, timed, answers = engine.stats(), [], Answers()
+    for _ in range(runs):
+        *seconds, answers = _drain(engine, prompts, num_new)
+        timed.append(seconds)
+    after = engine.stats()
     engine.close()
+    num_steps = after.num_steps - before.num_steps
+    phases_ms = {
+        phase: 1e3 * (total - before.step_seconds[phase]) / num_steps
+        for phase, total in after.step_seconds.items()
+    }
     first, total = (statistics.median(each) for each in zip(*timed, strict=True))
-    return Figures(f"penstock {weights}, kv {kv}", first, total, len(prompts), num_new)
+    return Figures("", first, total, len(prompts), num_new, phases_ms), answers
 
 
-def _drain(engine: Engine, prompts: Prompts, num_new: int) -> tuple[float, float]:
-    """Seconds to everybody's first token, and to the end."""
+def _drain(engine: Engine, prompts: Prompts, num_new: int) -> tuple[float, float, Answers]:
+    """Seconds to everybody's first token, and to the end; and the answers."""
     params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-    start, first_s, num_tokens = time.perf_counter(), 0.0, 0
+    start, first_s, answers = time.perf_counter(), 0.0, Answers()
     for i, prompt in enumerate(prompts):
         engine.add(Request(f"r{i}", tuple(prompt), params))
-    begun: set[str] = set()
     while engine.has_work():
         for delta in engine.step():
-            num_tokens += len(delta.token_ids)
-            begun.add(delta.request_id)
-        if len(begun) == len(prompts) and not first_s:
+            answers.setdefault(delta.request_id, []).extend(delta.token_ids)
+        if len(answers) == len(prompts) and not first_s:
             first_s = time.perf_counter() - start
-    assert num_tokens == len(prompts) * num_new, "a request ended early"
-    return first_s, time.perf_counter() - start
+    assert all(len(ids) == num_new for ids in answers.values()), "a request ended early"
+    return first_s, time.perf_counter() - start, answers
 
 
 def wait(device: str) -> None:
@@ -171,9 +207,11 @@ def main() -> None:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        figures = time_engine(shape, device, prompts, given.new, given.runs, weights, given.kv)
-        found.append(figures)
-        show(found[-1], base)
+        for figures in engine_figures(
+            shape, device, prompts, given.new, given.runs, weights, given.kv
+        ):
+            found.append(figures)
+            show(figures, base)
     if given.json:
         rows = [asdict(f) | {"decode_tokens_per_s": f.decode_tokens_per_s} for f in found]
         given.json.write_text(json.dumps({"device": name, "engines": rows}, indent=1) + "\n")
@@ -186,6 +224,9 @@ def show(figures: Figures, base: Figures) -> None:
         f"{rate / base.decode_tokens_per_s:>8.2f}{1e3 * figures.num_sequences / rate:>11.2f}",
         flush=True,
     )
+    if figures.phases_ms:
+        phases = ", ".join(f"{name} {ms:.2f}" for name, ms in figures.phases_ms.items())
+        print(f"  {phases}; {figures.num_same} of {figures.num_sequences} answers as plain")
 
 
 if __name__ == "__main__":
