@@ -33,6 +33,7 @@ MOST_ROWS = 256  # beyond, kernels take so long that launching them is hidden
 FEW_ROWS = (1, 2, 4, 8, 16)  # then every 16
 SHORTEST = 2048  # tokens of context; graphs for longer ones launch more programs that find no keys
 LONGER = 8  # times, from one length to the next
+MOST_KEYS = 1 << 22  # of a graph, rows x length: more take long, and their parts much memory
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries make their handles
 
 Run = Callable[[Tensor, Tensor, AttentionInputs], None]  # token ids, positions, the rest
@@ -42,7 +43,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """What graphs there are: one for each of `rows` with each of `lengths`, both ascending."""
+    """What graphs there are: one for each of `rows` with each of `lengths`, both ascending, but
+    for those of more than MOST_KEYS."""
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -60,6 +62,20 @@ class GraphSizes:
             (*lengths[:-1], max_len),
             -(-max_len // block_size),
         )
+
+    @property
+    def graphs(self) -> list[tuple[int, int]]:
+        """Rows and length of each, ascending."""
+        pairs = [(rows, length) for rows in self.rows for length in self.lengths]
+        return [(rows, length) for rows, length in pairs if rows * length <= MOST_KEYS]
+
+    def graph_for(self, num_rows: int, longest: int) -> tuple[int, int] | None:
+        """The smallest graph for so many rows and contexts up to `longest` tokens."""
+        rows = next((each for each in self.rows if each >= num_rows), None)
+        length = next((each for each in self.lengths if each >= longest), None)
+        if rows is None or length is None or rows * length > MOST_KEYS:
+            return None
+        return rows, length
 
     @property
     def inputs(self) -> BufferPlan:
@@ -92,20 +108,18 @@ class DecodeGraphs:
         self._tables = views["decode_tables"]
         self._tables.zero_()
         self._replays: dict[tuple[int, int], Replay] = {}
-        for rows in reversed(sizes.rows):  # the largest first: the others fit into its memory
-            for length in reversed(sizes.lengths):
-                self._pad(rows)
-                self._replays[rows, length] = capture(self._step(run, rows, length))
+        for rows, length in reversed(sizes.graphs):  # the largest ones leave room for the others
+            self._pad(rows)
+            self._replays[rows, length] = capture(self._step(run, rows, length))
 
     def takes(self, batch: HostBatch) -> bool:
         """Whether a graph computes `batch`: decode rows alone, that see all of their past."""
         num_rows = len(batch.decode_lens)
         return (
             0 < num_rows == len(batch.token_ids)
-            and num_rows <= self.sizes.rows[-1]
             and batch.rolling is None
-            and int(batch.decode_lens.max()) <= self.sizes.lengths[-1]
             and batch.decode_tables.shape[1] <= self.sizes.table_width
+            and self.sizes.graph_for(num_rows, int(batch.decode_lens.max())) is not None
         )
 
     def fill(self, batch: HostBatch) -> Replay:
@@ -113,9 +127,9 @@ class DecodeGraphs:
 
         `token_ids` may still be changed before.
         """
-        num_rows, longest = len(batch.decode_lens), int(batch.decode_lens.max())
-        rows = next(each for each in self.sizes.rows if each >= num_rows)
-        length = next(each for each in self.sizes.lengths if each >= longest)
+        graph = self.sizes.graph_for(len(batch.decode_lens), int(batch.decode_lens.max()))
+        assert graph is not None, "`takes` has let it through"
+        rows = graph[0]
         copy_in(_padded(batch.token_ids, rows, 0), self.token_ids[:rows])
         copy_in(_padded(batch.positions, rows, 0), self._positions[:rows])
         copy_in(_padded(batch.slots, rows, -1), self._slots[:rows])
@@ -123,7 +137,7 @@ class DecodeGraphs:
         tables = _padded(batch.decode_tables, rows, 0)
         copy_in(tables, self._tables[:rows, : tables.shape[1]])
         self.num_replays += 1
-        return self._replays[rows, length]
+        return self._replays[graph]
 
     def _pad(self, rows: int) -> None:
         """As if all rows had been added: whatever runs now leaves the KV pool as it is."""
@@ -176,6 +190,14 @@ class CudaCapture:
         return graph.replay
 
 
+def graph_sizes(config: EngineConfig, model: Decoder, captures: bool) -> GraphSizes | None:
+    """Of the graphs of one engine, if it `captures` or should; else None. Raises ConfigError."""
+    if not (captures or wants_graphs(config, model)):
+        return None
+    max_len = config.max_model_len or model.config.max_position_embeddings
+    return GraphSizes.of(config.max_num_seqs, max_len, config.block_size)
+
+
 def wants_graphs(config: EngineConfig, model: Decoder) -> bool:
     """Whether decode graphs are captured. Raises ConfigError if they must be and cannot."""
     if config.cuda_graphs == "off":
@@ -216,7 +238,7 @@ def captured(make: Callable[[], DecodeGraphs], is_needed: bool) -> DecodeGraphs 
     log.info(
         "captured %d decode graphs in %.1f s: %s rows, contexts up to %s tokens; %.1f MiB of "
         "inputs in the reserve, and %.1f MiB beside the arena",
-        len(graphs.sizes.rows) * len(graphs.sizes.lengths),
+        len(graphs.sizes.graphs),
         time.perf_counter() - began_s,
         ", ".join(map(str, graphs.sizes.rows)),
         ", ".join(map(str, graphs.sizes.lengths)),

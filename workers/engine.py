@@ -10,24 +10,13 @@ import logging
 import random
 import secrets
 import time
+from functools import partial
 
 import torch
 
 from penstock.workers.config import EngineConfig
-from penstock.workers.decode_graphs import (
-    Capture,
-    CudaCapture,
-    GraphSizes,
-    captured,
-    wants_graphs,
-)
-from penstock.workers.deferral import (
-    Rule,
-    deferral_of,
-    rule_of,
-    scratch_bytes,
-    scratch_views,
-)
+from penstock.workers.decode_graphs import Capture, CudaCapture, captured, graph_sizes
+from penstock.workers.deferral import Rule, deferral_of, rule_of, scratch_bytes, scratch_views
 from penstock.workers.engine_memory import log_memory, step_memory
 from penstock.workers.engine_stats import Totals, stats_of
 from penstock.workers.executor import Executor, Launched
@@ -77,12 +66,9 @@ class Engine:
             dtype=kv.dtype,
             group=kv.group,
         )
-        graphs = None
-        if capture is not None or wants_graphs(config, model):
-            max_len = config.max_model_len or facts.max_position_embeddings
-            graphs = GraphSizes.of(config.max_num_seqs, max_len, config.block_size)
-        num_input_bytes = 0 if graphs is None else graphs.num_bytes
-        self.memory = step_memory(config, layout, model, num_input_bytes)
+        sizes = graph_sizes(config, model, capture is not None)
+        input_bytes = 0 if sizes is None else sizes.num_bytes
+        self.memory = step_memory(config, layout, model, input_bytes)
         self.arena, self.pool = self.memory.arena, self.memory.pool
         log_memory(config, self.memory)
         self.cache = KVCache(
@@ -116,12 +102,10 @@ class Engine:
                 layout=layout,
             )
             self.scheduler.deferral = deferral_of(config, rule)
-        if graphs is not None:
-            sizes, behind = graphs, self.memory.rest[scratch_bytes(config, layout) :]
-            self.executor.graphs = captured(
-                lambda: self.executor.capture(sizes, capture or CudaCapture(), behind),
-                is_needed=config.cuda_graphs == "on",
-            )
+        if sizes is not None:
+            inputs = self.memory.rest[scratch_bytes(config, layout) :]
+            make = partial(self.executor.capture, sizes, capture or CudaCapture(), inputs)
+            self.executor.graphs = captured(make, is_needed=config.cuda_graphs == "on")
         self.totals = Totals()
         if config.host_kv_gb is not None:
             self.cache.swap, self.totals.rates = host_swap(config, self.arena, run_rows, most_rows)

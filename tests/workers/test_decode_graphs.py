@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.workers.batch import HostBatch
 from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.decode_graphs import MOST_ROWS, DecodeGraphs, GraphSizes
+from penstock.workers.decode_graphs import MOST_KEYS, MOST_ROWS, DecodeGraphs, GraphSizes
 from penstock.workers.engine import Engine
 from penstock.workers.executor import Prepared, PromptRows
 from penstock.workers.models.loader import load_model
@@ -181,6 +181,11 @@ def test_sizes(max_num_seqs, max_len, block_size):
     assert list(sizes.lengths) == sorted(set(sizes.lengths))
     assert sizes.lengths[-1] == max_len
     assert sizes.table_width * block_size >= max_len
+    for num_rows, longest in ((1, 1), (sizes.rows[-1], 1), (1, max_len), (max_num_seqs, max_len)):
+        pairs = [(r, n) for r, n in sizes.graphs if r >= num_rows and n >= longest]
+        found = sizes.graph_for(num_rows, longest)
+        assert found == (min(pairs) if pairs else None)
+        assert found is not None or num_rows > MOST_ROWS or num_rows * longest > MOST_KEYS // 8
     assert sizes.num_bytes % 256 == 0
 
 
