@@ -52,4 +52,17 @@ EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
 EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
 EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
+
+// Calls of the functions above, as kernels/replay.py recorded them.
+struct Call {
+    void (*function)(const void*);
+    const void* args;
+};
+struct RunArgs {
+    const Call* calls;
+    int64_t count;
+};
+EXPORT void ps_run(const RunArgs* args) {
+    for (int64_t i = 0; i < args->count; ++i) args->calls[i].function(args->calls[i].args);
+}
 EXPORT int64_t ps_panel() { return PANEL; }

@@ -19,7 +19,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,19 +46,22 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
+_thread = threading.local()
+
+
 class BuildError(RuntimeError):
     """The library could not be compiled or loaded here. The message says what the compiler said."""
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """The compiled operators, or None (after one warning) where they cannot be had."""
     try:
-        loaded = ctypes.CDLL(str(build()))
-        for name in FUNCTIONS:
-            function = getattr(loaded, f"ps_{name}")
+        library = ctypes.CDLL(str(build()))
+        for name in (*FUNCTIONS, "run"):
+            function = getattr(library, f"ps_{name}")
             function.argtypes, function.restype = [ctypes.c_char_p], None
-        return loaded
+        return library
     except (RuntimeError, OSError, AttributeError) as error:
         log.warning(
             "the native CPU operators are not available, so plain PyTorch runs instead, several "
@@ -64,7 +71,22 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def usable(tensor: torch.Tensor) -> ctypes.CDLL | None:
+def library() -> Any | None:
+    """What operators call: `loaded()`, or what this thread has put in its place."""
+    return getattr(_thread, "instead", None) or loaded()
+
+
+@contextmanager
+def instead(other: Any) -> Iterator[None]:
+    """`library()` is `other` in this thread for a while (replay.py listens in)."""
+    _thread.instead = other
+    try:
+        yield
+    finally:
+        del _thread.instead
+
+
+def usable(tensor: torch.Tensor) -> Any | None:
     """The library, if it can work on `tensor`: on the CPU, in a dtype that it knows."""
     return library() if tensor.is_cpu and tensor.dtype in DTYPES else None
 

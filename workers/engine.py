@@ -15,6 +15,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.deferral import (
     Rule,
     deferral_of,
+    num_scratch_blocks,
     rule_of,
     scratch_views,
 )
@@ -29,6 +30,7 @@ from penstock.workers.memory import BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import ContextSettings, obstacle_of
 from penstock.workers.rates import PROBE_ROWS, Rates
+from penstock.workers.replay import DecodeReplay
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence
@@ -79,7 +81,15 @@ class Engine:
         if config.kv_commit == "deferred":
             scratch = scratch_views(config, layout, self.memory.rest)
             kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
-        self.executor = Executor(model, kv_layers, config.block_size, self.memory)
+        self.max_model_len = min(
+            config.max_model_len or facts.max_position_embeddings,
+            self.arena.num_blocks * config.block_size,
+        )
+        replay = None
+        if model.device.type == "cpu":
+            longest = -(-self.max_model_len // config.block_size) + num_scratch_blocks(config)
+            replay = DecodeReplay(model, kv_layers, config.max_num_seqs, longest)
+        self.executor = Executor(model, kv_layers, config.block_size, self.memory, replay)
         run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
@@ -99,10 +109,6 @@ class Engine:
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
         self.step_model = StepModel()
-        self.max_model_len = min(
-            config.max_model_len or facts.max_position_embeddings,
-            self.arena.num_blocks * config.block_size,
-        )
         contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
         self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks)
         self._sequences: dict[str, Sequence] = {}

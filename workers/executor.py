@@ -12,11 +12,13 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.workers.logits import logprobs_of
 from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.replay import DecodeReplay
 from penstock.workers.request import TokenLogprob
 from penstock.workers.sampler import RowSampling, Sampled, sample, uniform_at
 from penstock.workers.scheduler import Chunk, Plan
@@ -47,11 +49,13 @@ class Executor:
         kv_layers: Seq[KvLayer],
         block_size: int,
         memory: StepMemory,
+        replay: DecodeReplay | None = None,
     ):
         self.model = model
         self.memory = memory
         self.kv_layers = kv_layers
         self.block_size = block_size
+        self.replay = replay  # of decode steps, on a CPU
         self.times = StepTimes()
 
     @torch.inference_mode()
@@ -64,7 +68,7 @@ class Executor:
         chunks = plan.chunks
         token_ids, positions, inputs = self._inputs(plan)
         self.times.lap("copy")
-        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
+        hidden = self._hidden(token_ids, positions, inputs, workspace)
         self.times.lap("model")
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {
@@ -89,6 +93,16 @@ class Executor:
         self.times.lap("sample")
         return StepResult(sampled, prompt_logprobs)
 
+    def _hidden(
+        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, workspace: Workspace
+    ) -> Tensor:
+        """`Decoder.forward`, which a step of decode rows need not walk through again."""
+        if self.replay is None or not self.replay.suits(inputs):
+            return self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
+        self.model.begin(token_ids, positions, inputs, workspace)
+        self.replay.run_layers(inputs, workspace)
+        return workspace.normed
+
     @torch.inference_mode()
     def run_rows(self, num_rows: int) -> None:
         """Compute so many decode rows over block 0, and wait for them: only the time is of use.
@@ -110,10 +124,10 @@ class Executor:
             max_prefill_len=0,
         )
         with self.memory.lease(num_rows) as workspace:
-            hidden = self.model.forward(nothing, nothing, inputs, self.kv_layers, workspace)
+            hidden = self._hidden(nothing, nothing, inputs, workspace)
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[TokenLogprob]:
         """Of the prompt tokens that follow the tokens of `chunk`, `hidden` [chunk, hidden]."""
         seq = chunk.seq
         num_top = seq.request.params.prompt_logprobs or 0
@@ -125,14 +139,14 @@ class Executor:
             found += logprobs_of(self._logits(hidden[i : i + len(ids)]), ids, num_top)
         return found
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocab], in the reserve: good until the next call."""
         num_rows = hidden.shape[0]
         return self.model.logits(
             hidden, self.memory.logits[:num_rows], self.memory.narrow[:num_rows]
         )
 
-    def _inputs(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
+    def _inputs(self, plan: Plan) -> tuple[Tensor, Tensor, AttentionInputs]:
         decode, prefill = plan.decode, plan.prefill
         decode_tables, prefill_tables = self._tables(decode), self._tables(prefill)
         position = np.array([chunk.start for chunk in decode], dtype=np.int64)
@@ -202,7 +216,7 @@ class Executor:
         block = tables[np.arange(len(position)), entry].astype(np.int64)
         return block * self.block_size + position % self.block_size
 
-    def _put(self, values: np.ndarray) -> torch.Tensor:
+    def _put(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
 
 
