@@ -74,7 +74,7 @@ class _Watch(TorchDispatchMode):
     """Notes every operator that is more than another view of the memory that it was given."""
 
     def __init__(self, computed: list[str]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._computed = computed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

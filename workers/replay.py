@@ -104,7 +104,14 @@ def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
     def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    rows = [numbers(max_rows) for _ in range(4)]
+    rolling = RollingInputs(
+        sink_positions=numbers(0, dtype=torch.int64),
+        sink_ends=numbers(max_rows),
+        window_starts=numbers(max_rows),
+        sink_blocks=numbers(max_rows),
+        bases=numbers(max_rows),
+        max_visible_len=0,
+    )
     return AttentionInputs(
         slots=numbers(max_rows, dtype=torch.int64),
         num_decode=max_rows,
@@ -116,7 +123,7 @@ def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
         prefill_lens=numbers(0),
         max_prefill_chunk=0,
         max_prefill_len=0,
-        rolling=RollingInputs(numbers(0, dtype=torch.int64), *rows, max_visible_len=0),
+        rolling=rolling,
     )
 
 
