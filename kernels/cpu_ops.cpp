@@ -13,6 +13,7 @@
 #include "cpu_experts.h"
 #include "cpu_linear.h"
 #include "cpu_linear_codes.h"
+#include "cpu_linear_int4.h"
 #include "cpu_linear_int8.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
