@@ -1,4 +1,4 @@
-"""Builds `cpu_ops.cpp` once a machine, loads it, and says what may run on it.
+"""Builds the CPU operators once a machine, loads it, and says what may run on it.
 
 Knows a compiler and a cache folder; nothing of what the functions compute.
 `python -m penstock.kernels.native` builds ahead and prints where the library is.
@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu_ops.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = ("cpu_ops.cpp", "cpu_linears.cpp")  # about as long to compile
 # Not -ffast-math: it would let the compiler assume that no value is infinite, reorder sums
 # differently from row to row, and (linked by g++ < 13) flush denormals in the whole process.
 FLAGS = [
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
-    "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared", "-fopenmp",
+    "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-fopenmp",
 ]  # fmt: skip
 COMPILERS = ("g++", "c++", "clang++")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -130,12 +131,25 @@ def _compile(compiler: str, target: Path) -> None:
     bundled = sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))
     openmp = [str(bundled[0])] if bundled else []
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch, target.name)
-        command = [compiler, *FLAGS, str(SOURCE), *openmp, "-o", str(made)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise BuildError(f"{' '.join(command)}\n{result.stderr.strip()}")
+        made, parts = Path(scratch, target.name), [Path(scratch, f"{name}.o") for name in SOURCES]
+        _run_all(
+            [compiler, *FLAGS, "-c", str(FOLDER / name), "-o", str(part)]
+            for name, part in zip(SOURCES, parts, strict=True)
+        )
+        _run_all([[compiler, *FLAGS, "-shared", *map(str, parts), *openmp, "-o", str(made)]])
         os.replace(made, target)
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Run them beside each other. Raises BuildError with what the first failed one said."""
+    running = [
+        (command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        for command in commands
+    ]
+    said = [process.communicate()[1] for _, process in running]
+    for (command, process), errors in zip(running, said, strict=True):
+        if process.returncode:
+            raise BuildError(f"{' '.join(command)}\n{errors.strip()}")
 
 
 def _cache_folder() -> Path:
@@ -146,7 +160,7 @@ def _cache_folder() -> Path:
 def _digest(compiler: str) -> str:
     """Names what the result depends on: source, compiler, flags, torch's runtime, and this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("cpu_*"))]
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("cpu_*"))]
     parts = (sources, compiler, version.stdout, FLAGS, torch.__version__, _cpu())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

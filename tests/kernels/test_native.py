@@ -28,7 +28,7 @@ def test_processes_that_start_together_build_once(native_path, tmp_path):
         )
         for _ in range(2)
     ]
-    paths = {process.communicate(timeout=120)[0].strip() for process in running}
+    paths = {process.communicate(timeout=400)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0]
     assert len(paths) == 1
     library = Path(paths.pop())
