@@ -30,6 +30,7 @@ from tqdm import tqdm
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.models.loader import load_model
+from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.request import Request, SamplingParams
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -74,13 +75,14 @@ def save_random_checkpoint(folder: Path, dtype: torch.dtype) -> None:
     model.save_pretrained(folder)
 
 
-def run_engine(
-    folder: Path, jobs: list[Job], weights: str, kv: str, threads: int
-) -> dict[str, float]:
+def run_engine(folder: Path, jobs: list[Job], config: EngineConfig) -> dict[str, float]:
     """Seconds to the first token, per later token (one request), and generated tokens/s."""
-    model = load_model(str(folder), weights=weights, device="cpu", progress=False)
-    config = EngineConfig(
-        model=str(folder), weights=weights, kv=kv, threads=threads, prefix_cache=False
+    model = load_model(
+        str(folder),
+        weights=config.weights,
+        quantize_lm_head=config.quantize_lm_head,
+        device="cpu",
+        progress=False,
     )
     engine = Engine(config, model)
     _drain(engine, [Job([1] * 40, 4)] * 2)  # warm-up
@@ -144,6 +146,11 @@ def main() -> None:
         default=["auto"],
         help="of the engine, one or several; auto: as --dtype",
     )
+    parser.add_argument(
+        "--quantize-lm-head",
+        action="store_true",
+        help="with quantised weights, as OpenVINO and llama.cpp do",
+    )
     parser.add_argument("--kv", default="auto", help="KV format of the engine; auto: as --dtype")
     parser.add_argument("--workload", choices=["W1", "W2"], default="W2")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -160,7 +167,15 @@ def main() -> None:
         for _ in range(args.repeat):
             for weights in args.weights:
                 name = "penstock" if weights == "auto" else f"penstock, {weights} weights"
-                found = run_engine(folder, jobs, weights, args.kv, args.threads)
+                config = EngineConfig(
+                    model=str(folder),
+                    weights=weights,
+                    quantize_lm_head=args.quantize_lm_head and weights in QUANTIZED_FORMATS,
+                    kv=args.kv,
+                    threads=args.threads,
+                    prefix_cache=False,
+                )
+                found = run_engine(folder, jobs, config)
                 runs.setdefault(name, []).append(found)
             runs["transformers"].append(run_transformers(folder, jobs, args.dtype))
     medians = {

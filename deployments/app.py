@@ -55,6 +55,9 @@ FAREWELL_S = 1.0  # after draining, for errors to reach clients
 KEEP_ALIVE_S = 75
 # Of an ingress: with a loop for Serve and a loop for us, gRPC would wake both for every message.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+# Of a worker: OpenMP's threads wait for one another with the CPU in their hands, for up to
+# milliseconds. Where somebody else wants a core, as ingress and gate do, that costs both.
+SHORT_SPINS = {"GOMP_SPINCOUNT": "1000"}
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -269,10 +272,10 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     Each worker has a GPU, or its share of a node's CPUs and as many threads. Its channel listens on
     `channel_host`, or else on the address that its node has in the cluster.
     """
-    resources: dict[str, float] = {"num_gpus": 1}
+    resources: dict[str, Any] = {"num_gpus": 1}
     if not wants_gpus(config):
         share = _cpus_per_worker(config.num_workers)
-        resources = {"num_cpus": share}
+        resources = {"num_cpus": share, "runtime_env": {"env_vars": SHORT_SPINS}}
         # Ray would allow a process as many threads as it reserved CPUs; say what is meant.
         threads = config.engine.threads or max(1, int(share))
         answer_ms = config.gate_answer_ms or GATE_ANSWER_BESIDE_WORKERS_MS

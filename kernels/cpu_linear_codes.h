@@ -26,6 +26,7 @@ struct CodesLinearArgs {
     const float* bias;      // [columns] or null
     void* out;
     int64_t out_stride, rows, columns, depth, group, threads;
+    int64_t is_int4;  // the table is -8 to 7
 };
 
 struct CodesPackArgs {
@@ -43,11 +44,14 @@ struct CodesBlock {
     std::vector<float> tiles, scales;
     std::vector<float> sums;  // [rows][segments of all groups], where codes are shifted
 
-    void reserve(const CodesLinearArgs& a, int run) {
+    void measure(const CodesLinearArgs& a, int run) {
         group = a.group;
         padded_group = (group + run - 1) / run * run;
         segments = (padded_group + SEGMENT - 1) / SEGMENT;
         depth = groups(a) * padded_group;
+    }
+    void reserve(const CodesLinearArgs& a, int run) {
+        measure(a, run);
         const size_t many = (size_t)std::min(a.rows, BLOCK);
         grow(tiles, (many + 1) * depth);
         grow(scales, many);
@@ -149,14 +153,14 @@ INLINE void add_scaled(const CodesLinearArgs& a, const CodesBlock& block, int64_
 }
 
 template <class T>
-INLINE void finish_codes(const CodesLinearArgs& a, const CodesBlock& block, int64_t start,
-                         int64_t row, int64_t panel, const float* totals) {
+INLINE void finish_codes(const CodesLinearArgs& a, int64_t start, int64_t row, int64_t panel,
+                         float row_scale, const float* totals) {
     T* out = (T*)a.out + (start + row) * a.out_stride;
     for (int n = 0; n < 2; ++n) {
         const int64_t at = panel * PANELC + n * W, left = a.columns - at;
         if (left <= 0) break;
         vf y = load(totals + n * W);
-        if (!a.table) y *= block.scales[row] * (256.0f * load_up_to(a.scales + at, left));
+        if (!a.table) y *= row_scale * (256.0f * load_up_to(a.scales + at, left));
         if (a.bias) y += load_up_to(a.bias + at, left);
         store_up_to(out + at, y, left);
     }
@@ -239,15 +243,20 @@ void linear_codes(const CodesLinearArgs& a) {
                 std::memset(totals, 0, (end - first + 1) * PANELC * sizeof(float));
                 codes_panel<Codes>(a, block, tiling, part, p, totals);
                 for (int64_t row = first; row < end; ++row)
-                    finish_codes<T>(a, block, start, row, p, totals + (row - first) * PANELC);
+                    finish_codes<T>(a, start, row, p, block.scales[row],
+                                    totals + (row - first) * PANELC);
             }
     }
 }
 
+inline void linear_int4(const CodesLinearArgs& a);  // cpu_linear_int4.h
+
 template <class T>
 void linear_codes(const CodesLinearArgs& a) {
     if (!a.rows || !a.columns) return;
-    if (a.table)
+    if (a.is_int4 && sizeof(T) == 2)
+        linear_int4(a);
+    else if (a.table)
         linear_codes<T, Nibbles>(a);
     else
         linear_codes<T, E4m3>(a);

@@ -1,5 +1,6 @@
 // The CPU hot paths behind a plain C interface: one pointer to a packed struct of 8-byte fields each.
-// Knows pointers, strides and counts; nothing of Python or torch. Built and loaded by native.py.
+// Knows pointers, strides and counts; nothing of Python or torch. Built and loaded by native.py. The
+// linears are in cpu_linears.cpp, so that the two compile beside each other.
 //
 // Three rules hold in all of it:
 // - Memory that a mask excludes is never read: unused table entries, unwritten tails of blocks.
@@ -11,27 +12,12 @@
 
 #include "cpu_decode.h"
 #include "cpu_experts.h"
-#include "cpu_linear.h"
-#include "cpu_linear_codes.h"
-#include "cpu_linear_int8.h"
+#include "cpu_operator.h"
 #include "cpu_prefill.h"
 #include "cpu_rowwise.h"
 #include "cpu_sampling.h"
 #include "cpu_write.h"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#define OPERATOR(name, Args)                       \
-    EXPORT void ps_##name(const Args* args) {       \
-        if (args->dtype == 0)                      \
-            name<float>(*args);                    \
-        else                                       \
-            name<bf16>(*args);                     \
-    }
-
-OPERATOR(pack, PackArgs)
-OPERATOR(linear, LinearArgs)
-OPERATOR(linear_int8, Int8LinearArgs)
-OPERATOR(linear_codes, CodesLinearArgs)
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)
 OPERATOR(prefill, AttentionArgs)
@@ -49,7 +35,17 @@ EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
     else
         rope_write_kv<bf16>(*args);
 }
-EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
-EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
-EXPORT int64_t ps_panel() { return PANEL; }
+
+// Calls of exported functions, as kernels/replay.py recorded them.
+struct Call {
+    void (*function)(const void*);
+    const void* args;
+};
+struct RunArgs {
+    const Call* calls;
+    int64_t count;
+};
+EXPORT void ps_run(const RunArgs* args) {
+    for (int64_t i = 0; i < args->count; ++i) args->calls[i].function(args->calls[i].args);
+}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import matmul_quant, native
+from penstock.kernels import huge_pages, matmul_quant, native
 from penstock.kernels.matmul_quant import NativeWeight
 from penstock.kernels.quant import Int8Rows, QuantizedWeight
 
@@ -201,7 +201,8 @@ def _pack_native(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> Packe
     num_outputs, num_inputs = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    packed = torch.empty(_native_shape(num_outputs, num_inputs, weight.dtype), dtype=weight.dtype)
+    shape = _native_shape(num_outputs, num_inputs, weight.dtype)
+    packed = huge_pages.empty(shape, weight.dtype)
     lib.ps_pack(_PACK.pack(
         native.DTYPES[weight.dtype], weight.data_ptr(), weight.stride(0), packed.data_ptr(),
         num_outputs, num_inputs, torch.get_num_threads(),

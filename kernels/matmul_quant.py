@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels import native
+from penstock.kernels import huge_pages, native
 from penstock.kernels.quant import (
     NF4_VALUES,
     Int8Rows,
@@ -29,7 +29,7 @@ _MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds
 _PACK_INT8 = struct.Struct("6q")
 _LINEAR_INT8 = struct.Struct("13q")
 _PACK_CODES = struct.Struct("8q")
-_LINEAR_CODES = struct.Struct("15q")
+_LINEAR_CODES = struct.Struct("16q")
 _TABLES = {"int4": torch.arange(-8.0, 8.0), "nf4": torch.tensor(NF4_VALUES)}
 
 
@@ -62,14 +62,15 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
     scales, shifts = quantized.scales.float().contiguous(), None
     group = quantized.group or depth
     if quantized.format == "int8":
-        packed = torch.empty(num_panels, -(-depth // 4), panel, 4, dtype=torch.uint8)
+        packed = huge_pages.empty((num_panels, -(-depth // 4), panel, 4), torch.uint8)
         lib.ps_pack_int8(_PACK_INT8.pack(
             codes.data_ptr(), depth, packed.data_ptr(), num_outputs, depth, threads,
         ))  # fmt: skip
     else:
         nibbles = quantized.format != "fp8"
         padded_depth = -(-depth // group) * (-(-group // 8) * 8) if nibbles else depth
-        packed = torch.empty(num_panels, padded_depth, panel // (1 + nibbles), dtype=torch.uint8)
+        shape = (num_panels, padded_depth, panel // (1 + nibbles))
+        packed = huge_pages.empty(shape, torch.uint8)
         lib.ps_pack_codes(_PACK_CODES.pack(
             nibbles, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth,
             group, threads,
@@ -115,7 +116,7 @@ def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None
             *source, weight.codes.data_ptr(),
             0 if weight.format == "fp8" else _TABLES[weight.format].data_ptr(),
             weight.scales.data_ptr(), 0 if weight.shifts is None else weight.shifts.data_ptr(),
-            bias, *target, weight.group, threads,
+            bias, *target, weight.group, threads, weight.format == "int4",
         ))  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Builds `cpu_ops.cpp` once a machine, loads it, and says what may run on it.
+"""Builds the CPU operators once a machine, loads it, and says what may run on it.
 
 Knows a compiler and a cache folder; nothing of what the functions compute.
 `python -m penstock.kernels.native` builds ahead and prints where the library is.
@@ -19,18 +19,23 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu_ops.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = ("cpu_ops.cpp", "cpu_linears.cpp")  # about as long to compile
 # Not -ffast-math: it would let the compiler assume that no value is infinite, reorder sums
 # differently from row to row, and (linked by g++ < 13) flush denormals in the whole process.
 FLAGS = [
     "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
-    "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared", "-fopenmp",
+    "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-fopenmp",
 ]  # fmt: skip
 COMPILERS = ("g++", "c++", "clang++")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -42,19 +47,22 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
+_thread = threading.local()
+
+
 class BuildError(RuntimeError):
     """The library could not be compiled or loaded here. The message says what the compiler said."""
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """The compiled operators, or None (after one warning) where they cannot be had."""
     try:
-        loaded = ctypes.CDLL(str(build()))
-        for name in FUNCTIONS:
-            function = getattr(loaded, f"ps_{name}")
+        library = ctypes.CDLL(str(build()))
+        for name in (*FUNCTIONS, "run"):
+            function = getattr(library, f"ps_{name}")
             function.argtypes, function.restype = [ctypes.c_char_p], None
-        return loaded
+        return library
     except (RuntimeError, OSError, AttributeError) as error:
         log.warning(
             "the native CPU operators are not available, so plain PyTorch runs instead, several "
@@ -64,7 +72,22 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def usable(tensor: torch.Tensor) -> ctypes.CDLL | None:
+def library() -> Any | None:
+    """What operators call: `loaded()`, or what this thread has put in its place."""
+    return getattr(_thread, "instead", None) or loaded()
+
+
+@contextmanager
+def instead(other: Any) -> Iterator[None]:
+    """`library()` is `other` in this thread for a while (replay.py listens in)."""
+    _thread.instead = other
+    try:
+        yield
+    finally:
+        del _thread.instead
+
+
+def usable(tensor: torch.Tensor) -> Any | None:
     """The library, if it can work on `tensor`: on the CPU, in a dtype that it knows."""
     return library() if tensor.is_cpu and tensor.dtype in DTYPES else None
 
@@ -108,12 +131,25 @@ def _compile(compiler: str, target: Path) -> None:
     bundled = sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))
     openmp = [str(bundled[0])] if bundled else []
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch, target.name)
-        command = [compiler, *FLAGS, str(SOURCE), *openmp, "-o", str(made)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise BuildError(f"{' '.join(command)}\n{result.stderr.strip()}")
+        made, parts = Path(scratch, target.name), [Path(scratch, f"{name}.o") for name in SOURCES]
+        _run_all(
+            [compiler, *FLAGS, "-c", str(FOLDER / name), "-o", str(part)]
+            for name, part in zip(SOURCES, parts, strict=True)
+        )
+        _run_all([[compiler, *FLAGS, "-shared", *map(str, parts), *openmp, "-o", str(made)]])
         os.replace(made, target)
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Run them beside each other. Raises BuildError with what the first failed one said."""
+    running = [
+        (command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        for command in commands
+    ]
+    said = [process.communicate()[1] for _, process in running]
+    for (command, process), errors in zip(running, said, strict=True):
+        if process.returncode:
+            raise BuildError(f"{' '.join(command)}\n{errors.strip()}")
 
 
 def _cache_folder() -> Path:
@@ -124,7 +160,7 @@ def _cache_folder() -> Path:
 def _digest(compiler: str) -> str:
     """Names what the result depends on: source, compiler, flags, torch's runtime, and this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("cpu_*"))]
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("cpu_*"))]
     parts = (sources, compiler, version.stdout, FLAGS, torch.__version__, _cpu())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

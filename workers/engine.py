@@ -16,7 +16,14 @@ import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.decode_graphs import Capture, CudaCapture, captured, graph_sizes
-from penstock.workers.deferral import Rule, deferral_of, rule_of, scratch_bytes, scratch_views
+from penstock.workers.deferral import (
+    Rule,
+    deferral_of,
+    num_scratch_blocks,
+    rule_of,
+    scratch_bytes,
+    scratch_views,
+)
 from penstock.workers.engine_memory import log_memory, step_memory
 from penstock.workers.engine_stats import Totals, stats_of
 from penstock.workers.executor import Executor, Launched
@@ -28,6 +35,7 @@ from penstock.workers.memory import BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import ContextSettings, obstacle_of
 from penstock.workers.rates import PROBE_ROWS
+from penstock.workers.replay import DecodeReplay
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence, SequenceState
@@ -88,7 +96,15 @@ class Engine:
         if config.kv_commit == "deferred":
             scratch = scratch_views(config, layout, self.memory.rest)
             kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
-        self.executor = Executor(model, kv_layers, config.block_size, self.memory)
+        self.max_model_len = min(
+            config.max_model_len or facts.max_position_embeddings,
+            self.arena.num_blocks * config.block_size,
+        )
+        replay = None
+        if model.device.type == "cpu":
+            longest = -(-self.max_model_len // config.block_size) + num_scratch_blocks(config)
+            replay = DecodeReplay(model, kv_layers, config.max_num_seqs, longest)
+        self.executor = Executor(model, kv_layers, config.block_size, self.memory, replay)
         run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
         if config.kv_commit == "deferred":
             is_cuda = model.device.type == "cuda"
@@ -113,10 +129,6 @@ class Engine:
         self.times = self.executor.times
         self.looks_ahead = looks_ahead(config, model.device)
         self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
-        self.max_model_len = min(
-            config.max_model_len or facts.max_position_embeddings,
-            self.arena.num_blocks * config.block_size,
-        )
         contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
         self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks)
         self._sequences: dict[str, Sequence] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -77,10 +79,11 @@ def test_extreme_rows_and_weights(cpu_path, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_stays_alone(cpu_path, format, bad):
-    packed = pack_as(cpu_path, quantized_weight(format, 33, 129), torch.randn(33))
-    x = torch.randn(14, 129)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_row_that_is_not_finite_stays_alone(cpu_path, format, bad, dtype):
+    packed = pack_as(cpu_path, quantized_weight(format, 33, 129), torch.randn(33).to(dtype))
+    x = torch.randn(14, 129).to(dtype)
     clean = linear(x, packed)
     x[5, 7] = bad
     y = linear(x, packed)
@@ -119,6 +122,43 @@ def test_int4_of_any_group_with_zeros(cpu_path, group, with_zeros):
     x = torch.randn(20, num_inputs)
     for num_rows in (1, 20):
         assert_linear(linear(x[:num_rows], packed), quant.linear_reference(x[:num_rows], quantized))
+
+
+def fixed_point(x: Tensor, group: int) -> Tensor:
+    """Rows of bf16 as the native int4 path holds them: multiples of 2^-14 of the power of two of
+    the largest of each 128 inputs of a group."""
+    wide, parts = x.double(), []
+    for start in range(0, x.shape[1], group):
+        for part in wide[:, start : start + group].split(128, dim=1):
+            largest = part.abs().amax(1, keepdim=True)
+            unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 14)
+            parts.append(torch.round(part / unit) * unit)
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("group", [24, 100, 128, 300])
+@pytest.mark.parametrize("with_zeros", [False, True])
+def test_int4_takes_bf16_rows_as_int16(native_path, group, with_zeros):
+    """Values within a factor of 128 of the largest are exact; an outlier costs its own 128."""
+    num_outputs, num_inputs = 70, 517
+    quantized = quant.quantize_weight(torch.randn(num_outputs, num_inputs), "int4", group=group)
+    if with_zeros:
+        zeros = torch.randint(0, 16, quantized.scales.shape, dtype=torch.uint8)
+        quantized = replace(quantized, zeros=zeros)
+    x = torch.randn(20, num_inputs).to(BF16)
+    x[1], x[2, 300], x[3], x[4] = 0, 1e4, x[3] * 1e-35, x[4] * 1e30
+    x[5, :128], x[6, ::7], x[7] = 0, 3e38, -1
+    weight = quant.dequantize_weight(quantized).double()
+    for num_rows in (1, 3, 20):
+        y = linear(x[:num_rows], pack_linear(quantized)).double()
+        held = fixed_point(x[:num_rows], group)
+        size = held.abs() @ weight.abs().T  # sums are fp32 from segment to segment
+        want = (held @ weight.T).clamp(-3.5e38, 3.5e38)
+        close = (y - want).abs() <= 2.0**-8 * want.abs() + 1e-6 * size + 1e-37
+        assert (close | ~torch.isfinite(y) & (size > 3e38)).all()
+    plain = x[8:].clamp(-3, 3)
+    plain[plain.abs() < 0.05] = 0
+    assert torch.equal(fixed_point(plain, group), plain.double())
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

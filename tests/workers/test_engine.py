@@ -285,14 +285,14 @@ def test_nan_ends_one_request_and_is_never_cached(models):
 def test_a_request_that_breaks_the_step_fails_alone(models, monkeypatch):
     folder, model = make_checkpoint("llama"), models("llama")
     engine = make_engine(model)
-    forward = model.forward
+    begin = model.begin
 
     def breaks(token_ids, positions, inputs, *memory):
         if inputs.num_decode and (inputs.decode_lens == len(PROMPTS[6]) + 3).any():
             raise RuntimeError("a kernel failed")
-        return forward(token_ids, positions, inputs, *memory)
+        return begin(token_ids, positions, inputs, *memory)
 
-    monkeypatch.setattr(model, "forward", breaks)
+    monkeypatch.setattr(model, "begin", breaks)
     ids, last = run(engine, requests_for(PROMPTS[5:8]))
     assert (last["r1"].finish_reason, last["r1"].error) == (FinishReason.ERROR, "internal_error")
     for i in (0, 2):

@@ -78,21 +78,33 @@ class Decoder:
         result, and the result itself, lies in `workspace` of T rows (by default in a fresh one).
         Every layer overwrites what the one before it left in scratch blocks.
         """
-        eps, ws, rolling = self.config.rms_norm_eps, workspace, inputs.rolling
-        if ws is None:
-            ws = Workspace.allocate(self.plan, len(token_ids), self.device)
+        if workspace is None:
+            workspace = Workspace.allocate(self.plan, len(token_ids), self.device)
+        self.begin(token_ids, positions, inputs, workspace)
+        return self.run_layers(inputs, kv_layers, workspace)
+
+    def begin(
+        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, ws: Workspace
+    ) -> None:
+        """Put into the workspace what the layers start from: embeddings, and angles."""
         self.rope.write_tables(positions, ws.cos, ws.sin, ws.angles, ws.turned)
-        if rolling is not None:
+        if inputs.rolling is not None:
             self.rope.write_tables(
-                rolling.sink_positions, ws.sink_cos, ws.sink_sin, ws.angles, ws.turned
+                inputs.rolling.sink_positions, ws.sink_cos, ws.sink_sin, ws.angles, ws.turned
             )
-        hidden = torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
-        first, normed, rows = self.layers[0], ws.normed, Int8Rows.inside(ws.normed, ws.row_scales)
+        torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
+
+    def run_layers(
+        self, inputs: AttentionInputs, kv_layers: Sequence[KvLayer], ws: Workspace
+    ) -> Tensor:
+        """The rest of `forward`, behind `begin`: `ws.normed` [T, hidden]."""
+        eps, hidden = self.config.rms_norm_eps, ws.residual
+        first, rows = self.layers[0], Int8Rows.inside(ws.normed, ws.row_scales)
         x: Tensor | Int8Rows
         if first.attention.takes_int8:
             x = rms_norm_int8(hidden, first.input_norm, eps, out=rows)
         else:
-            x = rms_norm(hidden, first.input_norm, eps, out=normed)
+            x = rms_norm(hidden, first.input_norm, eps, out=ws.normed)
         for layer, next_norm, next_int8, cache in zip(
             self.layers, self._next_norms, self._next_int8, kv_layers, strict=True
         ):
@@ -100,7 +112,7 @@ class Decoder:
             x = self._add_norm(y, layer.post_attention_norm, ws, rows, layer.mlp.takes_int8)
             y = layer.mlp(x, ws)
             x = self._add_norm(y, next_norm, ws, rows, next_int8)
-        return normed
+        return ws.normed
 
     def _add_norm(
         self, y: Tensor, weight: Tensor, ws: Workspace, rows: Int8Rows, int8: bool
