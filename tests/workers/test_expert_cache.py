@@ -27,7 +27,8 @@ from penstock.kernels.matmul import pack_linear
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Arena, CorruptedExpert
-from penstock.workers.experts.cache import ExpertCache, slots_within
+from penstock.workers.experts.budget import slots_within
+from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.routed import ExpertSettings
 from penstock.workers.experts.slots import Residence
 from penstock.workers.experts.writer import write_arena

@@ -67,9 +67,14 @@ class Copier:
             self._thread.start()
         self.changed.notify_all()
 
-    def promote(self, load: Load) -> None:
-        """Somebody waits for it now."""
+    def promote(self, load: Load, missing: Places) -> None:
+        """Somebody waits for these neurons now: behind the chunk under way, they go and no others.
+
+        `missing`, at least one, are not there yet.
+        """
         load.is_cancelled = False
+        begun = load.places[: load.num_done + load.num_active]
+        load.places = np.concatenate([begun, missing[~np.isin(missing, begun)]])
         if not load.is_demand:
             self._prefetches.remove(load)
             load.is_demand = True
@@ -78,7 +83,7 @@ class Copier:
     def cancel(self, load: Load) -> None:
         """Copy no more of it than the chunk that is under way; then, or now, it has ended."""
         load.is_cancelled = True
-        if not load.is_active:
+        if not load.num_active:
             self._end(load)
 
     @property
@@ -122,7 +127,7 @@ class Copier:
                         self.changed.wait()
                 load = (self._demands or self._prefetches)[0]
                 part = load.places[load.num_done : load.num_done + lane.rows_at_once]
-                load.is_active = True
+                load.num_active = len(part)
                 source = self.source
             began_s, error = time.perf_counter(), None
             try:
@@ -134,7 +139,7 @@ class Copier:
                 self._account(load, part, time.perf_counter() - began_s, error)
 
     def _account(self, load: Load, part: Places, seconds: float, error: Exception | None) -> None:
-        load.is_active = False
+        load.num_active = 0
         load.slot.error = error
         self.counts.busy_s += seconds
         if error is None:
@@ -172,6 +177,7 @@ class Lane:
     @torch.inference_mode()
     def copy(self, rows: Bytes, part: Places, slot: Slot) -> None:
         """Neurons `part` of `rows` into `slot`; they are there when it returns."""
+        part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
         num_bytes = len(part) * self._copier.row_bytes
         wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
         until_s = time.monotonic() + wait_s

@@ -18,7 +18,8 @@ from torch import Tensor
 from penstock.kernels.moe import Expert, Visit
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.experts.arena import Arena, Manifest
-from penstock.workers.experts.cache import ExpertCache, slots_within
+from penstock.workers.experts.budget import slots_within
+from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
 from penstock.workers.experts.writer import (
     DTYPES,
