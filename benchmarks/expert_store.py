@@ -44,8 +44,8 @@ from transformers import AutoTokenizer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Manifest
+from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.predictor import num_common
-from penstock.workers.experts.routed import ExpertSettings
 from penstock.workers.experts.writer import CheckpointExperts, write_arena
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.folder import resolve_model
@@ -87,23 +87,23 @@ class Routed:
 def watched(model: Decoder, seen: list[Routed]) -> Iterator[None]:
     """Notes what each MoE layer of `model` does."""
     layer_of = {id(layer.mlp): index for index, layer in enumerate(model.layers)}
-    call, experts = MoeMlp.__call__, MoeMlp._experts
+    call, routing = MoeMlp.__call__, MoeMlp._routing
     normed: list[Tensor] = []
 
     def noting_call(self: MoeMlp, x: Tensor, workspace: Any) -> Tensor:
         normed.append(x.clone())
         return call(self, x, workspace)
 
-    def noting_experts(self: MoeMlp, ids: Tensor, scores: Tensor, workspace: Any) -> Any:
+    def noting_routing(self: MoeMlp, ids: Tensor, x: Tensor, scores: Tensor, workspace: Any) -> Any:
         state = workspace.residual.clone()
         seen.append(Routed(layer_of[id(self)], state, normed.pop(), ids.clone()))
-        return experts(self, ids, scores, workspace)
+        return routing(self, ids, x, scores, workspace)
 
-    MoeMlp.__call__, MoeMlp._experts = noting_call, noting_experts  # type: ignore[method-assign]
+    MoeMlp.__call__, MoeMlp._routing = noting_call, noting_routing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MoeMlp.__call__, MoeMlp._experts = call, experts  # type: ignore[method-assign]
+        MoeMlp.__call__, MoeMlp._routing = call, routing  # type: ignore[method-assign]
 
 
 def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:

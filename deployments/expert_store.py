@@ -21,7 +21,7 @@ import ray
 
 from penstock.deployments.expert_link import Hot, StoreSpec, app_folder
 from penstock.workers.experts.arena import Arena, Bytes, Manifest
-from penstock.workers.experts.routed import check_weights
+from penstock.workers.experts.opening import check_weights
 from penstock.workers.experts.writer import (
     DTYPES,
     CheckpointExperts,

@@ -41,7 +41,7 @@ class Worker:
 
         from penstock.workers.engine import Engine
         from penstock.workers.engine_thread import EngineThread
-        from penstock.workers.experts.routed import settings_of
+        from penstock.workers.experts.opening import settings_of
         from penstock.workers.grammar import GrammarCompiler
         from penstock.workers.models.folder import resolve_model
         from penstock.workers.models.loader import load_model

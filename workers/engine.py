@@ -104,7 +104,8 @@ class Engine:
             self.arena.num_blocks * config.block_size,
         )
         contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
-        self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks)
+        moe_mode = "exact" if model.routed is None else config.moe_mode
+        self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks, moe_mode)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
@@ -142,6 +143,7 @@ class Engine:
             max_total_tokens=max_total,
             matcher=matcher,
             context=context,
+            moe_mode=self.intake.mode(request),
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from penstock.workers.experts.modes import StepRows
 from penstock.workers.logits import logprobs_of
 from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
@@ -64,8 +65,13 @@ class Executor:
         chunks = plan.chunks
         token_ids, positions, inputs = self._inputs(plan)
         self.times.lap("copy")
-        hidden = self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
+        moe_rows = self._moe_rows(chunks)
+        hidden = self.model.forward(
+            token_ids, positions, inputs, self.kv_layers, workspace, moe_rows
+        )
         self.times.lap("model")
+        if moe_rows is not None:
+            _count_neurons(chunks, moe_rows)
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {
             i: self._prompt_logprobs(chunk, hidden[int(end) - chunk.length : int(end)])
@@ -164,6 +170,13 @@ class Executor:
         )
         return self._put(np.concatenate(token_ids)), self._put(np.concatenate(positions)), inputs
 
+    def _moe_rows(self, chunks: list[Chunk]) -> StepRows | None:
+        """Which rows have experts that are not exact; None where none has."""
+        if self.model.routed is None:
+            return None
+        spans = [(c.seq.moe_mode, c.seq.num_prompt_tokens, c.start, c.length) for c in chunks]
+        return StepRows.of(spans, self.model.device)
+
     def _rolling(self, chunks: list[Chunk], positions: list[np.ndarray]) -> RollingInputs | None:
         """Who sees what, where a sequence of the step has evicted tokens; else None."""
         if not any(c.seq.context.num_evicted(c.start + c.length - 1) for c in chunks):
@@ -204,6 +217,21 @@ class Executor:
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
+
+
+def _count_neurons(chunks: list[Chunk], rows: StepRows) -> None:
+    """Add what was left out to each sequence; tokens that are computed again count once."""
+    if rows.sparse is None:
+        return
+    neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()
+    first = 0
+    for chunk in chunks:
+        seq, end = chunk.seq, chunk.start + chunk.length
+        new = slice(first + max(0, seq.num_counted_tokens - chunk.start), first + chunk.length)
+        seq.num_neurons += int(neurons[new].sum())
+        seq.num_skipped_neurons += int(skipped[new].sum())
+        seq.num_counted_tokens = max(seq.num_counted_tokens, end)
+        first += chunk.length
 
 
 def _rolled_before(seq: Sequence, span: np.ndarray, block_size: int) -> np.ndarray:

@@ -71,6 +71,16 @@ class Manifest:
     def row_bytes(self) -> int:
         return 3 * self.hidden * ITEM_BYTES[self.dtype]
 
+    @property
+    def num_all(self) -> int:
+        """Experts of all layers."""
+        return len(self.layers) * self.num_experts
+
+    @property
+    def num_known(self) -> int:
+        """Experts of a layer that can be asked for."""
+        return self.num_experts
+
     def digests(self) -> dict[tuple[int, int], str]:
         return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
 

@@ -115,9 +115,10 @@ class ExpertCache:
     ) -> Iterator[tuple[int, Expert]]:
         """Each of the `needed` experts of a layer once, those that are there first.
 
-        Of an expert that `wanted` has, these neurons are there; what lies in the place of others
-        is no part of it: zeros, or neurons of whoever had the slot before. `meanwhile` is called once, when all misses that have room are on their way. An expert is in
-        use until the next one is asked for. Raises what the copier met: CorruptedExpert names it.
+        Of an expert that `wanted` has, these neurons are there; what lies in the place of others is
+        no part of it: zeros, or neurons of whoever had the slot before. `meanwhile` is called once,
+        when all misses that have room are on their way. An expert is in use until the next one is
+        asked for. Raises what the copier met: CorruptedExpert names it.
         """
         waiting = deque(needed)
         held: Held = deque()

@@ -21,22 +21,13 @@ from torch import Tensor
 
 from penstock.kernels.experts import write_neurons
 from penstock.workers.experts.arena import Bytes, CorruptedExpert, RowSource
+from penstock.workers.experts.link import LinkCounts
 from penstock.workers.experts.slots import Load, Places, Slot
 from penstock.workers.link_thread import Throttle
 
 log = logging.getLogger("penstock.experts")
 
 CHUNK_BYTES = 512 * 1024  # what a demand waits for at most
-
-
-@dataclass(slots=True)
-class LinkCounts:
-    """What has gone over the link so far."""
-
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
-    busy_s: float = 0.0
-    num_corrupted: int = 0  # experts that did not match their digest, each time
 
 
 @dataclass(slots=True)
@@ -142,6 +133,7 @@ class Copier:
         load.num_active = 0
         load.slot.error = error
         self.counts.busy_s += seconds
+        self.counts.demand_busy_s += seconds * load.is_demand
         if error is None:
             load.num_done += len(part)
             load.slot.arrived(part)

@@ -6,6 +6,7 @@ Knows the names of experts' tensors in checkpoints; nothing of who will read the
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -94,6 +95,16 @@ class CheckpointExperts:
         files = {stored.file for stored in self.tensors.values()}
         dtype = NAMES[self.dtype(compute)]
         return checkpoint_identity({str(f): f.stat() for f in files}, {"dtype": dtype})
+
+    def routers(self) -> str:
+        """A digest of the routers' numbers: whatever folder they lie in, they are this model's."""
+        hashed = hashlib.blake2b(digest_size=16)
+        count, hidden = self.config.num_experts, self.config.hidden_size
+        for layer in self.layers:
+            name = f"{self._prefix(layer).removesuffix('.experts')}.gate.weight"
+            router = self._find(name, count, hidden).read()
+            hashed.update(router.view(torch.uint8).numpy().data)
+        return hashed.hexdigest()
 
     def _prefix(self, layer: int) -> str:
         name = f"model.layers.{layer}.block_sparse_moe"
