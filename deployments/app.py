@@ -329,7 +329,14 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
     if engine.expert_cache_gb is None:
         return None
     device = "cuda" if wants_gpus(config) else "cpu"
-    spec = StoreSpec(config.app_name, engine.model, engine.weights, device, engine.expert_store_dir)
+    spec = StoreSpec(
+        config.app_name,
+        engine.model,
+        engine.weights,
+        device,
+        engine.expert_store_dir,
+        has_twins=engine.moe_mode == "quantized",
+    )
     return ExpertStoreClient(spec)
 
 

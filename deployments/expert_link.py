@@ -45,6 +45,7 @@ class StoreSpec:
     weights: str
     device: str  # "cpu" or "cuda": what workers compute on, which settles their dtype
     folder: str
+    has_twins: bool = False  # int8 copies of all experts beside them
 
     @property
     def digest(self) -> str:

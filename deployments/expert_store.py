@@ -169,7 +169,7 @@ class ExpertStore:
     def _found(self) -> Arena | None:
         """What an earlier life of this store wrote, of the same files; others are removed."""
         experts, compute = self._experts()
-        identity, found = experts.identity(compute), None
+        identity, found = experts.identity(compute, self._spec.has_twins), None
         for path in sorted(self._folder.glob(f"{self._spec.digest}-*.arena"), key=_epoch_of):
             try:
                 manifest = read_manifest(path)
@@ -195,11 +195,11 @@ class ExpertStore:
             )
         path = self._folder / f"{self._spec.digest}-{epoch}.arena"
         began_s = time.monotonic()
-        manifest = write_arena(experts, path, compute, epoch=epoch)
+        manifest = write_arena(experts, path, compute, epoch=epoch, has_twins=self._spec.has_twins)
         self._num_loads += 1
         log.info(
             "%d experts, %.2f GiB, in shared memory after %.1f s: %s",
-            len(manifest.entries),
+            manifest.num_all,
             manifest.num_bytes / 2**30,
             time.monotonic() - began_s,
             path,

@@ -178,9 +178,8 @@ class KVCache:
 
     def _root_of(self, seq: Sequence) -> bytes:
         """What the chain of `seq` begins with: inexact experts make other K and V."""
-        return (
-            self._root if seq.moe_mode == "exact" else self._key(self._root, seq.moe_mode.encode())
-        )
+        mode = seq.moe_mode
+        return self._root if mode == "exact" else self._key(self._root, mode.encode())
 
     def _find_prefix(self, seq: Sequence) -> Hit:
         hit = Hit([], [], [])

@@ -223,7 +223,7 @@ class Delta:
     error_param: str | None = None  # the field at fault
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_evicted_tokens: int = 0  # out of sight for good, as of the last delta: sink_window
-    moe_mode: str = ""  # with the last delta: how exact the experts were
+    moe_mode: str = "exact"  # with the last delta: how exact the experts were
     num_neurons: int = 0  # with the last delta: sparse, of the experts that answer tokens had
     num_skipped_neurons: int = 0  # of those, the ones left out
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, where asked for

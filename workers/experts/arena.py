@@ -1,9 +1,10 @@
 """Experts of a MoE checkpoint in one shared file: its manifest, and its reader.
 
 An expert is a block of neuron rows [Wg[j] | Wu[j] | Wd[:, j]], in the order of the neurons, and
-behind them a CRC-32 of each row; blocks begin on pages. The file lies in memory (/dev/shm), and
-every process of the node maps it read-only: one copy a node. Knows nothing of devices, slots, or
-how the file came to be (writer.py), and loads no torch.
+behind them a CRC-32 of each row; blocks begin on pages. Expert e of E may have an int8 twin, which
+goes by the number E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file
+lies in memory (/dev/shm), and every process of the node maps it read-only: one copy a node. Knows
+nothing of devices, slots, or how the file came to be (writer.py), and loads no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
+TWIN_GROUP = 64  # numbers of a row that share a scale
 NAMED_ROWS = 8  # of a damaged expert, in its error
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
 
@@ -66,6 +68,7 @@ class Manifest:
     layers: tuple[int, ...]  # those that have experts
     num_bytes: int  # of the whole file
     entries: tuple[ExpertEntry, ...]
+    has_twins: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -78,8 +81,22 @@ class Manifest:
 
     @property
     def num_known(self) -> int:
-        """Experts of a layer that can be asked for."""
-        return self.num_experts
+        """Experts of a layer that can be asked for, twins included."""
+        return self.num_experts * (2 if self.has_twins else 1)
+
+    def is_twin(self, expert: int) -> bool:
+        return expert >= self.num_experts
+
+    def row_bytes_of(self, expert: int) -> int:
+        """Of a neuron of `expert`, which may be a twin."""
+        if not self.is_twin(expert):
+            return self.row_bytes
+        return 3 * (self.hidden + 4 * math.ceil(self.hidden / TWIN_GROUP))
+
+    def name_of(self, expert: int) -> str:
+        """For people."""
+        twin = ", its int8 twin," if self.is_twin(expert) else ""
+        return f"expert {expert % self.num_experts}{twin}"
 
     def digests(self) -> dict[tuple[int, int], str]:
         return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
@@ -104,17 +121,18 @@ class Manifest:
         """Raise LoadError unless each expert is there once, within the file."""
         if self.dtype not in ITEM_BYTES:
             raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
-        wanted = {(layer, e) for layer in self.layers for e in range(self.num_experts)}
+        wanted = {(layer, e) for layer in self.layers for e in range(self.num_known)}
         if set(self.digests()) != wanted or len(self.entries) != len(wanted):
             raise LoadError(f"{self.path}: its manifest does not name each expert once")
-        block, end = block_bytes(self.inner, self.row_bytes), 0
+        end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
-            if entry.num_bytes != self.inner * self.row_bytes or entry.offset < end:
+            row_bytes = self.row_bytes_of(entry.expert)
+            if entry.num_bytes != self.inner * row_bytes or entry.offset < end:
                 raise LoadError(
                     f"{self.path}: the manifest's entry of layer {entry.layer}, expert "
                     f"{entry.expert} does not fit the others"
                 )
-            end = entry.offset + block
+            end = entry.offset + block_bytes(self.inner, row_bytes)
         if end > self.num_bytes:
             raise LoadError(f"{self.path}: its experts end at byte {end} of {self.num_bytes}")
 
@@ -123,7 +141,7 @@ class RowSource(Protocol):
     """Where the rows of experts come from."""
 
     def rows(self, layer: int, expert: int) -> Bytes:
-        """All rows, read-only [inner, row_bytes]. Raises CorruptedExpert."""
+        """All rows, read-only [inner, row_bytes_of(expert)]. Raises CorruptedExpert."""
 
 
 class Arena:
@@ -141,7 +159,7 @@ class Arena:
         """All rows of one expert. The first time, their digest is checked."""
         entry = self._entries[layer, expert]
         rows = self._all[entry.offset : entry.offset + entry.num_bytes]
-        rows = rows.reshape(self.manifest.inner, self.manifest.row_bytes)
+        rows = rows.reshape(self.manifest.inner, self.manifest.row_bytes_of(expert))
         if (layer, expert) not in self._checked:
             self._check(entry, rows)
             with self._lock:
@@ -161,7 +179,7 @@ class Arena:
             where = f"{len(bad)} of its {len(rows)} neurons are not what was written: {some}"
         raise CorruptedExpert(
             f"expert store {self.manifest.path} (epoch {self.manifest.epoch}): layer "
-            f"{entry.layer}, expert {entry.expert} is corrupted: {where}",
+            f"{entry.layer}, {self.manifest.name_of(entry.expert)} is corrupted: {where}",
             entry.layer,
             entry.expert,
         )

@@ -23,7 +23,7 @@ def slots_within(
     gigabytes: float, manifest: Manifest, dtype: torch.dtype, device: torch.device
 ) -> int:
     """How many slots a budget of GiB gives, at most one an expert. Raises ConfigError below two."""
-    size, count = slot_bytes(manifest, dtype, device), len(manifest.entries)
+    size, count = slot_bytes(manifest, dtype, device), manifest.num_all
     num_slots = min(int(gigabytes * 2**30 // size), count)
     if num_slots < min(MIN_SLOTS, count):
         raise ConfigError(

@@ -30,7 +30,6 @@ from penstock.workers.experts.slots import (
     SlotTable,
     make_slots,
 )
-from penstock.workers.experts.writer import DTYPES
 from penstock.workers.models.folder import LoadError
 
 log = logging.getLogger("penstock.experts")
@@ -74,7 +73,7 @@ class ExpertCache:
         expert of all goes. `bytes_per_s` imitates a slow link."""
         facts = arena.manifest
         assert num_slots >= 1
-        num_slots = min(num_slots, len(facts.entries))
+        num_slots = min(num_slots, facts.num_all)
         share = max(1, num_slots // len(facts.layers)) if is_fair else None
         slots = make_slots(num_slots, facts.hidden, facts.inner, dtype, device)
         self.manifest = facts
@@ -92,8 +91,7 @@ class ExpertCache:
         self._held: list[Slot] = []
         self.copier = Copier(
             arena,
-            facts.row_bytes,
-            DTYPES[facts.dtype],
+            facts,
             dtype,
             device,
             self._changed,

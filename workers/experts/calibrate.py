@@ -70,7 +70,8 @@ def calibrate(
         if text_ids is None:
             length = min(length, max(MIN_WINDOW, -(-num_tokens // NUM_SEQS)))
             begin = decoder.config.bos_token_id or 0
-            prompts, num_new = [(begin,)] * -(-num_tokens // length), length
+            prompts: list[tuple[int, ...]] = [(begin,)] * -(-num_tokens // length)
+            num_new = length
         else:
             ids = text_ids[:num_tokens]
             prompts = [tuple(ids[i : i + length]) for i in range(0, len(ids), length)]

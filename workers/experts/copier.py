@@ -19,10 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.expert_twin import dequantize_neurons
 from penstock.kernels.experts import write_neurons
-from penstock.workers.experts.arena import Bytes, CorruptedExpert, RowSource
+from penstock.workers.experts.arena import (
+    TWIN_GROUP,
+    Bytes,
+    CorruptedExpert,
+    Manifest,
+    RowSource,
+)
 from penstock.workers.experts.link import LinkCounts
-from penstock.workers.experts.slots import Load, Places, Slot
+from penstock.workers.experts.slots import Load, Places
+from penstock.workers.experts.writer import DTYPES
 from penstock.workers.link_thread import Throttle
 
 log = logging.getLogger("penstock.experts")
@@ -35,8 +43,7 @@ class Copier:
     """`changed` is the cache's lock: all methods are called while it is held."""
 
     source: RowSource
-    row_bytes: int
-    stored_dtype: torch.dtype
+    facts: Manifest  # of the rows
     slot_dtype: torch.dtype
     device: torch.device
     changed: threading.Condition
@@ -117,12 +124,12 @@ class Copier:
                     if not self.is_busy:
                         self.changed.wait()
                 load = (self._demands or self._prefetches)[0]
-                part = load.places[load.num_done : load.num_done + lane.rows_at_once]
+                part = load.places[load.num_done : load.num_done + lane.rows_at_once(load)]
                 load.num_active = len(part)
                 source = self.source
             began_s, error = time.perf_counter(), None
             try:
-                lane.copy(source.rows(*load.key), part, load.slot)
+                lane.copy(source.rows(*load.key), part, load)
             except Exception as met:  # of whoever waits for the expert; other loads go on
                 log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
                 error = met
@@ -137,10 +144,11 @@ class Copier:
         if error is None:
             load.num_done += len(part)
             load.slot.arrived(part)
+            num_bytes = len(part) * self.facts.row_bytes_of(load.key[1])
             if load.is_demand:
-                self.counts.demand_bytes += len(part) * self.row_bytes
+                self.counts.demand_bytes += num_bytes
             else:
-                self.counts.prefetch_bytes += len(part) * self.row_bytes
+                self.counts.prefetch_bytes += num_bytes
         elif isinstance(error, CorruptedExpert):
             self.counts.num_corrupted += 1
         if error is not None or load.is_cancelled or load.num_done == len(load.places):
@@ -152,8 +160,8 @@ class Lane:
 
     def __init__(self, copier: Copier):
         self._copier = copier
-        self.rows_at_once = max(1, copier.chunk_bytes // copier.row_bytes)
-        shape = self.rows_at_once, copier.row_bytes
+        most = max(map(copier.facts.row_bytes_of, (0, copier.facts.num_known - 1)))
+        shape = (max(most, copier.chunk_bytes),)
         is_cuda = copier.device.type == "cuda"
         self._throttle = None if copier.bytes_per_s is None else Throttle(copier.bytes_per_s)
         self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=copier.device)
@@ -166,14 +174,19 @@ class Lane:
         )
         self._stream = torch.cuda.Stream(copier.device) if is_cuda else None
 
+    def rows_at_once(self, load: Load) -> int:
+        """Neurons of a chunk."""
+        return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
+
     @torch.inference_mode()
-    def copy(self, rows: Bytes, part: Places, slot: Slot) -> None:
-        """Neurons `part` of `rows` into `slot`; they are there when it returns."""
+    def copy(self, rows: Bytes, part: Places, load: Load) -> None:
+        """Neurons `part` of `rows` into their slot; they are there when it returns."""
+        slot = load.slot
         part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
-        num_bytes = len(part) * self._copier.row_bytes
+        num_bytes = len(part) * rows.shape[1]
         wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
         until_s = time.monotonic() + wait_s
-        gathered = self._host_bytes[: len(part)]
+        gathered = self._host_bytes[:num_bytes].view(len(part), -1)
         first = int(part[0])
         if int(part[-1]) - first + 1 == len(part):  # neighbours
             np.copyto(gathered.numpy(), rows[first : first + len(part)])
@@ -181,18 +194,22 @@ class Lane:
             np.take(rows, part, axis=0, out=gathered.numpy(), mode="clip")
         places = torch.from_numpy(part)
         if self._stream is None:
-            self._unpack(gathered, places, slot)
+            self._unpack(gathered, places, load)
         else:
             with torch.cuda.stream(self._stream):
                 if slot.last_use is not None:
                     self._stream.wait_event(slot.last_use)
-                arrived = self._device_bytes[: len(part)]
+                arrived = self._device_bytes[:num_bytes].view(len(part), -1)
                 arrived.copy_(gathered, non_blocking=True)
-                self._unpack(arrived, places.to(self._copier.device), slot)
+                self._unpack(arrived, places.to(self._copier.device), load)
             self._stream.synchronize()
         if (left_s := until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def _unpack(self, arrived: Tensor, places: Tensor, slot: Slot) -> None:
-        rows = arrived.view(self._copier.stored_dtype).to(self._copier.slot_dtype)
-        write_neurons(slot.expert, rows, places)
+    def _unpack(self, arrived: Tensor, places: Tensor, load: Load) -> None:
+        facts = self._copier.facts
+        if facts.is_twin(load.key[1]):
+            rows = dequantize_neurons(arrived, facts.hidden, TWIN_GROUP)
+        else:
+            rows = arrived.view(DTYPES[facts.dtype])
+        write_neurons(load.slot.expert, rows.to(self._copier.slot_dtype), places)

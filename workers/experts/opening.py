@@ -95,14 +95,20 @@ def open_experts(
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors)
     if settings.manifest is not None:
-        if settings.manifest.checkpoint != experts.identity(compute):
+        if settings.manifest.checkpoint != experts.identity(compute, settings.manifest.has_twins):
             raise LoadError(
                 f"the expert store {settings.manifest.path} was made of other files than those in "
                 f"{folder}; have the store reload, or restart the cluster"
             )
         arena = Arena(settings.manifest)
     else:
-        arena = _own_arena(experts, compute, Path(settings.folder))
+        has_twins = settings.mode == "quantized"
+        arena = _own_arena(experts, compute, Path(settings.folder), has_twins)
+    if settings.mode == "quantized" and not arena.manifest.has_twins:
+        raise LoadError(
+            f"the expert store {arena.manifest.path} has no int8 twins, and moe_mode quantized "
+            "needs them; restart the cluster"
+        )
     num_slots = settings.num_slots
     if num_slots is None:
         assert settings.cache_gb is not None
@@ -118,7 +124,7 @@ def open_experts(
     log.info(
         "%d of %d experts fit into their cache: %d slots of %.2f MiB",
         cache.num_slots,
-        len(arena.manifest.entries),
+        arena.manifest.num_all,
         cache.num_slots,
         cache.slot_bytes / 2**20,
     )
@@ -154,10 +160,12 @@ def _choice(
     return NeuronChoice(scores, calibration.at(settings.score, settings.keep))
 
 
-def _own_arena(experts: CheckpointExperts, compute: torch.dtype, folder: Path) -> Arena:
+def _own_arena(
+    experts: CheckpointExperts, compute: torch.dtype, folder: Path, has_twins: bool
+) -> Arena:
     """Of this process alone: its file has no name any more, so nothing is left behind."""
     path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.arena"
     try:
-        return Arena(write_arena(experts, path, compute))
+        return Arena(write_arena(experts, path, compute, has_twins=has_twins))
     finally:
         remove_arena(path)

@@ -64,17 +64,19 @@ class RoutedExperts:
     def look_ahead(self, layer: int, ids: Tensor, state: Callable[[], Tensor]) -> None:
         """Behind what `layer` waits for, have the experts of the next one come.
 
-        A step of so many rows that all experts are wanted streams whole layers. For others, what
-        comes is a guess, and is only made if asked for, and while the link has time for it.
+        A step of so many rows that all experts are wanted streams whole layers (rows that want some
+        neurons only do not count). For others, what comes is a guess, and is only made if asked
+        for, and while the link has time for it.
         """
         predictor = self.predictor
         if predictor is None:
             return
         following = predictor.next_of(layer)
-        if predictor.wants_all(len(ids)):
+        if predictor.wants_all(len(ids) - self._num_sparse()):
             predictor.forget(layer, following)
             if following is not None:
-                self.cache.prefetch(following, range(predictor.num_experts))
+                first = self._shift()
+                self.cache.prefetch(following, range(first, first + predictor.num_experts))
             return
         if not self.prefetch:
             return
@@ -85,8 +87,20 @@ class RoutedExperts:
             self.num_withheld += 1
             return
         now = state()
-        experts = predictor.foresee(now, following)
-        self.cache.prefetch(following, experts, self._foreseen_neurons(now, following))
+        experts, shift = predictor.foresee(now, following), self._shift()
+        if shift:
+            self.cache.prefetch(following, [expert + shift for expert in experts])
+        else:
+            self.cache.prefetch(following, experts, self._foreseen_neurons(now, following))
+
+    def _num_sparse(self) -> int:
+        return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
+
+    def _shift(self) -> int:
+        """From an expert's number to its twin's, if that is what all rows of the step take."""
+        if self.rows is None or self.rows.quantized is None or not bool(self.rows.quantized.all()):
+            return 0
+        return self.cache.manifest.num_experts
 
     def _foreseen_neurons(self, state: Tensor, layer: int) -> Wanted:
         """Of the experts that `layer` is likely to want, the neurons; all, without a choice."""
