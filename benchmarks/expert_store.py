@@ -1,6 +1,6 @@
-"""Experts from shared memory: how well they are foreseen, what one copy saves, what a cache gives.
+"""Experts from shared memory: how well they are foreseen, and what one copy of them saves.
 
-Three parts, each a table of OUT.txt, all figures in OUT.json:
+Two parts, each a table of OUT.txt, all figures in OUT.json:
 
 accuracy   Held-out text through the built-in MoE model: how many of the experts of each layer were
            foreseen from the layer before (P1: through the next layer's norm and router; P0: its
@@ -8,11 +8,8 @@ accuracy   Held-out text through the built-in MoE model: how many of the experts
            the control: a layer's own router on its own state.
 memory     Two processes that serve from one arena against two that each have one of their own, of a
            random model: resident memory as Linux counts shared pages (PSS).
-speed      Time of a decoded token, batch of one, over a link slowed down to a stated bandwidth, by
-           the share of the experts that the cache holds. demand: nothing is kept from token to
-           token; LRU over all layers; LRU by fair shares of the layers; and both with prefetch.
-           Beside each bandwidth the floor of a token that loads all it needs, L * k * bytes / B.
-           All engines take turns, a token each, so that a slow moment hits all of them.
+
+What a cache gives in time is expert_speed.py's, what inexact modes cost expert_quality.py's.
 
     python benchmarks/expert_store.py --out benchmarks/results/2026-11-21-experts
 """
@@ -23,11 +20,9 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +33,6 @@ import builtin_data as data
 import torch
 import transformers
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from penstock.workers.config import EngineConfig
@@ -56,12 +50,6 @@ from penstock.workers.request import Request, SamplingParams
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "builtin-moe"
 WINDOW = 1024  # tokens of one held-out text
-MODES = {  # fair shares of layers, prefetch
-    "LRU": (False, False),
-    "LRU + prefetch": (False, True),
-    "fair LRU": (True, False),
-    "fair LRU + prefetch": (True, True),
-}
 # About a gigabyte of experts in bf16.
 RANDOM_MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
@@ -232,114 +220,6 @@ def child(folder: str, manifest: str) -> None:
     sys.stdin.readline()
 
 
-# -- speed
-
-
-@dataclass
-class Runner:
-    """One engine in the middle of an answer."""
-
-    name: str
-    percent: int
-    engine: Engine
-    seconds: list[float]
-
-    def step(self) -> None:
-        if self.name == "demand":
-            self._empty()
-        began_s = time.perf_counter()
-        self.engine.step()
-        self.seconds.append(time.perf_counter() - began_s)
-
-    def _empty(self) -> None:
-        assert self.engine.model.routed is not None
-        table = self.engine.model.routed.cache.table
-        for slot in table:
-            if slot.key is not None and slot.is_idle:
-                table.give_back(slot)
-
-
-def speed(args: argparse.Namespace, bytes_per_s: float) -> dict[str, Any]:
-    """Seconds of a token by mode and share, and what was moved for it."""
-    manifest_path = Path(f"/dev/shm/penstock-bench-{os.getpid()}.arena")
-    experts = CheckpointExperts(*open_model(MODEL, args.weights, "cpu"))
-    manifest = write_arena(experts, manifest_path, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL), local_files_only=True)
-    prompt = data.heldout_tokens(args.corpus, data.HELDOUT_BOOKS[0], tokenizer)[0][:64]
-
-    def runner(name: str, percent: int, settings: ExpertSettings | None) -> Runner:
-        model = load_model(MODEL, weights=args.weights, progress=False, experts=settings)
-        engine = Engine(EngineConfig(max_num_seqs=1, num_blocks=40, prefix_cache=False), model)
-        params = SamplingParams(max_tokens=args.new + args.warm, temperature=0, ignore_eos=True)
-        engine.add(Request("one", tuple(prompt), params))
-        engine.step()  # the prompt
-        return Runner(name, percent, engine, [])
-
-    count, runners = len(manifest.entries), []
-    try:
-        common: dict[str, Any] = {"manifest": manifest, "bytes_per_s": bytes_per_s}
-        runners.append(runner("no cache of experts", 100, None))
-        few = ExpertSettings(num_slots=4, prefetch=False, **common)
-        runners.append(runner("demand", 0, few))
-        for percent in args.percent:
-            num_slots = max(1, round(count * percent / 100))
-            for name, (is_fair, prefetch) in MODES.items():
-                settings = ExpertSettings(
-                    num_slots=num_slots, prefetch=prefetch, is_fair=is_fair, **common
-                )
-                runners.append(runner(name, percent, settings))
-        return _take_turns(args, runners, manifest, bytes_per_s)
-    finally:
-        for each in runners:
-            each.engine.close()
-        for path in (manifest_path, manifest_path.with_name(manifest_path.name + ".json")):
-            path.unlink(missing_ok=True)
-
-
-def _take_turns(
-    args: argparse.Namespace, runners: list[Runner], manifest: Manifest, bytes_per_s: float
-) -> dict[str, Any]:
-    before: dict[int, Any] = {}
-    for turn in tqdm(range(args.warm + args.new - 1), desc=f"{bytes_per_s / 1e9:g} GB/s"):
-        if turn == args.warm:
-            before = {id(each): each.engine.stats().experts for each in runners}
-        for each in runners:
-            each.step()
-    top_k = runners[0].engine.model.config.num_experts_per_token
-    per_expert = manifest.inner * manifest.row_bytes
-    rows = []
-    for each in runners:
-        times = each.seconds[args.warm :]
-        row = {
-            "mode": each.name,
-            "percent": each.percent,
-            "token_ms": 1e3 * statistics.median(times),
-            "mean_ms": 1e3 * statistics.fmean(times),
-        }
-        now, then = each.engine.stats().experts, before[id(each)]
-        if now is not None:
-            wanted = sum(getattr(now, n) - getattr(then, n) for n in LOOKUPS)
-            row |= {
-                "slots": now.num_slots,
-                "hit_rate": (now.num_hits - then.num_hits) / wanted,
-                "partial_rate": (now.num_partial - then.num_partial) / wanted,
-                "demand_mb": (now.demand_bytes - then.demand_bytes) / 1e6 / len(times),
-                "prefetch_mb": (now.prefetch_bytes - then.prefetch_bytes) / 1e6 / len(times),
-                "stall_ms": 1e3 * (now.stall_s - then.stall_s) / len(times),
-                "link_busy": (now.link_busy_s - then.link_busy_s) / sum(times),
-            }
-        rows.append(row)
-    return {
-        "bytes_per_s": bytes_per_s,
-        "expert_mb": per_expert / 1e6,
-        "floor_ms": 1e3 * len(manifest.layers) * top_k * per_expert / bytes_per_s,
-        "rows": rows,
-    }
-
-
-LOOKUPS = ("num_hits", "num_partial", "num_misses")
-
-
 # -- what comes out
 
 
@@ -361,8 +241,6 @@ def report(found: dict[str, Any]) -> str:
         lines.append("")
     if "memory" in found:
         lines += _memory_lines(found["memory"])
-    for table in found.get("speed", []):
-        lines += _speed_lines(table)
     return "\n".join(lines)
 
 
@@ -380,27 +258,6 @@ def _memory_lines(figures: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _speed_lines(table: dict[str, Any]) -> list[str]:
-    lines = [
-        f"Link {table['bytes_per_s'] / 1e9:g} GB/s, expert {table['expert_mb']:.2f} MB, floor of a "
-        f"token that loads all it needs {table['floor_ms']:.2f} ms",
-        "",
-        f"{'cache':>6} {'slots':>5} {'mode':22} {'ms/token':>9} {'hits %':>7} {'part %':>7} "
-        f"{'stall ms':>9} {'MB asked':>9} {'MB ahead':>9} {'link %':>7}",
-    ]
-    for row in table["rows"]:
-        text = f"{row['percent']:>5}% {row.get('slots', '-'):>5} {row['mode']:22} "
-        text += f"{row['token_ms']:>9.2f}"
-        if "slots" in row:
-            text += (
-                f" {100 * row['hit_rate']:>7.1f} {100 * row['partial_rate']:>7.1f} "
-                f"{row['stall_ms']:>9.2f} {row['demand_mb']:>9.2f} {row['prefetch_mb']:>9.2f} "
-                f"{100 * row['link_busy']:>7.1f}"
-            )
-        lines.append(text)
-    return [*lines, ""]
-
-
 def machine() -> str:
     names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
     name = names[0].partition(":")[2].strip() if names else platform.processor()
@@ -413,14 +270,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     corpus = ROOT.parent / "shared" / "data" / "classics"
-    parser.add_argument("--parts", nargs="+", default=["accuracy", "memory", "speed"])
+    parser.add_argument("--parts", nargs="+", default=["accuracy", "memory"])
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--tokens", type=int, default=32_768, help="of held-out text")
-    parser.add_argument("--weights", default="fp32", help="number format that is computed in")
-    parser.add_argument("--gb-per-s", type=float, nargs="+", default=[0.25, 1.0, 4.0])
-    parser.add_argument("--percent", type=int, nargs="+", default=[5, 10, 25, 50, 100])
-    parser.add_argument("--new", type=int, default=96, help="tokens that are timed")
-    parser.add_argument("--warm", type=int, default=24, help="tokens before them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="path without a suffix")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -435,8 +287,6 @@ def main() -> None:
         found["accuracy"] = accuracy(args)
     if "memory" in args.parts:
         found["memory"] = memory(args)
-    if "speed" in args.parts:
-        found["speed"] = [speed(args, 1e9 * rate) for rate in args.gb_per_s]
     text = report(found)
     print(text)
     if args.out is not None:

@@ -65,6 +65,8 @@ class ExpertStats:
     num_corrupted: int  # loads that failed because bytes did not match their digest
     by_layer: tuple[LayerAccuracy, ...] = ()
     num_withheld: int = 0  # layers that nothing was prefetched for because the link had no time
+    num_sparse_neurons: int = 0  # of the experts that tokens went through in moe_mode sparse
+    num_skipped_neurons: int = 0  # of those, the ones left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class RoutedExperts:
         self.rows: StepRows | None = None  # of the step under way; None: all of them are exact
         self.watch: Watcher | None = None
         self.meter = LinkMeter(cache.copier.counts)
+        self.num_sparse_neurons = self.num_skipped_neurons = 0
         self.num_withheld = 0  # times that nothing was prefetched because the link had no time
         self.predictor: Predictor | None = None  # until the layers are there
         self._config = config
@@ -125,6 +126,8 @@ class RoutedExperts:
             num_prefetched=counts.num_prefetched,
             num_prefetch_used=counts.num_prefetch_used,
             num_withheld=self.num_withheld,
+            num_sparse_neurons=self.num_sparse_neurons,
+            num_skipped_neurons=self.num_skipped_neurons,
             demand_bytes=link.demand_bytes,
             prefetch_bytes=link.prefetch_bytes,
             stall_s=counts.stall_s,
@@ -199,8 +202,11 @@ class CachedExperts:
             theirs = sparse[tokens]
             some = tokens[theirs]
             kept = choice.active(self.layer, expert, x[some])
+            skipped = kept.shape[1] - kept.sum(1)
             rows.num_neurons[some] += kept.shape[1]
-            rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
+            rows.num_skipped[some] += skipped
+            self.routed.num_sparse_neurons += kept.numel()
+            self.routed.num_skipped_neurons += int(skipped.sum())
             if len(some) == len(tokens):
                 self._want(expert, kept, choices)
             active = kept.new_ones(len(tokens), kept.shape[1])
