@@ -66,7 +66,7 @@ GROUPS = {
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
     ),
     "experts of a mixture-of-experts model": (
-        *("expert_cache_gb", "expert_prefetch", "expert_store_dir"),
+        *("expert_cache_gb", "expert_prefetch", "expert_store", "expert_store_dir"),
         *("moe_mode", "moe_keep", "moe_score", "moe_thresholds"),
     ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),

@@ -156,6 +156,12 @@ class EngineConfig:
     expert_prefetch: bool = option(
         False, "load the experts that the next layer is likely to want while one computes"
     )
+    expert_store: str = option(
+        "each",
+        "nodes that hold a copy of the experts: each one that has workers; or one, which workers "
+        "elsewhere ask over the network",
+        ("each", "one"),
+    )
     expert_store_dir: str = option(
         "/dev/shm", "folder in memory for the experts of a node, a copy as large as they are"
     )

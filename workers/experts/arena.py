@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from penstock.workers.models.folder import LoadError
 
 Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]  # neurons
 
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
@@ -39,8 +40,11 @@ class CorruptedExpert(RuntimeError):
     """Bytes in the arena are not those that were written. Names file, layer, expert and rows."""
 
     def __init__(self, message: str, layer: int, expert: int):
-        super().__init__(message)
+        super().__init__(message, layer, expert)  # so that it survives a journey
         self.layer, self.expert = layer, expert
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Manifest:
     num_bytes: int  # of the whole file
     entries: tuple[ExpertEntry, ...]
     has_twins: bool = False
+    routers: str = ""  # a digest of the model's routers: the same on every node
 
     @property
     def row_bytes(self) -> int:
@@ -140,12 +145,27 @@ class Manifest:
 class RowSource(Protocol):
     """Where the rows of experts come from."""
 
+    manifest: Manifest
+
+    @property
+    def is_far(self) -> bool:
+        """Whether each question costs a journey, so that many rows had better be asked for at
+        once: by `gather`. Else `rows` costs nothing."""
+
+    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+        """Some rows of each (layer, expert, neurons), in that order. Raises CorruptedExpert."""
+
     def rows(self, layer: int, expert: int) -> Bytes:
         """All rows, read-only [inner, row_bytes_of(expert)]. Raises CorruptedExpert."""
+
+    def at(self, manifest: Manifest) -> RowSource:
+        """The same in another epoch. Raises LoadError if it cannot be opened."""
 
 
 class Arena:
     """A mapped arena. Threads may share it; it stays readable when its file is unlinked."""
+
+    is_far = False
 
     def __init__(self, manifest: Manifest):
         """Raises LoadError if the file is not there, not ours, or of another size."""
@@ -154,6 +174,13 @@ class Arena:
         self._checked: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._all = _map(manifest)
+
+    def at(self, manifest: Manifest) -> Arena:
+        return Arena(manifest)
+
+    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+        """Copies of some rows of each (layer, expert, neurons)."""
+        return [self.rows(layer, expert)[places] for layer, expert, places in wanted]
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """All rows of one expert. The first time, their digest is checked."""

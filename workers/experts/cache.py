@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.arena import Arena
+from penstock.workers.experts.arena import RowSource
 from penstock.workers.experts.budget import slot_bytes
 from penstock.workers.experts.copier import CHUNK_BYTES, Copier
 from penstock.workers.experts.slots import (
@@ -55,11 +55,11 @@ class CacheCounts:
 
 
 class ExpertCache:
-    """The slots of one device, filled from `arena`."""
+    """The slots of one device, filled from `source`."""
 
     def __init__(
         self,
-        arena: Arena,
+        source: RowSource,
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -71,7 +71,7 @@ class ExpertCache:
         """`num_slots`, at least 1, are at most as many as there are experts. With `is_fair`, layers
         that have more than their share of the slots lose some first; else the least recently used
         expert of all goes. `bytes_per_s` imitates a slow link."""
-        facts = arena.manifest
+        facts = source.manifest
         assert num_slots >= 1
         num_slots = min(num_slots, facts.num_all)
         share = max(1, num_slots // len(facts.layers)) if is_fair else None
@@ -90,7 +90,7 @@ class ExpertCache:
         self._predicted: set[Key] = set()  # those and the others that were to be there next
         self._held: list[Slot] = []
         self.copier = Copier(
-            arena,
+            source,
             facts,
             dtype,
             device,
@@ -165,16 +165,16 @@ class ExpertCache:
                 if key in self._known and self.table.get(key) is None and self.table.num_free:
                     self._begin_prefetch(key, self.table.take(key))
 
-    def use_source(self, arena: Arena) -> None:
-        """Load from `arena` from now on; it must hold the same experts. Raises LoadError if not."""
-        if arena.manifest.digests() != self.manifest.digests():
+    def use_source(self, source: RowSource) -> None:
+        """Load from `source` from now on. Raises LoadError unless it holds the same experts."""
+        if source.manifest.digests() != self.manifest.digests():
             raise LoadError(
-                f"{arena.manifest.path} (epoch {arena.manifest.epoch}) holds other experts than "
+                f"{source.manifest.path} (epoch {source.manifest.epoch}) holds other experts than "
                 "this worker began with; restart it to serve those"
             )
         with self._changed:
-            self.manifest = arena.manifest
-            self.copier.source = arena
+            self.manifest = source.manifest
+            self.copier.source = source
 
     def close(self) -> None:
         """End the copier's thread; the next load starts another one."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from penstock.kernels.quant import WeightFormat
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
-from penstock.workers.experts.arena import Arena
 from penstock.workers.experts.calibration import Calibration, ScoreHistograms
 from penstock.workers.experts.neurons import NeuronScores
 from penstock.workers.experts.opening import ExpertSettings
@@ -52,10 +51,9 @@ def calibrate(
     decoder = load_model(model, weights=weights, device=device, progress=False, experts=settings)
     assert decoder.routed is not None
     try:
-        arena = decoder.routed.cache.copier.source
-        assert isinstance(arena, Arena)
-        scores = NeuronScores(arena, "product", format, decoder.device)
-        histograms = ScoreHistograms(len(experts.layers), arena.manifest.num_experts)
+        source = decoder.routed.cache.copier.source
+        scores = NeuronScores(source, "product", format, decoder.device)
+        histograms = ScoreHistograms(len(experts.layers), source.manifest.num_experts)
         places = {layer: place for place, layer in enumerate(experts.layers)}
 
         def watch(layer: int, x: Tensor, ids: Tensor) -> None:

@@ -123,18 +123,54 @@ class Copier:
                     self.on_idle()
                     if not self.is_busy:
                         self.changed.wait()
-                load = (self._demands or self._prefetches)[0]
-                part = load.places[load.num_done : load.num_done + lane.rows_at_once(load)]
-                load.num_active = len(part)
                 source = self.source
-            began_s, error = time.perf_counter(), None
-            try:
-                lane.copy(source.rows(*load.key), part, load)
-            except Exception as met:  # of whoever waits for the expert; other loads go on
-                log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
-                error = met
-            with self.changed:
-                self._account(load, part, time.perf_counter() - began_s, error)
+                parts = self._next_parts(lane, source.is_far)
+            if source.is_far:
+                self._fetch(lane, source, parts)
+                continue
+            load, part = parts[0]
+            self._do(load, part, lambda: lane.copy(source.rows(*load.key), part, load))  # noqa: B023
+
+    def _next_parts(self, lane: Lane, is_far: bool) -> list[tuple[Load, Places]]:
+        """What goes over next: a chunk of the first load; from afar, one of each that waits."""
+        loads = list(self._demands or self._prefetches)
+        parts = []
+        for load in loads if is_far else loads[:1]:
+            part = load.places[load.num_done : load.num_done + lane.rows_at_once(load)]
+            load.num_active = len(part)
+            parts.append((load, part))
+        return parts
+
+    def _fetch(self, lane: Lane, source: RowSource, parts: list[tuple[Load, Places]]) -> None:
+        """One question for all parts; then each is unpacked."""
+        began_s = time.perf_counter()
+        found: list[Bytes] | Exception
+        try:
+            found = source.gather([(*load.key, np.sort(part)) for load, part in parts])
+        except Exception as met:
+            found = met
+        seconds = (time.perf_counter() - began_s) / len(parts)
+        for i, (load, part) in enumerate(parts):
+
+            def unpack(i: int = i, load: Load = load, part: Places = part) -> None:
+                if isinstance(found, Exception):
+                    raise found
+                lane.unpack(found[i], np.sort(part), load)
+
+            self._do(load, part, unpack, seconds)
+
+    def _do(
+        self, load: Load, part: Places, copy: Callable[[], None], before_s: float = 0.0
+    ) -> None:
+        """Run `copy`, and note how it ended; `before_s` were spent on it already."""
+        began_s, error = time.perf_counter(), None
+        try:
+            copy()
+        except Exception as met:  # of whoever waits for the expert; other loads go on
+            log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
+            error = met
+        with self.changed:
+            self._account(load, part, before_s + time.perf_counter() - began_s, error)
 
     def _account(self, load: Load, part: Places, seconds: float, error: Exception | None) -> None:
         load.num_active = 0
@@ -149,7 +185,7 @@ class Copier:
                 self.counts.demand_bytes += num_bytes
             else:
                 self.counts.prefetch_bytes += num_bytes
-        elif isinstance(error, CorruptedExpert):
+        elif isinstance(error, CorruptedExpert) and (error.layer, error.expert) == load.key:
             self.counts.num_corrupted += 1
         if error is not None or load.is_cancelled or load.num_done == len(load.places):
             self._end(load)
@@ -178,20 +214,32 @@ class Lane:
         """Neurons of a chunk."""
         return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
 
-    @torch.inference_mode()
     def copy(self, rows: Bytes, part: Places, load: Load) -> None:
         """Neurons `part` of `rows` into their slot; they are there when it returns."""
-        slot = load.slot
         part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
-        num_bytes = len(part) * rows.shape[1]
-        wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
-        until_s = time.monotonic() + wait_s
-        gathered = self._host_bytes[:num_bytes].view(len(part), -1)
+        gathered, until_s = self._staging(len(part), rows.shape[1])
         first = int(part[0])
         if int(part[-1]) - first + 1 == len(part):  # neighbours
             np.copyto(gathered.numpy(), rows[first : first + len(part)])
         else:
             np.take(rows, part, axis=0, out=gathered.numpy(), mode="clip")
+        self._send(gathered, part, load, until_s)
+
+    def unpack(self, rows: Bytes, part: Places, load: Load) -> None:
+        """The same, where `rows` are those neurons alone, in ascending order."""
+        gathered, until_s = self._staging(*rows.shape)
+        np.copyto(gathered.numpy(), rows)
+        self._send(gathered, part, load, until_s)
+
+    def _staging(self, num_rows: int, row_bytes: int) -> tuple[Tensor, float]:
+        """Memory for rows, and the time before which an imitated link has not sent them."""
+        num_bytes = num_rows * row_bytes
+        wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
+        return self._host_bytes[:num_bytes].view(num_rows, row_bytes), time.monotonic() + wait_s
+
+    @torch.inference_mode()
+    def _send(self, gathered: Tensor, part: Places, load: Load, until_s: float) -> None:
+        slot, num_bytes = load.slot, gathered.numel()
         places = torch.from_numpy(part)
         if self._stream is None:
             self._unpack(gathered, places, load)

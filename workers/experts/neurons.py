@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 from penstock.kernels.matmul import PackedLinear, linear, pack_linear
 from penstock.kernels.quant import WeightFormat, quantize_weight
-from penstock.workers.experts.arena import Arena
+from penstock.workers.experts.arena import RowSource
 from penstock.workers.experts.slots import Key
 from penstock.workers.experts.writer import DTYPES
 
@@ -28,15 +28,15 @@ FORMATS: tuple[WeightFormat, ...] = ("int8", "int4")
 class NeuronScores:
     """Scores of all experts' neurons, `kind` of them, from copies in `format`."""
 
-    def __init__(self, arena: Arena, kind: str, format: WeightFormat, device: torch.device):
-        """Reads every expert of `arena` once. Raises CorruptedExpert."""
-        facts = arena.manifest
+    def __init__(self, source: RowSource, kind: str, format: WeightFormat, device: torch.device):
+        """Reads every expert of `source` once. Raises CorruptedExpert."""
+        facts = source.manifest
         self.kind, self.format, self.inner = kind, format, facts.inner
         hidden, dtype = facts.hidden, DTYPES[facts.dtype]
         self._copies: dict[Key, PackedLinear] = {}
         for layer in facts.layers:
             for expert in range(facts.num_experts):
-                rows = torch.tensor(arena.rows(layer, expert)).view(dtype)
+                rows = torch.tensor(source.rows(layer, expert)).view(dtype)
                 gate, up, _ = rows.split(hidden, 1)
                 parts = {"gate": gate, "up": up, "product": torch.cat([gate, up])}
                 weight = parts[kind].float().to(device)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.experts.arena import Arena, Manifest
+from penstock.workers.experts.arena import Arena, Manifest, RowSource
 from penstock.workers.experts.budget import slots_within
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.calibration import FILE_NAME, Calibration
@@ -46,11 +46,14 @@ class ExpertSettings:
     thresholds: str | None = None  # the file; None: beside the model, if neurons are chosen
     manifest: Manifest | None = None  # of the node's store; None: an arena of one's own
     folder: str = "/dev/shm"  # where that is written
+    source: RowSource | None = None  # of a store on another node, which `manifest` is of
     is_fair: bool = True
     bytes_per_s: float | None = None  # imitates a slow link, for benchmarks and tests
 
 
-def settings_of(config: EngineConfig, manifest: Manifest | None = None) -> ExpertSettings | None:
+def settings_of(
+    config: EngineConfig, manifest: Manifest | None = None, source: RowSource | None = None
+) -> ExpertSettings | None:
     """As configured; None where experts are like other weights."""
     if config.expert_cache_gb is None:
         return None
@@ -62,6 +65,7 @@ def settings_of(config: EngineConfig, manifest: Manifest | None = None) -> Exper
         score=config.moe_score,
         thresholds=config.moe_thresholds,
         manifest=manifest,
+        source=source,
         folder=config.expert_store_dir,
     )
 
@@ -94,13 +98,10 @@ def open_experts(
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors)
+    arena: RowSource
     if settings.manifest is not None:
-        if settings.manifest.checkpoint != experts.identity(compute, settings.manifest.has_twins):
-            raise LoadError(
-                f"the expert store {settings.manifest.path} was made of other files than those in "
-                f"{folder}; have the store reload, or restart the cluster"
-            )
-        arena = Arena(settings.manifest)
+        _check_manifest(settings.manifest, experts, compute, is_far=settings.source is not None)
+        arena = settings.source or Arena(settings.manifest)
     else:
         has_twins = settings.mode == "quantized"
         arena = _own_arena(experts, compute, Path(settings.folder), has_twins)
@@ -135,8 +136,24 @@ def open_experts(
     return routed, experts.names()
 
 
+def _check_manifest(
+    manifest: Manifest, experts: CheckpointExperts, compute: torch.dtype, is_far: bool
+) -> None:
+    """Raise LoadError unless it is of the same checkpoint: the same files, or, where they lie on
+    another node, the same routers."""
+    if is_far:
+        is_ours = manifest.routers == experts.routers()
+    else:
+        is_ours = manifest.checkpoint == experts.identity(compute, manifest.has_twins)
+    if not is_ours:
+        raise LoadError(
+            f"the expert store {manifest.path} was made of other files than those in "
+            f"{experts.folder}; have the store reload, or restart the cluster"
+        )
+
+
 def _choice(
-    settings: ExpertSettings, experts: CheckpointExperts, arena: Arena, device: torch.device
+    settings: ExpertSettings, experts: CheckpointExperts, source: RowSource, device: torch.device
 ) -> NeuronChoice:
     """By thresholds of the model's own. Raises LoadError if there are none, ConfigError for a
     checkpoint without routers."""
@@ -150,7 +167,7 @@ def _choice(
         )
     calibration = Calibration.load(path)
     calibration.check(path, experts.routers())
-    scores = NeuronScores(arena, settings.score, calibration.format, device)
+    scores = NeuronScores(source, settings.score, calibration.format, device)
     log.info(
         "%.1f MiB of %s copies tell neurons' %s scores",
         scores.num_bytes / 2**20,

@@ -16,9 +16,9 @@ import torch
 
 from penstock.kernels.experts import empty_expert, expert_bytes
 from penstock.kernels.moe import Expert
+from penstock.workers.experts.arena import Places
 
 Key = tuple[int, int]  # layer, expert
-Places = npt.NDArray[np.int64]  # neurons
 
 
 class Residence(Enum):

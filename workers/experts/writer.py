@@ -165,6 +165,7 @@ def write_arena(
         num_bytes=0,
         entries=(),
         has_twins=has_twins,
+        routers=experts.routers(),
     )
     layer_bytes = sum(
         block_bytes(blank.inner, blank.row_bytes_of(expert)) for expert in range(blank.num_known)
