@@ -70,8 +70,9 @@ class Executor:
             token_ids, positions, inputs, self.kv_layers, workspace, moe_rows
         )
         self.times.lap("model")
-        if moe_rows is not None:
-            _count_neurons(chunks, moe_rows)
+        if moe_rows is not None and self.model.routed is not None:
+            skipped = _count_neurons(chunks, moe_rows)
+            self.model.routed.count_neurons(*skipped)
         ends = np.cumsum([chunk.length for chunk in chunks])
         prompt_logprobs = {
             i: self._prompt_logprobs(chunk, hidden[int(end) - chunk.length : int(end)])
@@ -219,10 +220,11 @@ class Executor:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
 
 
-def _count_neurons(chunks: list[Chunk], rows: StepRows) -> None:
-    """Add what was left out to each sequence; tokens that are computed again count once."""
+def _count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
+    """Add to each sequence what was left out of how much; tokens that are computed again count
+    once there. The sums of the step."""
     if rows.sparse is None:
-        return
+        return 0, 0
     neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()
     first = 0
     for chunk in chunks:
@@ -232,6 +234,7 @@ def _count_neurons(chunks: list[Chunk], rows: StepRows) -> None:
         seq.num_skipped_neurons += int(skipped[new].sum())
         seq.num_counted_tokens = max(seq.num_counted_tokens, end)
         first += chunk.length
+    return int(neurons.sum()), int(skipped.sum())
 
 
 def _rolled_before(seq: Sequence, span: np.ndarray, block_size: int) -> np.ndarray:

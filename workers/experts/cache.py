@@ -18,13 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.arena import RowSource
+from penstock.workers.experts.arena import Places, RowSource
 from penstock.workers.experts.budget import slot_bytes
 from penstock.workers.experts.copier import CHUNK_BYTES, Copier
 from penstock.workers.experts.slots import (
     Key,
     Load,
-    Places,
     Residence,
     Slot,
     SlotTable,

@@ -26,10 +26,11 @@ from penstock.workers.experts.arena import (
     Bytes,
     CorruptedExpert,
     Manifest,
+    Places,
     RowSource,
 )
 from penstock.workers.experts.link import LinkCounts
-from penstock.workers.experts.slots import Load, Places
+from penstock.workers.experts.slots import Load
 from penstock.workers.experts.writer import DTYPES
 from penstock.workers.link_thread import Throttle
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-WINDOW_S = 0.25  # over which the share is taken
-PAUSE_S = 4 * WINDOW_S  # longer between two looks: nobody was at work
+WINDOW_S = 0.25  # of work, over which the share is taken
+PAUSE_S = 0.5  # longer between two looks: nobody was at work
 SATURATED = 0.5  # a gain is bounded by the time the link rests, a loss by the time it works
 
 
@@ -28,20 +28,21 @@ class LinkCounts:
 
 @dataclass(slots=True)
 class LinkMeter:
-    """The share of the time that demands take of the link, over the last full window."""
+    """The share of the time at work that demands take of the link, over the last full window."""
 
     counts: LinkCounts
     clock: Callable[[], float] = time.monotonic
     share: float = 0.0
-    _since_s: float | None = None
-    _busy_s: float = 0.0
+    _last: tuple[float, float] | None = None  # when it was looked at, and how busy it had been
+    _window: tuple[float, float] = 0.0, 0.0  # so far: seconds of work, and of demands
 
     def is_saturated(self) -> bool:
         """Whether copying ahead would cost more than it can give. Asked at every layer or so."""
-        now_s = self.clock()
-        if self._since_s is None or now_s - self._since_s > PAUSE_S:
-            self._since_s, self._busy_s = now_s, self.counts.demand_busy_s
-        elif now_s - self._since_s >= WINDOW_S:
-            self.share = (self.counts.demand_busy_s - self._busy_s) / (now_s - self._since_s)
-            self._since_s, self._busy_s = now_s, self.counts.demand_busy_s
+        now_s, busy_s = self.clock(), self.counts.demand_busy_s
+        if self._last is not None and now_s - self._last[0] <= PAUSE_S:
+            worked_s = self._window[0] + now_s - self._last[0]
+            self._window = worked_s, self._window[1] + busy_s - self._last[1]
+            if worked_s >= WINDOW_S:
+                self.share, self._window = self._window[1] / worked_s, (0.0, 0.0)
+        self._last = now_s, busy_s
         return self.share > SATURATED

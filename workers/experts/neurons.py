@@ -55,9 +55,8 @@ class NeuronScores:
         found = linear(x, self._copies[layer, expert]).float()
         if self.kind == "up":
             return found.abs_()
-        if self.kind == "gate":
-            return silu(found).abs_()
-        return all_scores(found)["product"]
+        gate = silu(found[:, : self.inner], inplace=True)
+        return gate.abs() if self.kind == "gate" else gate.mul_(found[:, self.inner :]).abs_()
 
     def all_of(self, layer: int, expert: int, x: Tensor) -> dict[str, Tensor]:
         """The same by kind: for calibration, from copies of the kind `product`."""

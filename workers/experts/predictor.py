@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.rowwise import rms_norm
-from penstock.workers.experts.slots import Places
+from penstock.workers.experts.arena import Places
 
 # normed states [T, hidden] -> weights and ids [T, k]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]

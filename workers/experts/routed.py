@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
 from penstock.kernels.moe import Visited
+from penstock.workers.experts.arena import Places
 from penstock.workers.experts.cache import ExpertCache, Wanted
 from penstock.workers.experts.link import LinkMeter
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons import NeuronChoice
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
-from penstock.workers.experts.slots import Places
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.moe import Routing
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 WHOLE_SHARE = 0.75  # of an expert's neurons: if more are wanted, all of them come in one piece
+
+ANY = slice(None)
 
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
 
@@ -108,6 +109,11 @@ class RoutedExperts:
         if self.choice is None or self.predictor is None:
             return {}
         return self.predictor.foresee_neurons(state, layer, self.choice.active)
+
+    def count_neurons(self, num_neurons: int, num_skipped: int) -> None:
+        """Of a step: neurons of the experts that sparse rows went through, and those left out."""
+        self.num_sparse_neurons += num_neurons
+        self.num_skipped_neurons += num_skipped
 
     def stats(self) -> ExpertStats:
         """A snapshot; from the thread that computes."""
@@ -197,26 +203,27 @@ class CachedExperts:
         """The neurons of each expert that has sparse rows, and what is left out, counted."""
         choice, choices = self.routed.choice, Choices()
         assert choice is not None, "sparse rows need thresholds"
-        for expert in ids[sparse].unique().tolist():
-            tokens = (ids == expert).any(1).nonzero()[:, 0]
-            theirs = sparse[tokens]
-            some = tokens[theirs]
+        is_alone = len(ids) == 1  # and sparse: what is asked for most, without a gather
+        for expert in (ids[0] if is_alone else ids[sparse].unique()).tolist():
+            tokens = ANY if is_alone else (ids == expert).any(1).nonzero()[:, 0]
+            theirs = ANY if is_alone else sparse[tokens]
+            some = ANY if is_alone else tokens[theirs]
             kept = choice.active(self.layer, expert, x[some])
-            skipped = kept.shape[1] - kept.sum(1)
             rows.num_neurons[some] += kept.shape[1]
-            rows.num_skipped[some] += skipped
-            self.routed.num_sparse_neurons += kept.numel()
-            self.routed.num_skipped_neurons += int(skipped.sum())
-            if len(some) == len(tokens):
+            rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
+            if is_alone or len(some) == len(tokens):
                 self._want(expert, kept, choices)
-            active = kept.new_ones(len(tokens), kept.shape[1])
-            active[theirs] = kept
-            choices.active[expert] = active
+                choices.active[expert] = kept
+            else:
+                active = kept.new_ones(len(tokens), kept.shape[1])
+                active[theirs] = kept
+                choices.active[expert] = active
         return choices
 
     def _want(self, expert: int, kept: Tensor, choices: Choices) -> None:
         """What all of an expert's rows together need of it is all that need be there."""
-        places: Places = kept.any(0).nonzero()[:, 0].cpu().numpy().astype(np.int64, copy=False)
+        union = kept[0] if len(kept) == 1 else kept.any(0)
+        places: Places = union.nonzero()[:, 0].cpu().numpy()
         if self.routed.predictor is not None:
             self.routed.predictor.observe_neurons(self.layer, expert, places)
         if len(places) <= WHOLE_SHARE * kept.shape[1]:
