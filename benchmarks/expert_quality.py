@@ -163,7 +163,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Perplexity over the share of neurons that was really kept."""
+    """How much higher perplexity is, over the share of neurons that was really kept."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -174,21 +174,19 @@ def plot(found: dict[str, Any], path: Path) -> None:
         rows = [row for row in found["rows"] if row["score"] == score]
         axes.errorbar(
             [row["kept"] for row in rows],
-            [row["perplexity"] for row in rows],
-            yerr=[row["perplexity"] * row["more_nll_error"] for row in rows],
-            marker=marker, markersize=4, capsize=2, linewidth=1, label=f"sparse, {score}",
+            [100 * math.expm1(row["more_nll"]) for row in rows],
+            yerr=[100 * math.exp(row["more_nll"]) * row["more_nll_error"] for row in rows],
+            marker=marker, markersize=4, capsize=2, linewidth=1, label=score,
         )  # fmt: skip
-    for mode, style in (("exact", "-"), ("quantized", ":")):
-        row = next(row for row in found["rows"] if row["mode"] == mode)
-        axes.axhline(row["perplexity"], linestyle=style, linewidth=1, color="grey", label=mode)
-    axes.set_yscale("log")
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.axhline(0, color="grey", linewidth=1)
     axes.set_xlabel("share of an expert's neurons that a token keeps")
-    axes.set_ylabel("perplexity, held-out books")
-    axes.set_title("Built-in MoE: neurons left out, by score")
+    axes.set_ylabel("perplexity above exact, % (linear below 0.1)")
+    axes.set_title("Built-in MoE, held-out books: neurons left out, by score")
     axes.legend()
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -5,7 +5,9 @@ Two parts, each a table of OUT.txt, all figures in OUT.json:
 accuracy   Held-out text through the built-in MoE model: how many of the experts of each layer were
            foreseen from the layer before (P1: through the next layer's norm and router; P0: its
            router on this layer's normed state). Beside it the experts of the token before, and
-           the control: a layer's own router on its own state.
+           the control: a layer's own router on its own state. Of the experts that
+           a token has, the neurons: how many of those that it keeps (product score, keep 0.2)
+           the state of the layer before would have kept.
 memory     Two processes that serve from one arena against two that each have one of their own, of a
            random model: resident memory as Linux counts shared pages (PSS).
 
@@ -35,6 +37,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from penstock.kernels.rowwise import rms_norm
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Manifest
@@ -50,6 +53,7 @@ from penstock.workers.request import Request, SamplingParams
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "builtin-moe"
 WINDOW = 1024  # tokens of one held-out text
+KEEP = 0.2  # neurons of an expert
 # About a gigabyte of experts in bf16.
 RANDOM_MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
@@ -99,7 +103,10 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = resolve_model(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = load_model(
-        MODEL, weights="fp32", progress=False, experts=ExpertSettings(num_slots=10**6)
+        MODEL,
+        weights="fp32",
+        progress=False,
+        experts=ExpertSettings(num_slots=10**6, mode="sparse", keep=KEEP),
     )
     engine = Engine(
         EngineConfig(
@@ -115,6 +122,7 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
     right: dict[str, list[int]] = {}
     total = [0] * model.config.num_layers
     first = [0] * model.config.num_layers
+    neurons = [[0, 0] for _ in range(model.config.num_layers)]
     for book in data.HELDOUT_BOOKS:
         ids = data.heldout_tokens(args.corpus, book, tokenizer)[0]
         for start in range(0, args.tokens // len(data.HELDOUT_BOOKS), WINDOW):
@@ -130,6 +138,7 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
                         assert isinstance(mlp, MoeMlp)
                         guesses["P1"] = predictor.guess(seen[i - 1].state, layer)
                         guesses["P0"] = mlp.choose(seen[i - 1].normed)[1]
+                        _count_neurons(model, seen[i - 1].state, each, neurons[layer])
                     before = torch.cat([torch.full_like(each.ids[:1], -1), each.ids[:-1]])
                     guesses["previous token"] = before
                     for name, guess in guesses.items():
@@ -145,8 +154,25 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
             of = total[layer] - (first[layer] if name == "previous token" else 0)
             known = name in ("previous token", "control") or layer > 0
             row[name] = right[name][layer] / of if known else None
+        kept, foreseen = neurons[layer]
+        row["neurons"] = foreseen / kept if kept else None
         rows.append(row)
     return rows
+
+
+def _count_neurons(model: Decoder, before: Tensor, now: Routed, counts: list[int]) -> None:
+    """Add the neurons that the tokens of one layer keep, and those of them that `before`, the state
+    of the layer before, would have kept."""
+    routed = model.routed
+    assert routed is not None and routed.choice is not None
+    norm = model.layers[now.layer].post_attention_norm
+    foreseen = rms_norm(before, norm, model.config.rms_norm_eps)
+    for expert in now.ids.unique().tolist():
+        tokens = (now.ids == expert).any(1)
+        kept = routed.choice.active(now.layer, expert, now.normed[tokens])
+        guessed = routed.choice.active(now.layer, expert, foreseen[tokens])
+        counts[0] += int(kept.sum())
+        counts[1] += int((kept & guessed).sum())
 
 
 def drain(engine: Engine, ids: Sequence[int], num_new: int) -> None:
@@ -228,15 +254,17 @@ def report(found: dict[str, Any]) -> str:
     if "accuracy" in found:
         lines += ["Experts of a layer that were foreseen, % (built-in MoE, held-out text)", ""]
         lines.append(
-            f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8}"
+            f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8} "
+            f"{'neurons':>8}"
         )
         for row in found["accuracy"]:
-            p1, p0 = (
-                f"{100 * row[n]:7.1f}" if row[n] is not None else "      -" for n in ("P1", "P0")
+            p1, p0, neurons = (
+                f"{100 * row[n]:7.1f}" if row[n] is not None else "      -"
+                for n in ("P1", "P0", "neurons")
             )
             lines.append(
                 f"{row['layer']:>5} {row['tokens']:>7} {p1} {p0} "
-                f"{100 * row['previous token']:>9.1f} {100 * row['control']:>8.1f}"
+                f"{100 * row['previous token']:>9.1f} {100 * row['control']:>8.1f} {neurons:>8}"
             )
         lines.append("")
     if "memory" in found:

@@ -31,7 +31,14 @@ from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.routed import CachedExperts
 from penstock.workers.models.folder import LoadError
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, RequestError, SamplingParams
+from penstock.workers.request import (
+    Delta,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+)
+from penstock.workers.wire import delta_from, delta_message, request_from, submit_message
 
 CPU = torch.device("cpu")
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -249,6 +256,19 @@ def test_requests_of_both_modes_together(mode, thresholds):
         # The last token of the answer is never looked at; the others have 3 * 2 experts each.
         assert both["a"].num_neurons == (NUM_NEW - 1) * 3 * 2 * 112
         assert 0.7 < both["a"].num_skipped_neurons / both["a"].num_neurons < 1
+
+
+def test_modes_travel():
+    """Over the channel between worker and ingress; exact deltas take no byte for it."""
+    request = Request("r", (1, 2), SamplingParams(moe_mode="exact"))
+    sent = submit_message(request, 3, 0)
+    assert request_from(sent, "r").params == request.params
+    last = Delta("r", [5], FinishReason.LENGTH, moe_mode="sparse")
+    last.num_neurons, last.num_skipped_neurons = 2**40, 2**39
+    assert delta_from(delta_message(last, 3), "r") == last
+    plain = Delta("r", [5], FinishReason.LENGTH)
+    assert delta_from(delta_message(plain, 3), "r") == plain
+    assert not delta_message(plain, 3).moe_mode
 
 
 def test_neurons_are_counted_once(thresholds):
