@@ -1,4 +1,4 @@
-"""moe_mode as clients meet it: what they may ask for, what the answer says; and `penstock calibrate`."""
+"""moe_mode as clients meet it: what they may ask, what is answered; and `penstock calibrate`."""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 WHOLE_SHARE = 0.75  # of an expert's neurons: if more are wanted, all of them come in one piece
 
-ANY = slice(None)
-
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
 
 
@@ -203,21 +201,26 @@ class CachedExperts:
         """The neurons of each expert that has sparse rows, and what is left out, counted."""
         choice, choices = self.routed.choice, Choices()
         assert choice is not None, "sparse rows need thresholds"
-        is_alone = len(ids) == 1  # and sparse: what is asked for most, without a gather
-        for expert in (ids[0] if is_alone else ids[sparse].unique()).tolist():
-            tokens = ANY if is_alone else (ids == expert).any(1).nonzero()[:, 0]
-            theirs = ANY if is_alone else sparse[tokens]
-            some = ANY if is_alone else tokens[theirs]
+        if len(ids) == 1:  # what is asked for most, without a gather
+            for expert in ids[0].tolist():
+                kept = choice.active(self.layer, expert, x)
+                choices.active[expert] = kept
+                self._want(expert, kept, choices)
+                rows.num_neurons.add_(kept.shape[1])
+                rows.num_skipped.add_(kept.shape[1] - kept.sum(1))
+            return choices
+        for expert in ids[sparse].unique().tolist():
+            tokens = (ids == expert).any(1).nonzero()[:, 0]
+            theirs = sparse[tokens]
+            some = tokens[theirs]
             kept = choice.active(self.layer, expert, x[some])
             rows.num_neurons[some] += kept.shape[1]
             rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
-            if is_alone or len(some) == len(tokens):
+            if len(some) == len(tokens):
                 self._want(expert, kept, choices)
-                choices.active[expert] = kept
-            else:
-                active = kept.new_ones(len(tokens), kept.shape[1])
-                active[theirs] = kept
-                choices.active[expert] = active
+            active = kept.new_ones(len(tokens), kept.shape[1])
+            active[theirs] = kept
+            choices.active[expert] = active
         return choices
 
     def _want(self, expert: int, kept: Tensor, choices: Choices) -> None:
