@@ -110,10 +110,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = load_model(MODEL, weights="fp32", progress=False, experts=settings)
     routed = model.routed
     assert routed is not None and isinstance(routed.cache.copier.source, ExpertArena)
-    calibration = Calibration.load(resolve_model(MODEL) / FILE_NAME)
+    calibration = Calibration.load(args.thresholds or resolve_model(MODEL) / FILE_NAME)
     reader, texts, rows = Reader(model), windows(args.corpus, args.windows), []
     plan: list[tuple[str, str, float]] = [("exact", "", 1.0), ("quantized", "", 1.0)]
-    plan += [("sparse", score, keep) for score in (*MOE_SCORES, "by lot") for keep in KEEPS]
+    plan += [("sparse", score, keep) for score in args.scores for keep in KEEPS]
     baseline: list[float] = []
     scores: dict[str, NeuronScores] = {}
     for mode, score, keep in tqdm(plan, mininterval=20):
@@ -172,6 +172,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for score, marker in zip((*MOE_SCORES, "by lot"), "so^x", strict=True):
         rows = [row for row in found["rows"] if row["score"] == score]
+        if not rows:
+            continue
         axes.errorbar(
             [row["kept"] for row in rows],
             [100 * math.expm1(row["more_nll"]) for row in rows],
@@ -196,6 +198,8 @@ def main() -> None:
     corpus = expert_store.ROOT.parent / "shared" / "data" / "classics"
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--windows", type=int, default=24, help="of 512 tokens, over two books")
+    parser.add_argument("--thresholds", type=Path, help="of penstock calibrate; none: the model's")
+    parser.add_argument("--scores", nargs="+", default=[*MOE_SCORES, "by lot"])
     parser.add_argument("--out", type=Path, help="path without a suffix")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -191,6 +191,23 @@ def test_sparse_has_the_same_bits_whatever_the_cache_does(
     model.routed.close()
 
 
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["sparse", "quantized"])
+def test_built_in(weights, mode):
+    """From a bf16 checkpoint, with few slots and with all: the same bits, and not those of exact."""
+    ids, found = random_prompt(PROMPT + NUM_NEW), []
+    for num_slots in (32, 3):
+        options = ExpertSettings(num_slots=num_slots, mode=mode, keep=0.2)
+        model = load_model("builtin-moe", weights=weights, progress=False, experts=options)
+        found.append(teacher_forced(model, ids, mode, PROMPT, (PROMPT, PROMPT + 1)))
+        model.routed.close()
+    assert torch.equal(*found)
+    exact = teacher_forced(plain("builtin-moe", weights), ids, "exact", PROMPT)
+    assert torch.isfinite(found[0]).all() and not torch.equal(found[0], exact)
+    closeness = torch.nn.functional.cosine_similarity(found[0], exact)
+    assert closeness.min() > 0.98
+
+
 def test_keeping_all_is_exact(thresholds):
     model = load("mixtral", mode="sparse", thresholds=thresholds("mixtral"), keep=1.0, num_slots=2)
     ids = random_prompt(PROMPT + NUM_NEW)
