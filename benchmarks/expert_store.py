@@ -1,18 +1,17 @@
-"""Experts from shared memory: how well they are foreseen, what one copy saves, what a cache gives.
+"""Experts from shared memory: how well they are foreseen, and what one copy of them saves.
 
-Three parts, each a table of OUT.txt, all figures in OUT.json:
+Two parts, each a table of OUT.txt, all figures in OUT.json:
 
 accuracy   Held-out text through the built-in MoE model: how many of the experts of each layer were
            foreseen from the layer before (P1: through the next layer's norm and router; P0: its
            router on this layer's normed state). Beside it the experts of the token before, and
-           the control: a layer's own router on its own state.
+           the control: a layer's own router on its own state. Of the experts that
+           a token has, the neurons: how many of those that it keeps (product score, keep 0.2)
+           the state of the layer before would have kept.
 memory     Two processes that serve from one arena against two that each have one of their own, of a
            random model: resident memory as Linux counts shared pages (PSS).
-speed      Time of a decoded token, batch of one, over a link slowed down to a stated bandwidth, by
-           the share of the experts that the cache holds. demand: nothing is kept from token to
-           token; LRU over all layers; LRU by fair shares of the layers; and both with prefetch.
-           Beside each bandwidth the floor of a token that loads all it needs, L * k * bytes / B.
-           All engines take turns, a token each, so that a slow moment hits all of them.
+
+What a cache gives in time is expert_speed.py's, what inexact modes cost expert_quality.py's.
 
     python benchmarks/expert_store.py --out benchmarks/results/2026-11-21-experts
 """
@@ -23,11 +22,9 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,14 +35,14 @@ import builtin_data as data
 import torch
 import transformers
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from penstock.kernels.rowwise import rms_norm
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Manifest
+from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.predictor import num_common
-from penstock.workers.experts.routed import ExpertSettings
 from penstock.workers.experts.writer import CheckpointExperts, write_arena
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.folder import resolve_model
@@ -56,12 +53,7 @@ from penstock.workers.request import Request, SamplingParams
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "builtin-moe"
 WINDOW = 1024  # tokens of one held-out text
-MODES = {  # fair shares of layers, prefetch
-    "LRU": (False, False),
-    "LRU + prefetch": (False, True),
-    "fair LRU": (True, False),
-    "fair LRU + prefetch": (True, True),
-}
+KEEP = 0.2  # neurons of an expert
 # About a gigabyte of experts in bf16.
 RANDOM_MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
@@ -87,23 +79,23 @@ class Routed:
 def watched(model: Decoder, seen: list[Routed]) -> Iterator[None]:
     """Notes what each MoE layer of `model` does."""
     layer_of = {id(layer.mlp): index for index, layer in enumerate(model.layers)}
-    call, experts = MoeMlp.__call__, MoeMlp._experts
+    call, routing = MoeMlp.__call__, MoeMlp._routing
     normed: list[Tensor] = []
 
     def noting_call(self: MoeMlp, x: Tensor, workspace: Any) -> Tensor:
         normed.append(x.clone())
         return call(self, x, workspace)
 
-    def noting_experts(self: MoeMlp, ids: Tensor, scores: Tensor, workspace: Any) -> Any:
+    def noting_routing(self: MoeMlp, ids: Tensor, x: Tensor, scores: Tensor, workspace: Any) -> Any:
         state = workspace.residual.clone()
         seen.append(Routed(layer_of[id(self)], state, normed.pop(), ids.clone()))
-        return experts(self, ids, scores, workspace)
+        return routing(self, ids, x, scores, workspace)
 
-    MoeMlp.__call__, MoeMlp._experts = noting_call, noting_experts  # type: ignore[method-assign]
+    MoeMlp.__call__, MoeMlp._routing = noting_call, noting_routing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MoeMlp.__call__, MoeMlp._experts = call, experts  # type: ignore[method-assign]
+        MoeMlp.__call__, MoeMlp._routing = call, routing  # type: ignore[method-assign]
 
 
 def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -111,7 +103,10 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = resolve_model(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = load_model(
-        MODEL, weights="fp32", progress=False, experts=ExpertSettings(num_slots=10**6)
+        MODEL,
+        weights="fp32",
+        progress=False,
+        experts=ExpertSettings(num_slots=10**6, mode="sparse", keep=KEEP),
     )
     engine = Engine(
         EngineConfig(
@@ -127,6 +122,7 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
     right: dict[str, list[int]] = {}
     total = [0] * model.config.num_layers
     first = [0] * model.config.num_layers
+    neurons = [[0, 0] for _ in range(model.config.num_layers)]
     for book in data.HELDOUT_BOOKS:
         ids = data.heldout_tokens(args.corpus, book, tokenizer)[0]
         for start in range(0, args.tokens // len(data.HELDOUT_BOOKS), WINDOW):
@@ -142,6 +138,7 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
                         assert isinstance(mlp, MoeMlp)
                         guesses["P1"] = predictor.guess(seen[i - 1].state, layer)
                         guesses["P0"] = mlp.choose(seen[i - 1].normed)[1]
+                        _count_neurons(model, seen[i - 1].state, each, neurons[layer])
                     before = torch.cat([torch.full_like(each.ids[:1], -1), each.ids[:-1]])
                     guesses["previous token"] = before
                     for name, guess in guesses.items():
@@ -157,8 +154,25 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
             of = total[layer] - (first[layer] if name == "previous token" else 0)
             known = name in ("previous token", "control") or layer > 0
             row[name] = right[name][layer] / of if known else None
+        kept, foreseen = neurons[layer]
+        row["neurons"] = foreseen / kept if kept else None
         rows.append(row)
     return rows
+
+
+def _count_neurons(model: Decoder, before: Tensor, now: Routed, counts: list[int]) -> None:
+    """Add the neurons that the tokens of one layer keep, and those of them that `before`, the state
+    of the layer before, would have kept."""
+    routed = model.routed
+    assert routed is not None and routed.choice is not None
+    norm = model.layers[now.layer].post_attention_norm
+    foreseen = rms_norm(before, norm, model.config.rms_norm_eps)
+    for expert in now.ids.unique().tolist():
+        tokens = (now.ids == expert).any(1)
+        kept = routed.choice.active(now.layer, expert, now.normed[tokens])
+        guessed = routed.choice.active(now.layer, expert, foreseen[tokens])
+        counts[0] += int(kept.sum())
+        counts[1] += int((kept & guessed).sum())
 
 
 def drain(engine: Engine, ids: Sequence[int], num_new: int) -> None:
@@ -232,114 +246,6 @@ def child(folder: str, manifest: str) -> None:
     sys.stdin.readline()
 
 
-# -- speed
-
-
-@dataclass
-class Runner:
-    """One engine in the middle of an answer."""
-
-    name: str
-    percent: int
-    engine: Engine
-    seconds: list[float]
-
-    def step(self) -> None:
-        if self.name == "demand":
-            self._empty()
-        began_s = time.perf_counter()
-        self.engine.step()
-        self.seconds.append(time.perf_counter() - began_s)
-
-    def _empty(self) -> None:
-        assert self.engine.model.routed is not None
-        table = self.engine.model.routed.cache.table
-        for slot in table:
-            if slot.key is not None and slot.is_idle:
-                table.give_back(slot)
-
-
-def speed(args: argparse.Namespace, bytes_per_s: float) -> dict[str, Any]:
-    """Seconds of a token by mode and share, and what was moved for it."""
-    manifest_path = Path(f"/dev/shm/penstock-bench-{os.getpid()}.arena")
-    experts = CheckpointExperts(*open_model(MODEL, args.weights, "cpu"))
-    manifest = write_arena(experts, manifest_path, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL), local_files_only=True)
-    prompt = data.heldout_tokens(args.corpus, data.HELDOUT_BOOKS[0], tokenizer)[0][:64]
-
-    def runner(name: str, percent: int, settings: ExpertSettings | None) -> Runner:
-        model = load_model(MODEL, weights=args.weights, progress=False, experts=settings)
-        engine = Engine(EngineConfig(max_num_seqs=1, num_blocks=40, prefix_cache=False), model)
-        params = SamplingParams(max_tokens=args.new + args.warm, temperature=0, ignore_eos=True)
-        engine.add(Request("one", tuple(prompt), params))
-        engine.step()  # the prompt
-        return Runner(name, percent, engine, [])
-
-    count, runners = len(manifest.entries), []
-    try:
-        common: dict[str, Any] = {"manifest": manifest, "bytes_per_s": bytes_per_s}
-        runners.append(runner("no cache of experts", 100, None))
-        few = ExpertSettings(num_slots=4, prefetch=False, **common)
-        runners.append(runner("demand", 0, few))
-        for percent in args.percent:
-            num_slots = max(1, round(count * percent / 100))
-            for name, (is_fair, prefetch) in MODES.items():
-                settings = ExpertSettings(
-                    num_slots=num_slots, prefetch=prefetch, is_fair=is_fair, **common
-                )
-                runners.append(runner(name, percent, settings))
-        return _take_turns(args, runners, manifest, bytes_per_s)
-    finally:
-        for each in runners:
-            each.engine.close()
-        for path in (manifest_path, manifest_path.with_name(manifest_path.name + ".json")):
-            path.unlink(missing_ok=True)
-
-
-def _take_turns(
-    args: argparse.Namespace, runners: list[Runner], manifest: Manifest, bytes_per_s: float
-) -> dict[str, Any]:
-    before: dict[int, Any] = {}
-    for turn in tqdm(range(args.warm + args.new - 1), desc=f"{bytes_per_s / 1e9:g} GB/s"):
-        if turn == args.warm:
-            before = {id(each): each.engine.stats().experts for each in runners}
-        for each in runners:
-            each.step()
-    top_k = runners[0].engine.model.config.num_experts_per_token
-    per_expert = manifest.inner * manifest.row_bytes
-    rows = []
-    for each in runners:
-        times = each.seconds[args.warm :]
-        row = {
-            "mode": each.name,
-            "percent": each.percent,
-            "token_ms": 1e3 * statistics.median(times),
-            "mean_ms": 1e3 * statistics.fmean(times),
-        }
-        now, then = each.engine.stats().experts, before[id(each)]
-        if now is not None:
-            wanted = sum(getattr(now, n) - getattr(then, n) for n in LOOKUPS)
-            row |= {
-                "slots": now.num_slots,
-                "hit_rate": (now.num_hits - then.num_hits) / wanted,
-                "partial_rate": (now.num_partial - then.num_partial) / wanted,
-                "demand_mb": (now.demand_bytes - then.demand_bytes) / 1e6 / len(times),
-                "prefetch_mb": (now.prefetch_bytes - then.prefetch_bytes) / 1e6 / len(times),
-                "stall_ms": 1e3 * (now.stall_s - then.stall_s) / len(times),
-                "link_busy": (now.link_busy_s - then.link_busy_s) / sum(times),
-            }
-        rows.append(row)
-    return {
-        "bytes_per_s": bytes_per_s,
-        "expert_mb": per_expert / 1e6,
-        "floor_ms": 1e3 * len(manifest.layers) * top_k * per_expert / bytes_per_s,
-        "rows": rows,
-    }
-
-
-LOOKUPS = ("num_hits", "num_partial", "num_misses")
-
-
 # -- what comes out
 
 
@@ -348,21 +254,21 @@ def report(found: dict[str, Any]) -> str:
     if "accuracy" in found:
         lines += ["Experts of a layer that were foreseen, % (built-in MoE, held-out text)", ""]
         lines.append(
-            f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8}"
+            f"{'layer':>5} {'tokens':>7} {'P1':>7} {'P0':>7} {'previous':>9} {'control':>8} "
+            f"{'neurons':>8}"
         )
         for row in found["accuracy"]:
-            p1, p0 = (
-                f"{100 * row[n]:7.1f}" if row[n] is not None else "      -" for n in ("P1", "P0")
+            p1, p0, neurons = (
+                f"{100 * row[n]:7.1f}" if row[n] is not None else "      -"
+                for n in ("P1", "P0", "neurons")
             )
             lines.append(
                 f"{row['layer']:>5} {row['tokens']:>7} {p1} {p0} "
-                f"{100 * row['previous token']:>9.1f} {100 * row['control']:>8.1f}"
+                f"{100 * row['previous token']:>9.1f} {100 * row['control']:>8.1f} {neurons:>8}"
             )
         lines.append("")
     if "memory" in found:
         lines += _memory_lines(found["memory"])
-    for table in found.get("speed", []):
-        lines += _speed_lines(table)
     return "\n".join(lines)
 
 
@@ -380,27 +286,6 @@ def _memory_lines(figures: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _speed_lines(table: dict[str, Any]) -> list[str]:
-    lines = [
-        f"Link {table['bytes_per_s'] / 1e9:g} GB/s, expert {table['expert_mb']:.2f} MB, floor of a "
-        f"token that loads all it needs {table['floor_ms']:.2f} ms",
-        "",
-        f"{'cache':>6} {'slots':>5} {'mode':22} {'ms/token':>9} {'hits %':>7} {'part %':>7} "
-        f"{'stall ms':>9} {'MB asked':>9} {'MB ahead':>9} {'link %':>7}",
-    ]
-    for row in table["rows"]:
-        text = f"{row['percent']:>5}% {row.get('slots', '-'):>5} {row['mode']:22} "
-        text += f"{row['token_ms']:>9.2f}"
-        if "slots" in row:
-            text += (
-                f" {100 * row['hit_rate']:>7.1f} {100 * row['partial_rate']:>7.1f} "
-                f"{row['stall_ms']:>9.2f} {row['demand_mb']:>9.2f} {row['prefetch_mb']:>9.2f} "
-                f"{100 * row['link_busy']:>7.1f}"
-            )
-        lines.append(text)
-    return [*lines, ""]
-
-
 def machine() -> str:
     names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
     name = names[0].partition(":")[2].strip() if names else platform.processor()
@@ -413,14 +298,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     corpus = ROOT.parent / "shared" / "data" / "classics"
-    parser.add_argument("--parts", nargs="+", default=["accuracy", "memory", "speed"])
+    parser.add_argument("--parts", nargs="+", default=["accuracy", "memory"])
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--tokens", type=int, default=32_768, help="of held-out text")
-    parser.add_argument("--weights", default="fp32", help="number format that is computed in")
-    parser.add_argument("--gb-per-s", type=float, nargs="+", default=[0.25, 1.0, 4.0])
-    parser.add_argument("--percent", type=int, nargs="+", default=[5, 10, 25, 50, 100])
-    parser.add_argument("--new", type=int, default=96, help="tokens that are timed")
-    parser.add_argument("--warm", type=int, default=24, help="tokens before them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="path without a suffix")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -435,8 +315,6 @@ def main() -> None:
         found["accuracy"] = accuracy(args)
     if "memory" in args.parts:
         found["memory"] = memory(args)
-    if "speed" in args.parts:
-        found["speed"] = [speed(args, 1e9 * rate) for rate in args.gb_per_s]
     text = report(found)
     print(text)
     if args.out is not None:

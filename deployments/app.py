@@ -28,6 +28,7 @@ from penstock.deployments.channel import WorkerPool
 from penstock.deployments.config import ServeConfig, config_from, read_api_keys
 from penstock.deployments.core import RequestCore
 from penstock.deployments.expert_link import ExpertStoreClient, StoreLink, StoreSpec
+from penstock.deployments.expert_remote import RemoteExperts
 from penstock.deployments.gate import GateActor
 from penstock.deployments.gate_client import GateClient
 from penstock.deployments.gate_keeper import GateSetup
@@ -72,13 +73,17 @@ class WorkerReplica:
         self._store: StoreLink | None = None
         try:
             client = _store_client(config)
-            manifest = None if client is None else client.manifest()
+            manifest, far = None, None
+            if client is not None:
+                manifest = client.manifest()
+                far = None if client.is_near() else RemoteExperts(client, manifest)
             self._worker = Worker(
                 config.engine,
                 model_name=config.model_name,
                 host=host or ray.util.get_node_ip_address(),
                 announce=self._announce,
                 experts=manifest,
+                far_experts=far,
             )
             if client is not None and manifest is not None:
                 self._store = StoreLink(client, self._worker, manifest.epoch)
@@ -332,7 +337,15 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
     if engine.expert_cache_gb is None:
         return None
     device = "cuda" if wants_gpus(config) else "cpu"
-    spec = StoreSpec(config.app_name, engine.model, engine.weights, device, engine.expert_store_dir)
+    spec = StoreSpec(
+        config.app_name,
+        engine.model,
+        engine.weights,
+        device,
+        engine.expert_store_dir,
+        has_twins=engine.moe_mode == "quantized",
+        is_single=engine.expert_store == "one",
+    )
     return ExpertStoreClient(spec)
 
 

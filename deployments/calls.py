@@ -107,6 +107,9 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     evicted_tokens: int = 0  # put out of sight for good by a sink window
+    moe_mode: str = ""  # how exact the experts were, if not exact, or if that was asked for
+    neurons: int = 0  # sparse: of the experts that tokens of the answer had
+    skipped_neurons: int = 0  # of those, the ones left out
     timings: Timings | None = None  # with the last piece, where wanted
     shares_prompt: bool = False  # with another answer of the same call, which counts it
 
@@ -118,6 +121,9 @@ class Usage:
             sums.completion_tokens += usage.completion_tokens
             sums.reasoning_tokens += usage.reasoning_tokens
             sums.evicted_tokens += usage.evicted_tokens
+            sums.moe_mode = sums.moe_mode or usage.moe_mode
+            sums.neurons += usage.neurons
+            sums.skipped_neurons += usage.skipped_neurons
             if not usage.shares_prompt:
                 sums.prompt_tokens += usage.prompt_tokens
                 sums.cached_tokens += usage.cached_tokens

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from penstock.deployments.bench_flags import add_bench
+from penstock.deployments.calibrate_command import add_calibrate, run_calibrate
 from penstock.deployments.config import (
     Setting,
     config_from,
@@ -65,7 +66,8 @@ GROUPS = {
         *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
     ),
     "experts of a mixture-of-experts model": (
-        *("expert_cache_gb", "expert_prefetch", "expert_store_dir", "moe_mode"),
+        *("expert_cache_gb", "expert_prefetch", "expert_store", "expert_store_dir"),
+        *("moe_mode", "moe_keep", "moe_score", "moe_thresholds"),
     ),
     "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
 }
@@ -110,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_server_flags(experts)
     experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
+    add_calibrate(commands, run_calibrate)
     models = commands.add_parser("models", help="name the models that a server serves")
     _add_server_flags(models)
     models.set_defaults(run=_models)

@@ -59,6 +59,7 @@ class Sampling(TypedDict, total=False):
     sinks: int
     window: int
     roll: int
+    moe_mode: str  # "exact", or what the server is configured for
     n: int  # answers, side by side
     truncate_prompt_tokens: int
     return_timings: bool
@@ -122,6 +123,8 @@ class TokenLogprob:
 class Usage:
     """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache; a sink window
     has put `evicted_tokens` out of sight for good; `reasoning_tokens` are part of the completion.
+    `moe_mode` says how exact the experts were if they were not, or if it was asked for; sparse ones
+    left out `skipped_neurons` of `neurons`.
     """
 
     prompt_tokens: int
@@ -130,6 +133,9 @@ class Usage:
     timings: Timings | None = None  # where asked for
     evicted_tokens: int = 0
     reasoning_tokens: int = 0
+    moe_mode: str = ""
+    neurons: int = 0
+    skipped_neurons: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +244,9 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
             timings,
             used.evicted_tokens,
             used.reasoning_tokens,
+            used.moe_mode,
+            used.neurons,
+            used.skipped_neurons,
         )
     chat = message if isinstance(message, pb.ChatResponse) else None
     return Piece(

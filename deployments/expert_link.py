@@ -45,6 +45,8 @@ class StoreSpec:
     weights: str
     device: str  # "cpu" or "cuda": what workers compute on, which settles their dtype
     folder: str
+    has_twins: bool = False  # int8 copies of all experts beside them
+    is_single: bool = False  # one store for all nodes
 
     @property
     def digest(self) -> str:
@@ -68,18 +70,29 @@ class ExpertStoreClient:
 
     def manifest(self) -> Manifest:
         """Waits until the experts are loaded. Raises LoadError or ConfigError if they cannot be."""
+        manifest: Manifest = self.ask("manifest")
+        return manifest
+
+    def is_near(self) -> bool:
+        """Whether the store's file can be mapped here."""
+        return not self._spec.is_single or self.ask("node") == _own_node()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Any method of the store, however long it takes, also while it is being restarted.
+
+        Raises what the method raises, and LoadError if the store does not come back.
+        """
         given_up_s: float | None = None
         while True:
             try:
-                manifest: Manifest = ray.get(self.actor().manifest.remote())
-                return manifest
+                return ray.get(getattr(self.actor(), method).remote(*args))
             except RayTaskError as error:
                 raise error.cause from None
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._handle = None
                 given_up_s = given_up_s or time.monotonic() + REBORN_S
                 if time.monotonic() > given_up_s:
-                    raise LoadError(f"the expert store of this node keeps dying: {error}") from None
+                    raise LoadError(f"the expert store keeps dying: {error}") from None
                 time.sleep(0.2)
 
     async def beat(self, worker: int, stats: ExpertStats, hot: Sequence[Hot]) -> int:
@@ -102,19 +115,26 @@ class ExpertStoreClient:
             # It loads torch, which the ingress and the command line can do without.
             from penstock.deployments.expert_store import StoreActor
 
-            node = ray.get_runtime_context().get_node_id()
+            node = _own_node()
+            place = "one" if self._spec.is_single else node[:12]
             options = {
-                "name": f"{self._spec.app_name}-experts-{self._spec.digest}-{node[:12]}",
+                "name": f"{self._spec.app_name}-experts-{self._spec.digest}-{place}",
                 "namespace": NAMESPACE,
                 "get_if_exists": True,
                 "lifetime": "detached",
                 "max_restarts": -1,
                 "max_concurrency": 8,
                 "num_cpus": 0,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                    node, soft=self._spec.is_single
+                ),
             }
             self._handle = ray.remote(StoreActor).options(**options).remote(self._spec)
         return self._handle
+
+
+def _own_node() -> str:
+    return ray.get_runtime_context().get_node_id()
 
 
 class StoreLink:

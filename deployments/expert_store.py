@@ -20,8 +20,8 @@ import numpy as np
 import ray
 
 from penstock.deployments.expert_link import Hot, StoreSpec, app_folder
-from penstock.workers.experts.arena import Arena, Bytes, Manifest
-from penstock.workers.experts.routed import check_weights
+from penstock.workers.experts.arena import Arena, Bytes, Manifest, Places
+from penstock.workers.experts.opening import check_weights
 from penstock.workers.experts.writer import (
     DTYPES,
     CheckpointExperts,
@@ -118,15 +118,11 @@ class ExpertStore:
                 total[layer, expert] = total.get((layer, expert), 0) + count
         return sorted(total, key=lambda key: -total[key])
 
-    def pack(self, wanted: Sequence[tuple[int, int, Sequence[int] | None]]) -> Bytes:
-        """Neuron rows [n, row_bytes], one behind the other: of each (layer, expert, neurons), where
-        None is all of them. For nodes that cannot map the arena: one call for many experts."""
-        arena = self._arena_now()
-        parts = []
-        for layer, expert, neurons in wanted:
-            rows = arena.rows(layer, expert)
-            parts.append(rows if neurons is None else rows[np.asarray(neurons, dtype=np.int64)])
-        packed = np.concatenate(parts) if parts else arena.rows(*_first(arena.manifest))[:0]
+    def pack(self, wanted: Sequence[tuple[int, int, Places]]) -> Bytes:
+        """Neuron rows, one behind the other, as bytes: of each (layer, expert, neurons). For nodes
+        that cannot map the arena: one call for many experts. Raises CorruptedExpert."""
+        parts = [rows.reshape(-1) for rows in self._arena_now().gather(wanted)]
+        packed = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
         with self._lock:
             self._num_packed_bytes += packed.nbytes
         return packed
@@ -169,7 +165,7 @@ class ExpertStore:
     def _found(self) -> Arena | None:
         """What an earlier life of this store wrote, of the same files; others are removed."""
         experts, compute = self._experts()
-        identity, found = experts.identity(compute), None
+        identity, found = experts.identity(compute, self._spec.has_twins), None
         for path in sorted(self._folder.glob(f"{self._spec.digest}-*.arena"), key=_epoch_of):
             try:
                 manifest = read_manifest(path)
@@ -195,11 +191,11 @@ class ExpertStore:
             )
         path = self._folder / f"{self._spec.digest}-{epoch}.arena"
         began_s = time.monotonic()
-        manifest = write_arena(experts, path, compute, epoch=epoch)
+        manifest = write_arena(experts, path, compute, epoch=epoch, has_twins=self._spec.has_twins)
         self._num_loads += 1
         log.info(
             "%d experts, %.2f GiB, in shared memory after %.1f s: %s",
-            len(manifest.entries),
+            manifest.num_all,
             manifest.num_bytes / 2**30,
             time.monotonic() - began_s,
             path,
@@ -221,6 +217,10 @@ class StoreActor(ExpertStore):
         super().__init__(spec)
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
+    def node(self) -> str:
+        """Where its file lies."""
+        return ray.get_runtime_context().get_node_id()
+
     def _end_when_idle(self) -> None:
         while self.idle_s() < IDLE_S:
             time.sleep(IDLE_S / 20)
@@ -232,7 +232,3 @@ class StoreActor(ExpertStore):
 def _epoch_of(path: Path) -> int:
     text = path.stem.rpartition("-")[2]
     return int(text) if text.isdigit() else 0
-
-
-def _first(manifest: Manifest) -> tuple[int, int]:
-    return manifest.entries[0].layer, manifest.entries[0].expert

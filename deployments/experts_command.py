@@ -47,6 +47,13 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
         f"  prefetched {figures['num_prefetched']:,}: used "
         f"{_percent(figures['num_prefetch_used'], figures['num_prefetched'])}"
     )
+    if figures["num_withheld"]:
+        yield f"  nothing prefetched for {figures['num_withheld']:,} layers: the link had no time"
+    if figures["num_sparse_neurons"]:
+        yield (
+            f"  sparse: {figures['num_sparse_neurons']:,} neurons to choose from, left out "
+            f"{_percent(figures['num_skipped_neurons'], figures['num_sparse_neurons'])}"
+        )
     yield (
         f"  moved {figures['demand_bytes'] / 1e9:.2f} GB on demand, "
         f"{figures['prefetch_bytes'] / 1e9:.2f} GB ahead, in {figures['link_busy_s']:.1f} s; steps "
@@ -55,11 +62,12 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
     if figures["num_corrupted"]:
         yield f"  {figures['num_corrupted']} loads failed: bytes did not match their digest"
     if figures["by_layer"]:
-        yield f"  {'layer':>5} {'foreseen':>9} {'as the token before':>20}"
+        yield f"  {'layer':>5} {'foreseen':>9} {'as the token before':>20} {'neurons':>9}"
     for each in figures["by_layer"]:
         yield (
             f"  {each['layer']:>5} {_percent(each['num_right'], each['num_routed']):>9} "
-            f"{_percent(each['num_repeated'], each['num_repeated_routed']):>20}"
+            f"{_percent(each['num_repeated'], each['num_repeated_routed']):>20} "
+            f"{_percent(each['num_neurons_right'], each['num_neurons']):>9}"
         )
 
 

@@ -94,6 +94,8 @@ class Generation:
                 )
             raise ServiceError(delta.error or "internal_error")
         self.usage.evicted_tokens = max(self.usage.evicted_tokens, delta.num_evicted_tokens)
+        if delta.finish_reason is not None:
+            self._take_moe(delta)
         self.usage.cached_tokens = max(self.usage.cached_tokens, delta.num_cached_tokens)
         if not self._is_first_delta:
             return self._answer(delta, "")
@@ -108,6 +110,13 @@ class Generation:
         if self.call.params.prompt_logprobs is not None:
             piece.prompt_scores = self._prompt_scores(self.call.params.prompt_logprobs)
         return piece
+
+    def _take_moe(self, last: Delta) -> None:
+        """How exact the experts were: said where they were not, or where it was asked for."""
+        if last.moe_mode != "exact" or self.call.params.moe_mode is not None:
+            self.usage.moe_mode = last.moe_mode
+            self.usage.neurons = last.num_neurons
+            self.usage.skipped_neurons = last.num_skipped_neurons
 
     def _answer(self, delta: Delta, echo: str) -> TextDelta:
         texts = [echo]

@@ -58,6 +58,9 @@ def usage_message(usages: Sequence[Usage]) -> pb.Usage:
         cached_tokens=total.cached_tokens,
         evicted_tokens=total.evicted_tokens,
         reasoning_tokens=total.reasoning_tokens,
+        moe_mode=total.moe_mode,
+        neurons=total.neurons,
+        skipped_neurons=total.skipped_neurons,
     )
     timings = [usage.timings for usage in usages if usage.timings is not None]
     if timings:

@@ -31,7 +31,7 @@ _SAMPLING_FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("context_policy", "sinks", "window", "roll"),
+    *("context_policy", "sinks", "window", "roll", "moe_mode"),
 )
 MAX_CALLS = 1024  # of tools, in one message
 T = TypeVar("T")

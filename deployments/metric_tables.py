@@ -171,6 +171,21 @@ EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
         lambda s: s.num_prefetch_used,
     ),
     (
+        "penstock_expert_prefetches_withheld",
+        "Layers that nothing was prefetched for because the link had no time.",
+        lambda s: s.num_withheld,
+    ),
+    (
+        "penstock_expert_neurons_chosen_from",
+        "Neurons of the experts that tokens went through in moe_mode sparse.",
+        lambda s: s.num_sparse_neurons,
+    ),
+    (
+        "penstock_expert_neurons_skipped",
+        "Those of them that were left out.",
+        lambda s: s.num_skipped_neurons,
+    ),
+    (
         "penstock_expert_corrupted_loads",
         "Loads that failed because bytes in the store did not match their digest.",
         lambda s: s.num_corrupted,

@@ -49,6 +49,9 @@ class UsageBody(_Answer):
     completion_tokens_details: CompletionTokensDetails
     timings: TimingsBody | None = None
     evicted_tokens: int | None = None  # put out of sight for good by a sink window
+    moe_mode: str | None = None  # how exact the experts were, if not exact, or if asked for
+    neurons: int | None = None  # sparse: of the experts that tokens of the answer had
+    skipped_neurons: int | None = None  # of those, the ones left out
 
 
 Finish = Literal["stop", "length", "abort", "tool_calls"]

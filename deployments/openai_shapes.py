@@ -32,6 +32,10 @@ def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
     }
     if total.evicted_tokens:
         body["evicted_tokens"] = total.evicted_tokens
+    if total.moe_mode:
+        body["moe_mode"] = total.moe_mode
+    if total.neurons:
+        body |= {"neurons": total.neurons, "skipped_neurons": total.skipped_neurons}
     if any(usage.timings is not None for usage in usages):
         body["timings"] = _timings_body([u.timings for u in usages if u.timings is not None])
     return body

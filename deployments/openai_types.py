@@ -62,7 +62,7 @@ class StreamOptions(Strict):
 _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("context_policy", "sinks", "window", "roll"),
+    *("context_policy", "sinks", "window", "roll", "moe_mode"),
 )
 
 
@@ -101,6 +101,10 @@ class _GenerationRequest(ShapeFields):
     window: int | None = Field(None, ge=1, description="sink_window: newest tokens that are seen")
     roll: int | None = Field(
         None, ge=1, description="sink_window: tokens by which the window moves on at once"
+    )
+    moe_mode: Literal["exact", "quantized", "sparse"] | None = Field(
+        None,
+        description="of cached experts: exact, or what the server is configured for, as by default",
     )
     n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
     priority: int | None = Field(

@@ -21,9 +21,12 @@ from penstock.kernels.rowwise import silu_mul, silu_mul_int8
 _COMBINE = struct.Struct("9q")
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
+# One of the experts that have tokens; and bool [n, I] if not all neurons count for its n tokens, in
+# the order of the tokens.
+Visited = tuple[int, Expert, Tensor | None]
 # Given the experts that have tokens, hands out each of them once, in the order that suits it. An
 # expert is used only until the next one is asked for.
-Visit = Callable[[list[int]], Iterator[tuple[int, Expert]]]
+Visit = Callable[[list[int]], Iterator[Visited]]
 
 
 class GroupedExperts(tuple[Expert, ...]):
@@ -94,12 +97,14 @@ def moe_mlp(
     torch.index_select(x, 0, order // top_k, out=grouped)
     ends = list(accumulate(counts))
     used = [expert for expert, count in enumerate(counts) if count]
-    in_turn = experts(used) if callable(experts) else ((e, experts[e]) for e in used)
-    for expert, (gate_up, down) in in_turn:
-        end = ends[expert]
-        for first in range(end - counts[expert], end, max(1, inner.shape[0])):
-            rows = grouped[first : min(end, first + inner.shape[0])]
-            gated_mlp(rows, gate_up, down, inner, out=rows)
+    in_turn = experts(used) if callable(experts) else ((e, experts[e], None) for e in used)
+    at_once = max(1, inner.shape[0])
+    for expert, (gate_up, down), active in in_turn:
+        routed = grouped[ends[expert] - counts[expert] : ends[expert]]
+        for first in range(0, counts[expert], at_once):
+            rows = routed[first : first + at_once]
+            some = None if active is None else active[first : first + at_once]
+            gated_mlp(rows, gate_up, down, inner, out=rows, active=some)
     return _combine(grouped, places.view_as(topk_ids), topk_weights, out)
 
 
@@ -111,18 +116,24 @@ def gated_mlp(
     out: Tensor,
     *,
     scales: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
     `scales` fp32, T elements: for those of that product where `down` is int8, and `x` may have its
-    own there.
+    own there. `active` bool [T, I]: neurons that count for each row, of plain weights; what lies in
+    the place of the others must be finite, and is otherwise of no account.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
     if down.format == "int8":
+        assert active is None
         return linear(silu_mul_int8(both, out=Int8Rows.inside(gate, scales)), down, out=out)
-    return linear(silu_mul(both, out=gate), down, out=out)
+    product = silu_mul(both, out=gate)
+    if active is not None:
+        product.masked_fill_(~active, 0)
+    return linear(product, down, out=out)
 
 
 def moe_reference(

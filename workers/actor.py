@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from penstock.workers.channel_server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
-from penstock.workers.experts.arena import Arena, Manifest
+from penstock.workers.experts.arena import Manifest, RowSource
 from penstock.workers.stats import WorkerInfo
 
 STALL_S = 60.0  # no step ends for so long although there is work: the engine hangs
@@ -33,15 +33,17 @@ class Worker:
         host: str,
         announce: Announce | None = None,
         experts: Manifest | None = None,
+        far_experts: RowSource | None = None,
     ):
-        """`experts`: of the node's store; None: an expert cache, if there is one, has its own."""
+        """`experts`: of the store; None: an expert cache, if there is one, has its own.
+        `far_experts`: how to reach them where the store is on another node."""
         if config.threads is not None:  # before torch looks at it
             os.environ["OMP_NUM_THREADS"] = str(config.threads)
         import torch
 
         from penstock.workers.engine import Engine
         from penstock.workers.engine_thread import EngineThread
-        from penstock.workers.experts.routed import settings_of
+        from penstock.workers.experts.opening import settings_of
         from penstock.workers.grammar import GrammarCompiler
         from penstock.workers.models.folder import resolve_model
         from penstock.workers.models.loader import load_model
@@ -59,7 +61,7 @@ class Worker:
             quantize_lm_head=config.quantize_lm_head,
             device=device,
             progress=False,
-            experts=settings_of(config, experts),
+            experts=settings_of(config, experts, far_experts),
         )
         self._routed = model.routed
         engine = Engine(config, model)
@@ -118,7 +120,8 @@ class Worker:
     def use_experts(self, manifest: Manifest) -> None:
         """Load experts from another epoch of the same. Raises LoadError if they are others."""
         if self._routed is not None:
-            self._routed.cache.use_source(Arena(manifest))
+            cache = self._routed.cache
+            cache.use_source(cache.copier.source.at(manifest))
 
     def stop(self, drain_s: float = 0.0) -> None:
         """End: wait until nothing runs, at most for `drain_s`; drop what still does."""

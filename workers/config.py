@@ -32,6 +32,8 @@ KV = ("auto", "int8", "fp8")
 KV_GROUPS = ("auto", "8", "32", "64", "head")
 CONTEXT_POLICIES = ("full", "sink_window")
 SWITCH = ("auto", "on", "off")
+MOE_MODES = ("exact", "quantized", "sparse")
+MOE_SCORES = ("gate", "up", "product")
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -167,13 +169,34 @@ class EngineConfig:
     expert_prefetch: bool = option(
         False, "load the experts that the next layer is likely to want while one computes"
     )
+    expert_store: str = option(
+        "each",
+        "nodes that hold a copy of the experts: each one that has workers; or one, which workers "
+        "elsewhere ask over the network",
+        ("each", "one"),
+    )
     expert_store_dir: str = option(
         "/dev/shm", "folder in memory for the experts of a node, a copy as large as they are"
     )
     moe_mode: str = option(
         "exact",
-        "what a cached expert gives; exact: what the plain model does, bit for bit",
-        ("exact",),
+        "what a cached expert gives; exact: what the plain model does, bit for bit; quantized: its "
+        "int8 twin, half the bytes; sparse: of the answer's tokens, the neurons that matter most. "
+        "Requests may ask for exact",
+        MOE_MODES,
+    )
+    moe_keep: float = option(
+        0.5, "sparse: share of an expert's neurons that a token keeps, on average"
+    )
+    moe_score: str = option(
+        "product",
+        "how much a neuron matters: |silu(gate)|, |up|, or their product (docs/experts.md)",
+        MOE_SCORES,
+    )
+    moe_thresholds: str | None = option(
+        None,
+        "file of `penstock calibrate`: for sparse, and to prefetch neurons instead of whole experts"
+        "; none: neuron_thresholds.json beside the model, for sparse only",
     )
     max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
     threads: int | None = option(None, "CPU threads for computing; none: one per core")
@@ -199,11 +222,19 @@ class EngineConfig:
         for name, known in (
             *(("kv", KV), ("kv_group", KV_GROUPS)),
             *(("look_ahead", SWITCH), ("cuda_graphs", SWITCH)),
+            *(("moe_mode", MOE_MODES), ("moe_score", MOE_SCORES)),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
                 )
+        if not 0 < self.moe_keep <= 1:
+            raise ConfigError(f"moe_keep must lie in (0, 1]; got {self.moe_keep}")
+        if self.expert_cache_gb is None and self.moe_mode != "exact":
+            raise ConfigError(
+                f"moe_mode {self.moe_mode} is for experts that come out of a cache; give it a size "
+                "with expert_cache_gb"
+            )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two; got {self.block_size}")
 

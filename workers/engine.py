@@ -12,8 +12,6 @@ import secrets
 import time
 from functools import partial
 
-import torch
-
 from penstock.workers.config import EngineConfig
 from penstock.workers.decode_graphs import Capture, CudaCapture, captured, graph_sizes
 from penstock.workers.deferral import (
@@ -127,10 +125,11 @@ class Engine:
             self.cache.swap, self.totals.rates = host_swap(config, self.arena, run_rows, most_rows)
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
-        self.looks_ahead = looks_ahead(config, model.device)
+        self.looks_ahead = looks_ahead(config, model)
         self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
         contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
-        self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks)
+        moe_mode = "exact" if model.routed is None else config.moe_mode
+        self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks, moe_mode)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
@@ -163,6 +162,7 @@ class Engine:
             max_total_tokens=max_total,
             matcher=matcher,
             context=context,
+            moe_mode=self.intake.mode(request),
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
@@ -346,6 +346,10 @@ def _outstanding(seq: Sequence) -> int:
     return rest if most is None else min(rest, most)
 
 
-def looks_ahead(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps are launched before the one before was read, where that can be done."""
-    return config.look_ahead == "on" or (config.look_ahead == "auto" and device.type == "cuda")
+def looks_ahead(config: EngineConfig, model: Decoder) -> bool:
+    """Whether steps are launched before the one before was read, where that can be done.
+
+    Never where experts come out of a cache: the host waits for their routes in every layer.
+    """
+    is_auto = config.look_ahead == "auto" and model.device.type == "cuda"
+    return model.routed is None and (config.look_ahead == "on" or is_auto)

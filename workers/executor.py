@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.workers.batch import HostBatch, host_batch
 from penstock.workers.decode_graphs import Capture, DecodeGraphs, GraphSizes
+from penstock.workers.experts.modes import Span, StepRows
 from penstock.workers.logits import LogprobRows
 from penstock.workers.memory import KvLayer
 from penstock.workers.models.decoder import Decoder
@@ -70,6 +71,11 @@ class Prepared:
     row_of: dict[Sequence, int]  # their sequences, numbered
     rows: list[RowSampling]
     prompts: list[PromptRows]
+    chunks: list[Chunk]
+
+    @property
+    def moe_spans(self) -> list[Span]:
+        return [(c.seq.moe_mode, c.seq.num_prompt_tokens, c.start, c.length) for c in self.chunks]
 
     @property
     def samples_all(self) -> bool:
@@ -160,7 +166,8 @@ class Executor:
                 last_rows.append(first - 1)
                 sampling.append(chunk.seq)
         row_of = {seq: i for i, seq in enumerate(sampling)}
-        return Prepared(batch, last_rows, row_of, [row_sampling(seq) for seq in sampling], prompts)
+        rows = [row_sampling(seq) for seq in sampling]
+        return Prepared(batch, last_rows, row_of, rows, prompts, plan.chunks)
 
     def compute(
         self, step: Prepared, before: Launched | None, workspace: Workspace
@@ -173,8 +180,13 @@ class Executor:
         inputs = batch.inputs(self._put)
         self._feed(token_ids, batch, before)
         self.times.lap("copy")
-        hidden = self._hidden(token_ids, positions, inputs, workspace)
+        moe_rows = None
+        if self.model.routed is not None:
+            moe_rows = StepRows.of(step.moe_spans, self.model.device)
+        hidden = self._hidden(token_ids, positions, inputs, workspace, moe_rows)
         self.times.lap("model")
+        if moe_rows is not None and self.model.routed is not None:
+            self.model.routed.count_neurons(*_count_neurons(step.chunks, moe_rows))
         prompt_logprobs = {each.chunk: self._prompt_logprobs(each, hidden) for each in step.prompts}
         self.times.lap("sample")
         if not step.rows:
@@ -215,12 +227,17 @@ class Executor:
         return DecodeGraphs(sizes, run, capture, memory)
 
     def _hidden(
-        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, workspace: Workspace
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        workspace: Workspace,
+        moe_rows: StepRows | None = None,
     ) -> Tensor:
         """`Decoder.forward`, which a step of decode rows need not walk through again."""
+        self.model.begin(token_ids, positions, inputs, workspace, moe_rows)
         if self.replay is None or not self.replay.suits(inputs):
-            return self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
-        self.model.begin(token_ids, positions, inputs, workspace)
+            return self.model.run_layers(inputs, self.kv_layers, workspace)
         self.replay.run_layers(inputs, workspace)
         return workspace.normed
 
@@ -277,6 +294,23 @@ class Executor:
 
     def _put(self, values: NDArray[np.generic]) -> Tensor:
         return to_device(torch.from_numpy(values), self.model.device)
+
+
+def _count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
+    """Add to each sequence what was left out of how much; tokens that are computed again count
+    once there. The sums of the step."""
+    if rows.sparse is None:
+        return 0, 0
+    neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()
+    first = 0
+    for chunk in chunks:
+        seq, end = chunk.seq, chunk.start + chunk.length
+        new = slice(first + max(0, seq.num_counted_tokens - chunk.start), first + chunk.length)
+        seq.num_neurons += int(neurons[new].sum())
+        seq.num_skipped_neurons += int(skipped[new].sum())
+        seq.num_counted_tokens = max(seq.num_counted_tokens, end)
+        first += chunk.length
+    return int(neurons.sum()), int(skipped.sum())
 
 
 def _reports_prompt(seq: Sequence) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from penstock.workers.experts.modes import mode_for
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.policies import Context, ContextSettings
 from penstock.workers.request import Request, RequestError
@@ -23,6 +24,7 @@ class Intake:
     vocab_size: int
     contexts: ContextSettings
     num_blocks: int  # of the pool
+    moe_mode: str = "exact"  # of requests that do not say
 
     def check(self, request: Request, matcher: GrammarMatcher | None) -> int:
         """Longest total length that the request may reach, in tokens."""
@@ -34,6 +36,7 @@ class Intake:
         if any(not 0 <= token_id < vocab for token_id in request.emitted_ids):
             raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
         request.params.check(vocab)
+        self.mode(request)
         max_total = self._max_total(request)
         if len(request.prompt_ids) + len(request.emitted_ids) >= max_total:
             raise RequestError("nothing is left to generate", param="emitted_ids")
@@ -41,6 +44,10 @@ class Intake:
             raise RequestError(LATE, code="deadline_exceeded")
         _check_matcher(request, matcher)
         return max_total
+
+    def mode(self, request: Request) -> str:
+        """How exact the request's experts are."""
+        return mode_for(request.params.moe_mode, self.moe_mode)
 
     def context(self, request: Request) -> Context:
         """What the request sees of its past, if the pool can hold that."""

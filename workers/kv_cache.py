@@ -145,7 +145,7 @@ class KVCache:
         if most is not None:
             num_tokens = min(num_tokens, most)
         for i in range(len(seq.block_keys), num_tokens // self.block_size):
-            parent = seq.block_keys[-1] if seq.block_keys else self._root
+            parent = seq.block_keys[-1] if seq.block_keys else self._root_of(seq)
             token_ids = self._tokens_of_block(seq.token_ids, i)
             key = self._key(parent, token_ids)
             self.pool.index.insert(seq.block_table[i], key, parent, token_ids)
@@ -180,9 +180,14 @@ class KVCache:
         for block_id in seq.block_table:
             self.pool.index.forget(block_id)
 
+    def _root_of(self, seq: Sequence) -> bytes:
+        """What the chain of `seq` begins with: inexact experts make other K and V."""
+        mode = seq.moe_mode
+        return self._root if mode == "exact" else self._key(self._root, mode.encode())
+
     def _find_prefix(self, seq: Sequence) -> Hit:
         hit = Hit([], [], [])
-        parent = self._root
+        parent = self._root_of(seq)
         num_tokens, most = seq.num_tokens - 1, seq.context.full_tokens
         if most is not None:
             num_tokens = min(num_tokens, most)

@@ -79,6 +79,7 @@ class SamplingParams:
     sinks: int | None = None  # sink_window: first tokens that stay
     window: int | None = None  # sink_window: newest tokens that are seen
     roll: int | None = None  # sink_window: tokens by which the window moves on at once
+    moe_mode: str | None = None  # of cached experts; None: the model's default
 
     @property
     def edits_logits(self) -> bool:
@@ -232,6 +233,9 @@ class Delta:
     error_param: str | None = None  # the field at fault
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_evicted_tokens: int = 0  # out of sight for good, as of the last delta: sink_window
+    moe_mode: str = "exact"  # with the last delta: how exact the experts were
+    num_neurons: int = 0  # with the last delta: sparse, of the experts that answer tokens had
+    num_skipped_neurons: int = 0  # of those, the ones left out
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, where asked for
     # Of the prompt's tokens from the second on, with the first delta, where asked for.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

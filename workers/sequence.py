@@ -51,13 +51,17 @@ class Sequence:
         "editor",
         "matcher",
         "max_total_tokens",
+        "moe_mode",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_counted_tokens",
         "num_deferred_tokens",
         "num_in_flight",
+        "num_neurons",
         "num_preemptions",
         "num_prompt_tokens",
         "num_rolled_blocks",
+        "num_skipped_neurons",
         "num_unread_tokens",
         "order",
         "prompt_logprobs",
@@ -79,9 +83,11 @@ class Sequence:
         max_total_tokens: int,
         matcher: GrammarMatcher | None = None,
         context: Context = FULL,
+        moe_mode: str = "exact",
     ):
         self.request = request
         self.context = context
+        self.moe_mode = moe_mode
         self.matcher = matcher  # has seen the emitted ids; lives through preemption
         self.order = order  # of arrival: the lower, the older
         self.seed = seed
@@ -100,6 +106,8 @@ class Sequence:
         self.num_unread_tokens = 0
         self.num_preemptions = 0
         self.num_rolled_blocks = 0
+        self.num_counted_tokens = 0  # whose neurons are counted below
+        self.num_neurons = self.num_skipped_neurons = 0
         self.block_table = array("i")
         self.block_keys: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of tokens 1, 2, ... until handed out
@@ -188,6 +196,10 @@ class Sequence:
         if delta.finish_reason is not None:
             # The token before the last one was the last that looked back.
             delta.num_evicted_tokens = self.context.num_evicted(len(self.token_ids) - 2)
+            delta.num_evicted_tokens = self.context.num_evicted(self.num_tokens - 2)
+            delta.moe_mode = self.moe_mode
+            delta.num_neurons = self.num_neurons
+            delta.num_skipped_neurons = self.num_skipped_neurons
         return delta
 
     def _first_token_times(self) -> FirstTokenTimes:

@@ -39,6 +39,8 @@ class LayerAccuracy:
     num_right: int
     num_repeated_routed: int  # by tokens that came alone after one that came alone
     num_repeated: int  # of those, the experts of the token before
+    num_neurons: int = 0  # that steps wanted of experts whose neurons were foreseen
+    num_neurons_right: int = 0  # of those, the ones that were
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class ExpertStats:
     link_busy_s: float
     num_corrupted: int  # loads that failed because bytes did not match their digest
     by_layer: tuple[LayerAccuracy, ...] = ()
+    num_withheld: int = 0  # layers that nothing was prefetched for because the link had no time
+    num_sparse_neurons: int = 0  # of the experts that tokens went through in moe_mode sparse
+    num_skipped_neurons: int = 0  # of those, the ones left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,9 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         error_message=delta.error_message,
         error_param=delta.error_param or "",
         num_evicted_tokens=delta.num_evicted_tokens,
+        moe_mode="" if delta.moe_mode == "exact" else delta.moe_mode,
+        num_neurons=delta.num_neurons,
+        num_skipped_neurons=delta.num_skipped_neurons,
     )
 
 
@@ -121,6 +124,9 @@ def delta_from(message: pb.Delta, request_id: str) -> Delta:
         error_message=message.error_message,
         error_param=message.error_param or None,
         num_evicted_tokens=message.num_evicted_tokens,
+        moe_mode=message.moe_mode or "exact",
+        num_neurons=message.num_neurons,
+        num_skipped_neurons=message.num_skipped_neurons,
     )
 
 
@@ -161,6 +167,7 @@ def _params_message(params: SamplingParams) -> pb.SamplingParams:
         sinks=params.sinks,
         window=params.window,
         roll=params.roll,
+        moe_mode=params.moe_mode,
     )
 
 
@@ -188,6 +195,7 @@ def _params_from(message: pb.SamplingParams) -> SamplingParams:
         sinks=message.sinks if message.HasField("sinks") else None,
         window=message.window if message.HasField("window") else None,
         roll=message.roll if message.HasField("roll") else None,
+        moe_mode=message.moe_mode if message.HasField("moe_mode") else None,
     )
 
 

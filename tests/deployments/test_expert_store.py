@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -13,16 +14,21 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 from test_cluster import free_port
 
 from penstock.deployments import expert_store
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.expert_link import ExpertStoreClient, StoreSpec, app_folder, remove_all
+from penstock.deployments.expert_remote import RemoteExperts
 from penstock.deployments.expert_store import ExpertStore
+from penstock.deployments.experts_command import table
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.experts.arena import Arena, CorruptedExpert
-from penstock.workers.stats import ExpertStats
+from penstock.workers.experts.opening import ExpertSettings
+from penstock.workers.models.loader import load_model
+from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 from checkpoints import make_checkpoint
@@ -120,12 +126,66 @@ def test_hints_and_idleness(spec):
 def test_pack(spec):
     store = ExpertStore(spec)
     arena = Arena(store.manifest())
-    packed = store.pack([(0, 1, None), (2, 3, [5, 0, 39]), (1, 1, [])])
+    wanted = [(0, 1, np.arange(112)), (2, 3, np.array([5, 0, 39])), (1, 1, np.arange(0))]
+    packed = store.pack(wanted)
     inner = arena.manifest.inner
-    assert np.array_equal(packed[:inner], arena.rows(0, 1))
-    assert np.array_equal(packed[inner:], arena.rows(2, 3)[[5, 0, 39]])
+    rows = packed.reshape(-1, arena.manifest.row_bytes)
+    assert np.array_equal(rows[:inner], arena.rows(0, 1))
+    assert np.array_equal(rows[inner:], arena.rows(2, 3)[[5, 0, 39]])
     assert store.view().num_packed_bytes == packed.nbytes
-    assert store.pack([]).shape == (0, arena.manifest.row_bytes)
+    assert store.pack([]).shape == (0,)
+
+
+class Near:
+    """A client whose store is in this process; counts questions."""
+
+    def __init__(self, store):
+        self.store, self.asked = store, []
+
+    def ask(self, method, *args):
+        self.asked.append(len(args[0]))
+        return getattr(self.store, method)(*args)
+
+
+@pytest.mark.parametrize("mode", ["exact", "quantized"])
+def test_a_worker_on_another_node(spec, mode, monkeypatch):
+    """The same bits as from a map; one question brings all that a layer waits for."""
+    from test_expert_modes import teacher_forced
+
+    store = ExpertStore(dataclasses.replace(spec, has_twins=mode == "quantized"))
+    client = Near(store)
+    remote = RemoteExperts(client, store.manifest())
+
+    def run(**options):
+        settings = ExpertSettings(
+            num_slots=15, prefetch=False, mode=mode, manifest=store.manifest(), **options
+        )
+        model = load_model(spec.model, weights="fp32", progress=False, experts=settings)
+        got = teacher_forced(model, list(range(3, 17)), mode, 14)
+        model.routed.close()
+        return got
+
+    assert torch.equal(run(source=remote), run())
+    # From one to five experts a layer, each of one chunk: never a question for each of them alone.
+    assert max(client.asked) > 1 and sum(client.asked) > len(client.asked)
+    assert len(remote.at(store.reload()).rows(1, 1)) == 112
+    _flip(Path(store.manifest().path), store.manifest().entries[0].offset)
+    monkeypatch.setattr(store, "_arena", Arena(store.manifest()))
+    with pytest.raises(CorruptedExpert, match="layer 0, expert 0 is corrupted"):
+        remote.rows(0, 0)
+    copied = pickle.loads(pickle.dumps(CorruptedExpert("it is", 2, 3)))
+    assert (str(copied), copied.layer, copied.expert) == ("it is", 2, 3)
+
+
+def test_table():
+    layer = LayerAccuracy(1, 10, 7, 4, 2, 20, 15)
+    told = stats(
+        num_hits=3, num_misses=1, num_withheld=5, num_sparse_neurons=200, num_skipped_neurons=50,
+        by_layer=(layer,),
+    )  # fmt: skip
+    text = "\n".join(table("w", dataclasses.asdict(told)))
+    assert "there 75.0 %" in text and "left out 25.0 %" in text and "for 5 layers" in text
+    assert text.splitlines()[-1].split() == ["1", "70.0", "%", "50.0", "%", "75.0", "%"]
 
 
 def test_a_dense_model(spec):
@@ -178,6 +238,10 @@ def test_killed_under_load():
         assert got == [want] * 6
         reborn = client.manifest()
         assert client.call_now("view").num_loads == 0 and reborn.epoch == 1
+        far = RemoteExperts(client, reborn)
+        some = [(0, 3, np.array([4, 5, 300])), (3, 1, np.arange(352))]
+        for mine, theirs in zip(far.gather(some), Arena(reborn).gather(some), strict=True):
+            assert np.array_equal(mine, theirs)
         client.call_now("reload")
         deadline_s = time.monotonic() + 60
         while {each.epoch for each in workers()} != {2}:

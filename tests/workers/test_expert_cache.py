@@ -10,6 +10,7 @@ import functools
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from penstock.kernels.matmul import pack_linear
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Arena, CorruptedExpert
-from penstock.workers.experts.cache import ExpertCache, slots_within
-from penstock.workers.experts.routed import ExpertSettings
+from penstock.workers.experts.budget import slots_within
+from penstock.workers.experts.cache import ExpertCache
+from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.slots import Residence
 from penstock.workers.experts.writer import write_arena
 from penstock.workers.models.folder import LoadError
@@ -305,19 +307,32 @@ def plain(name: str, weights: str = "fp32"):
 
 
 class Garbage:
-    """A predictor that is always wrong or worse."""
+    """A predictor that is always wrong or worse, of experts and of neurons."""
+
+    num_experts = NUM_EXPERTS
 
     def __init__(self, seed: int):
         self.random = np.random.default_rng(seed)
         self.accuracy: dict = {}
 
+    def wants_all(self, num_rows: int) -> bool:
+        return bool(self.random.integers(0, 2))
+
     def observe(self, *_: object) -> None: ...
+
+    def forget(self, *_: object) -> None: ...
 
     def next_of(self, _: int) -> int:
         return int(self.random.integers(-1, NUM_LAYERS + 1))
 
     def foresee(self, *_: object) -> list[int]:
         return self.random.integers(-2, NUM_EXPERTS + 2, self.random.integers(0, 9)).tolist()
+
+    def foresee_neurons(self, *_: object) -> dict[int, np.ndarray]:
+        some = self.random.random((NUM_EXPERTS, 40)) < self.random.random()
+        return {
+            e: np.flatnonzero(some[e]) for e in range(NUM_EXPERTS) if self.random.random() < 0.8
+        }
 
 
 @torch.inference_mode()
@@ -335,16 +350,18 @@ def logits_of(decoder, prompt: Sequence[int], num_new: int) -> torch.Tensor:
 @settings(max_examples=6, deadline=None)
 @given(
     num_slots=st.sampled_from([1, 2, 3, 4, 7, 15]),
-    prefetch=st.sampled_from(["off", "on", "garbage"]),
+    prefetch=st.sampled_from(["off", "on", "garbage", "neurons of garbage"]),
     is_fair=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_exact_is_the_plain_model(name, num_slots, prefetch, is_fair, seed):
     """Bit for bit, with any capacity, and whatever is prefetched."""
-    experts = ExpertSettings(num_slots=num_slots, prefetch=prefetch == "on", is_fair=is_fair)
+    experts = ExpertSettings(num_slots=num_slots, prefetch=prefetch != "off", is_fair=is_fair)
     model = load_model(folder_of(name), weights="fp32", progress=False, experts=experts)
-    if prefetch == "garbage":
+    if "garbage" in prefetch:
         model.routed.predictor = Garbage(seed)
+    if "neurons" in prefetch:
+        model.routed.choice = types.SimpleNamespace(active=None)
     poison(model.routed.cache)
     try:
         prompt = random_prompt(9, seed)

@@ -8,8 +8,9 @@ from checkpoints import random_prompt
 from test_expert_cache import MOE, logits_of
 from test_models import folder_of
 
+from penstock.workers.experts.link import WINDOW_S, LinkCounts, LinkMeter
+from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.predictor import Predictor, RoutedLayer, num_common
-from penstock.workers.experts.routed import ExpertSettings
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
 
@@ -18,19 +19,21 @@ from penstock.workers.models.moe import MoeMlp
 def steps(monkeypatch):
     """(model's layer order, residual state, routing) of each MoE layer that ran."""
     seen = []
-    experts = MoeMlp._experts
+    routing = MoeMlp._routing
 
-    def note(self, ids, scores, workspace):
+    def note(self, ids, x, scores, workspace):
         seen.append((self, workspace.residual.clone(), ids.clone()))
-        return experts(self, ids, scores, workspace)
+        return routing(self, ids, x, scores, workspace)
 
-    monkeypatch.setattr(MoeMlp, "_experts", note)
+    monkeypatch.setattr(MoeMlp, "_routing", note)
     return seen
 
 
 def load(name: str, **settings):
     experts = ExpertSettings(num_slots=15, **settings)
-    return load_model(folder_of(name), weights="fp32", progress=False, experts=experts)
+    model = load_model(folder_of(name), weights="fp32", progress=False, experts=experts)
+    model.routed.meter.clock = lambda: 0.0  # however busy this machine is, the link has time
+    return model
 
 
 @pytest.mark.parametrize("name", [*MOE, "qwen2_moe-normed", "qwen3_moe-sparse-step", "builtin-moe"])
@@ -85,8 +88,9 @@ def test_likeliest_first_and_all_where_all_are_wanted():
     predictor = Told(layers, num_experts=16, top_k=2, eps=0.0)
     assert predictor.next_of(0) == 3 and predictor.next_of(3) is None
     assert predictor.foresee(torch.tensor([[7.0, 2.0], [2.0, 9.0]]), 3) == [2, 7, 9]
-    assert predictor.foresee(torch.zeros(11, 2), 3) == list(range(16))
-    predictor.observe(3, torch.zeros(11, 2, dtype=torch.int64))
+    assert predictor.wants_all(11) and not predictor.wants_all(10)
+    predictor.forget(3)
+    predictor.observe(3, torch.tensor([[7, 2], [2, 9]]))
     assert predictor.accuracy[3].num_routed == 0, "what was not guessed is not counted"
     predictor.foresee(torch.tensor([[7.0, 2.0]]), 3)
     predictor.observe(3, torch.tensor([[2, 4]]))
@@ -94,7 +98,28 @@ def test_likeliest_first_and_all_where_all_are_wanted():
 
 
 def test_no_prefetch():
+    """Nothing comes ahead that is not certain; the experts of a prompt, all of them, are."""
     model = load("mixtral", prefetch=False)
-    logits_of(model, random_prompt(5), 2)
-    model.routed.close()
+    logits_of(model, random_prompt(1), 2)
     assert model.routed.stats().num_prefetched == 0 == model.routed.stats().prefetch_bytes
+    logits_of(model, random_prompt(9), 0)
+    model.routed.close()
+    assert model.routed.stats().num_prefetched and not model.routed.stats().by_layer
+
+
+def test_a_saturated_link():
+    """Demands take more than half of the time: nothing is foreseen until they take less."""
+    now = [0.0]
+    meter = LinkMeter(LinkCounts(), clock=lambda: now[0])
+    for busy_s, is_saturated in ((0.0, False), (0.2, True), (0.2, True), (0.1, False)):
+        for _ in range(20):
+            now[0] += WINDOW_S / 10 + 1e-6
+            meter.counts.demand_busy_s += busy_s / 0.25 * WINDOW_S / 10
+            last = meter.is_saturated()
+        assert last == is_saturated
+    model = load("olmoe")
+    model.routed.meter.share = 1.0
+    logits_of(model, random_prompt(1), 3)
+    model.routed.close()
+    stats = model.routed.stats()
+    assert stats.num_withheld == 4 * 2 and not stats.num_prefetched

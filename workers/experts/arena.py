@@ -1,9 +1,10 @@
 """Experts of a MoE checkpoint in one shared file: its manifest, and its reader.
 
 An expert is a block of neuron rows [Wg[j] | Wu[j] | Wd[:, j]], in the order of the neurons, and
-behind them a CRC-32 of each row; blocks begin on pages. The file lies in memory (/dev/shm), and
-every process of the node maps it read-only: one copy a node. Knows nothing of devices, slots, or
-how the file came to be (writer.py), and loads no torch.
+behind them a CRC-32 of each row; blocks begin on pages. Expert e of E may have an int8 twin, which
+goes by the number E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file
+lies in memory (/dev/shm), and every process of the node maps it read-only: one copy a node. Knows
+nothing of devices, slots, or how the file came to be (writer.py), and loads no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +27,11 @@ import numpy.typing as npt
 from penstock.workers.models.folder import LoadError
 
 Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]  # neurons
 
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
+TWIN_GROUP = 64  # numbers of a row that share a scale
 NAMED_ROWS = 8  # of a damaged expert, in its error
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
 
@@ -37,8 +40,11 @@ class CorruptedExpert(RuntimeError):
     """Bytes in the arena are not those that were written. Names file, layer, expert and rows."""
 
     def __init__(self, message: str, layer: int, expert: int):
-        super().__init__(message)
+        super().__init__(message, layer, expert)  # so that it survives a journey
         self.layer, self.expert = layer, expert
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,36 @@ class Manifest:
     layers: tuple[int, ...]  # those that have experts
     num_bytes: int  # of the whole file
     entries: tuple[ExpertEntry, ...]
+    has_twins: bool = False
+    routers: str = ""  # a digest of the model's routers: the same on every node
 
     @property
     def row_bytes(self) -> int:
         return 3 * self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_all(self) -> int:
+        """Experts of all layers."""
+        return len(self.layers) * self.num_experts
+
+    @property
+    def num_known(self) -> int:
+        """Experts of a layer that can be asked for, twins included."""
+        return self.num_experts * (2 if self.has_twins else 1)
+
+    def is_twin(self, expert: int) -> bool:
+        return expert >= self.num_experts
+
+    def row_bytes_of(self, expert: int) -> int:
+        """Of a neuron of `expert`, which may be a twin."""
+        if not self.is_twin(expert):
+            return self.row_bytes
+        return 3 * (self.hidden + 4 * math.ceil(self.hidden / TWIN_GROUP))
+
+    def name_of(self, expert: int) -> str:
+        """For people."""
+        twin = ", its int8 twin," if self.is_twin(expert) else ""
+        return f"expert {expert % self.num_experts}{twin}"
 
     def digests(self) -> dict[tuple[int, int], str]:
         return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
@@ -94,17 +126,18 @@ class Manifest:
         """Raise LoadError unless each expert is there once, within the file."""
         if self.dtype not in ITEM_BYTES:
             raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
-        wanted = {(layer, e) for layer in self.layers for e in range(self.num_experts)}
+        wanted = {(layer, e) for layer in self.layers for e in range(self.num_known)}
         if set(self.digests()) != wanted or len(self.entries) != len(wanted):
             raise LoadError(f"{self.path}: its manifest does not name each expert once")
-        block, end = block_bytes(self.inner, self.row_bytes), 0
+        end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
-            if entry.num_bytes != self.inner * self.row_bytes or entry.offset < end:
+            row_bytes = self.row_bytes_of(entry.expert)
+            if entry.num_bytes != self.inner * row_bytes or entry.offset < end:
                 raise LoadError(
                     f"{self.path}: the manifest's entry of layer {entry.layer}, expert "
                     f"{entry.expert} does not fit the others"
                 )
-            end = entry.offset + block
+            end = entry.offset + block_bytes(self.inner, row_bytes)
         if end > self.num_bytes:
             raise LoadError(f"{self.path}: its experts end at byte {end} of {self.num_bytes}")
 
@@ -112,12 +145,27 @@ class Manifest:
 class RowSource(Protocol):
     """Where the rows of experts come from."""
 
+    manifest: Manifest
+
+    @property
+    def is_far(self) -> bool:
+        """Whether each question costs a journey, so that many rows had better be asked for at
+        once: by `gather`. Else `rows` costs nothing."""
+
+    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+        """Some rows of each (layer, expert, neurons), in that order. Raises CorruptedExpert."""
+
     def rows(self, layer: int, expert: int) -> Bytes:
-        """All rows, read-only [inner, row_bytes]. Raises CorruptedExpert."""
+        """All rows, read-only [inner, row_bytes_of(expert)]. Raises CorruptedExpert."""
+
+    def at(self, manifest: Manifest) -> RowSource:
+        """The same in another epoch. Raises LoadError if it cannot be opened."""
 
 
 class Arena:
     """A mapped arena. Threads may share it; it stays readable when its file is unlinked."""
+
+    is_far = False
 
     def __init__(self, manifest: Manifest):
         """Raises LoadError if the file is not there, not ours, or of another size."""
@@ -127,11 +175,18 @@ class Arena:
         self._lock = threading.Lock()
         self._all = _map(manifest)
 
+    def at(self, manifest: Manifest) -> Arena:
+        return Arena(manifest)
+
+    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+        """Copies of some rows of each (layer, expert, neurons)."""
+        return [self.rows(layer, expert)[places] for layer, expert, places in wanted]
+
     def rows(self, layer: int, expert: int) -> Bytes:
         """All rows of one expert. The first time, their digest is checked."""
         entry = self._entries[layer, expert]
         rows = self._all[entry.offset : entry.offset + entry.num_bytes]
-        rows = rows.reshape(self.manifest.inner, self.manifest.row_bytes)
+        rows = rows.reshape(self.manifest.inner, self.manifest.row_bytes_of(expert))
         if (layer, expert) not in self._checked:
             self._check(entry, rows)
             with self._lock:
@@ -151,7 +206,7 @@ class Arena:
             where = f"{len(bad)} of its {len(rows)} neurons are not what was written: {some}"
         raise CorruptedExpert(
             f"expert store {self.manifest.path} (epoch {self.manifest.epoch}): layer "
-            f"{entry.layer}, expert {entry.expert} is corrupted: {where}",
+            f"{entry.layer}, {self.manifest.name_of(entry.expert)} is corrupted: {where}",
             entry.layer,
             entry.expert,
         )

@@ -1,8 +1,8 @@
 """Experts of all layers in a few slots of device memory: hits, misses, evictions, prefetch.
 
-One thread at a time asks (the engine's); the copier's thread fills slots beside it. In `exact` mode
-an expert is handed out only when all of its neurons are there, in the bits of the checkpoint: what
-was predicted, prefetched or evicted changes when a result comes and never what it is.
+One thread at a time asks (the engine's); the copier's thread fills slots beside it. An expert is
+handed out only when all that is wanted of it is there, in the bits of the checkpoint: what was
+predicted, prefetched or evicted changes when a result comes and never what it is.
 Knows nothing of routers or of how predictions are made.
 """
 
@@ -12,24 +12,31 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.experts import expert_bytes
 from penstock.kernels.moe import Expert
-from penstock.workers.config import ConfigError
-from penstock.workers.experts.arena import Arena, Manifest
+from penstock.workers.experts.arena import Places, RowSource
+from penstock.workers.experts.budget import slot_bytes
 from penstock.workers.experts.copier import CHUNK_BYTES, Copier
-from penstock.workers.experts.slots import Key, Load, Residence, Slot, SlotTable, make_slots
-from penstock.workers.experts.writer import DTYPES
+from penstock.workers.experts.slots import (
+    Key,
+    Load,
+    Residence,
+    Slot,
+    SlotTable,
+    make_slots,
+)
 from penstock.workers.models.folder import LoadError
 
 log = logging.getLogger("penstock.experts")
 
+Wanted = Mapping[int, Places]  # neurons by expert; of those that it lacks, all are wanted
+Held = deque[tuple[int, Slot]]  # experts in use or waited for
+ALL: Wanted = {}
 CHECK_S = 5.0  # while an expert is waited for, between two looks at who loads it
-MIN_SLOTS = 2  # one in use, one on its way
 
 
 @dataclass(slots=True)
@@ -47,11 +54,11 @@ class CacheCounts:
 
 
 class ExpertCache:
-    """The slots of one device, filled from `arena`."""
+    """The slots of one device, filled from `source`."""
 
     def __init__(
         self,
-        arena: Arena,
+        source: RowSource,
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -63,9 +70,9 @@ class ExpertCache:
         """`num_slots`, at least 1, are at most as many as there are experts. With `is_fair`, layers
         that have more than their share of the slots lose some first; else the least recently used
         expert of all goes. `bytes_per_s` imitates a slow link."""
-        facts = arena.manifest
+        facts = source.manifest
         assert num_slots >= 1
-        num_slots = min(num_slots, len(facts.entries))
+        num_slots = min(num_slots, facts.num_all)
         share = max(1, num_slots // len(facts.layers)) if is_fair else None
         slots = make_slots(num_slots, facts.hidden, facts.inner, dtype, device)
         self.manifest = facts
@@ -76,13 +83,14 @@ class ExpertCache:
         self.slot_bytes = slot_bytes(facts, dtype, device)
         self._known = set(facts.digests())
         self._changed = threading.Condition()
-        self._wishes: deque[Key] = deque()  # to prefetch as soon as there is room
+        self._wishes: deque[tuple[Key, Places | None]] = (
+            deque()
+        )  # to prefetch as soon as there is room
         self._predicted: set[Key] = set()  # those and the others that were to be there next
         self._held: list[Slot] = []
         self.copier = Copier(
-            arena,
-            facts.row_bytes,
-            DTYPES[facts.dtype],
+            source,
+            facts,
             dtype,
             device,
             self._changed,
@@ -96,34 +104,41 @@ class ExpertCache:
         return len(self.table.slots)
 
     def visit(
-        self, layer: int, needed: Sequence[int], meanwhile: Callable[[], None] | None = None
+        self,
+        layer: int,
+        needed: Sequence[int],
+        meanwhile: Callable[[], None] | None = None,
+        wanted: Wanted = ALL,
     ) -> Iterator[tuple[int, Expert]]:
         """Each of the `needed` experts of a layer once, those that are there first.
 
-        `meanwhile` is called once, when all misses that have room are on their way. An expert is in
-        use until the next one is asked for. Raises what the copier met: CorruptedExpert names it.
+        Of an expert that `wanted` has, these neurons are there; what lies in the place of others is
+        no part of it: zeros, or neurons of whoever had the slot before. `meanwhile` is called once,
+        when all misses that have room are on their way. An expert is in use until the next one is
+        asked for. Raises what the copier met: CorruptedExpert names it.
         """
         waiting = deque(needed)
-        held: deque[tuple[int, Slot]] = deque()
+        held: Held = deque()
         with self._changed:
             self._let_go()
             self._drop_stale(layer, set(needed))
-            self._count_lookups(layer, needed)
-            self._claim_residents(layer, waiting, held)
-            self._claim_misses(layer, waiting, held)
+            self._count_lookups(layer, needed, wanted)
+            self._claim_residents(layer, waiting, held, wanted)
+            self._claim_misses(layer, waiting, held, wanted)
         if meanwhile is not None:
             meanwhile()
         while waiting or held:
             with self._changed:
-                expert, slot = self._next_ready(layer, waiting, held)
+                expert, slot = self._next_ready(layer, waiting, held, wanted)
             yield expert, slot.expert
             with self._changed:
                 self._release(slot)
-                self._claim_misses(layer, waiting, held)
+                self._claim_misses(layer, waiting, held, wanted)
                 self._grant_wishes()
 
-    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
-        """Load these experts of `layer` if there is room, the first ones first.
+    def prefetch(self, layer: int, experts: Sequence[int], wanted: Wanted = ALL) -> None:
+        """Load these experts of `layer` if there is room, the first ones first; of those that
+        `wanted` has, these neurons.
 
         Only warms the cache: nothing that is in use or on its way gives way to it, and nothing is
         evicted for it before the link has time for it. On a link that never rests, it does nothing.
@@ -131,14 +146,14 @@ class ExpertCache:
         with self._changed:
             self._forget_wishes()
             for expert in experts:
-                key = layer, expert
-                if key not in self._known:
+                key, some = (layer, expert), wanted.get(expert)
+                if key not in self._known or (some is not None and not len(some)):
                     continue
                 slot = self.table.get(key)
                 if slot is not None:
                     self.table.touch(key)
-                if slot is None or not (slot.is_whole or slot.load is not None):
-                    self._wishes.append(key)
+                if slot is None or not (slot.holds(some) or slot.load is not None):
+                    self._wishes.append((key, some))
                 self._predicted.add(key)
             self._grant_wishes()
 
@@ -149,16 +164,16 @@ class ExpertCache:
                 if key in self._known and self.table.get(key) is None and self.table.num_free:
                     self._begin_prefetch(key, self.table.take(key))
 
-    def use_source(self, arena: Arena) -> None:
-        """Load from `arena` from now on; it must hold the same experts. Raises LoadError if not."""
-        if arena.manifest.digests() != self.manifest.digests():
+    def use_source(self, source: RowSource) -> None:
+        """Load from `source` from now on. Raises LoadError unless it holds the same experts."""
+        if source.manifest.digests() != self.manifest.digests():
             raise LoadError(
-                f"{arena.manifest.path} (epoch {arena.manifest.epoch}) holds other experts than "
+                f"{source.manifest.path} (epoch {source.manifest.epoch}) holds other experts than "
                 "this worker began with; restart it to serve those"
             )
         with self._changed:
-            self.manifest = arena.manifest
-            self.copier.source = arena
+            self.manifest = source.manifest
+            self.copier.source = source
 
     def close(self) -> None:
         """End the copier's thread; the next load starts another one."""
@@ -197,81 +212,85 @@ class ExpertCache:
         if load.slot.is_idle and not load.slot.num_has:
             self.table.give_back(load.slot)
 
-    def _count_lookups(self, layer: int, needed: Sequence[int]) -> None:
+    def _count_lookups(self, layer: int, needed: Sequence[int], wanted: Wanted) -> None:
         counts, inner = self.counts, self.manifest.inner
         for expert in needed:
             self.uses[layer, expert] = self.uses.get((layer, expert), 0) + 1
-            found, slot = self.table.lookup((layer, expert))
+            some = wanted.get(expert)
+            found, slot = self.table.lookup((layer, expert), some)
             counts.num_hits += found is Residence.WHOLE
             counts.num_partial += found is Residence.PARTIAL
             counts.num_misses += found is Residence.ABSENT
-            counts.num_rows_wanted += inner
+            num_wanted = inner if some is None else len(some)
+            counts.num_rows_wanted += num_wanted
             if slot is not None:
-                counts.num_rows_there += slot.num_has
+                counts.num_rows_there += num_wanted - len(slot.missing(some))
                 counts.num_prefetch_used += slot.was_prefetched
                 slot.was_prefetched = False
 
-    def _claim_residents(
-        self, layer: int, waiting: deque[int], held: deque[tuple[int, Slot]]
-    ) -> None:
+    def _claim_residents(self, layer: int, waiting: deque[int], held: Held, wanted: Wanted) -> None:
         """Hold the experts that have slots, and ask for what is missing of them."""
         for expert in list(waiting):
             slot = self.table.get((layer, expert))
             if slot is None:
                 continue
             waiting.remove(expert)
-            self._hold(slot, (layer, expert))
+            self._hold(slot, (layer, expert), wanted.get(expert))
             held.append((expert, slot))
 
-    def _claim_misses(self, layer: int, waiting: deque[int], held: deque[tuple[int, Slot]]) -> None:
+    def _claim_misses(self, layer: int, waiting: deque[int], held: Held, wanted: Wanted) -> None:
         """Slots for the others, as far as there are any."""
         while waiting:
             key = (layer, waiting[0])
             slot = self.table.get(key) or self.table.take(key)
             if slot is None:
                 return
-            self._hold(slot, key)
+            self._hold(slot, key, wanted.get(waiting[0]))
             held.append((waiting.popleft(), slot))
 
-    def _hold(self, slot: Slot, key: Key) -> None:
+    def _hold(self, slot: Slot, key: Key, some: Places | None) -> None:
         slot.num_users += 1
         self._held.append(slot)
         self.table.touch(key)
+        if slot.holds(some):
+            return
+        missing = slot.missing(some)
         if slot.load is not None:
-            self.copier.promote(slot.load)
-        elif not slot.is_whole:
-            self.copier.submit(Load(slot, key, slot.missing(), is_demand=True))
+            self.copier.promote(slot.load, missing)
+        else:
+            self.copier.submit(Load(slot, key, missing, is_demand=True))
 
     def _next_ready(
-        self, layer: int, waiting: deque[int], held: deque[tuple[int, Slot]]
+        self, layer: int, waiting: deque[int], held: Held, wanted: Wanted
     ) -> tuple[int, Slot]:
-        """The next expert that is whole; waits for one if there is none."""
+        """The next expert that has all that is wanted of it; waits for one if there is none."""
         began_s = None
         while True:
             for place, (expert, slot) in enumerate(held):
-                if slot.is_whole and slot.load is None:
+                some = wanted.get(expert)
+                if slot.holds(some):
                     del held[place]
                     if began_s is not None:
                         self.counts.stall_s += time.perf_counter() - began_s
                     return expert, slot
                 if slot.load is None:  # it has ended, and not all is there
-                    self._ask_again(slot)
+                    self._ask_again(slot, some)
             if not held:  # every slot is taken by prefetches
                 for load in self.copier.prefetches:
                     self._cancel(load)
-                self._claim_misses(layer, waiting, held)
+                self._claim_misses(layer, waiting, held, wanted)
                 if held:
                     continue
             began_s = began_s or time.perf_counter()
             if not self._changed.wait(CHECK_S) and not self.copier.is_alive:
                 raise RuntimeError("the thread that loads experts has ended")
 
-    def _ask_again(self, slot: Slot) -> None:
+    def _ask_again(self, slot: Slot, some: Places | None) -> None:
         error, slot.error = slot.error, None
         if error is not None:
             raise error
         assert slot.key is not None
-        self.copier.submit(Load(slot, slot.key, slot.missing(), is_demand=True))
+        self.copier.submit(Load(slot, slot.key, slot.missing(some), is_demand=True))
 
     def _release(self, slot: Slot) -> None:
         slot.num_users -= 1
@@ -283,38 +302,18 @@ class ExpertCache:
     def _grant_wishes(self) -> None:
         """Begin the next prefetch, if the link is idle and there is room."""
         while self._wishes and not self.copier.is_busy:
-            key = self._wishes[0]
+            key, some = self._wishes[0]
             slot = self.table.get(key)
             if slot is None:
                 slot = self.table.take(key, keep=self._predicted)
                 if slot is None:
                     return
             self._wishes.popleft()
-            if not slot.is_whole and slot.load is None:
-                self._begin_prefetch(key, slot)
+            if not slot.holds(some) and slot.load is None:
+                self._begin_prefetch(key, slot, some)
 
-    def _begin_prefetch(self, key: Key, slot: Slot | None) -> None:
+    def _begin_prefetch(self, key: Key, slot: Slot | None, some: Places | None = None) -> None:
         assert slot is not None
         slot.was_prefetched = True
         self.counts.num_prefetched += 1
-        self.copier.submit(Load(slot, key, slot.missing(), is_demand=False))
-
-
-def slot_bytes(manifest: Manifest, dtype: torch.dtype, device: torch.device) -> int:
-    """Device memory of one expert."""
-    return expert_bytes(manifest.hidden, manifest.inner, dtype, device)
-
-
-def slots_within(
-    gigabytes: float, manifest: Manifest, dtype: torch.dtype, device: torch.device
-) -> int:
-    """How many slots a budget of GiB gives, at most one an expert. Raises ConfigError below two."""
-    size, count = slot_bytes(manifest, dtype, device), len(manifest.entries)
-    num_slots = min(int(gigabytes * 2**30 // size), count)
-    if num_slots < min(MIN_SLOTS, count):
-        raise ConfigError(
-            f"expert_cache_gb {gigabytes:g} holds {num_slots} of the {count} experts of this "
-            f"model, which take {size / 2**30:.4f} GiB each: {MIN_SLOTS} are the least; raise it "
-            f"to {MIN_SLOTS * size / 2**30:.4f}"
-        )
-    return num_slots
+        self.copier.submit(Load(slot, key, slot.missing(some), is_demand=False))

@@ -19,9 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.expert_twin import dequantize_neurons
 from penstock.kernels.experts import write_neurons
-from penstock.workers.experts.arena import Bytes, CorruptedExpert, RowSource
-from penstock.workers.experts.slots import Load, Places, Slot
+from penstock.workers.experts.arena import (
+    TWIN_GROUP,
+    Bytes,
+    CorruptedExpert,
+    Manifest,
+    Places,
+    RowSource,
+)
+from penstock.workers.experts.link import LinkCounts
+from penstock.workers.experts.slots import Load
+from penstock.workers.experts.writer import DTYPES
 from penstock.workers.link_thread import Throttle
 
 log = logging.getLogger("penstock.experts")
@@ -30,22 +40,11 @@ CHUNK_BYTES = 512 * 1024  # what a demand waits for at most
 
 
 @dataclass(slots=True)
-class LinkCounts:
-    """What has gone over the link so far."""
-
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
-    busy_s: float = 0.0
-    num_corrupted: int = 0  # experts that did not match their digest, each time
-
-
-@dataclass(slots=True)
 class Copier:
     """`changed` is the cache's lock: all methods are called while it is held."""
 
     source: RowSource
-    row_bytes: int
-    stored_dtype: torch.dtype
+    facts: Manifest  # of the rows
     slot_dtype: torch.dtype
     device: torch.device
     changed: threading.Condition
@@ -67,9 +66,14 @@ class Copier:
             self._thread.start()
         self.changed.notify_all()
 
-    def promote(self, load: Load) -> None:
-        """Somebody waits for it now."""
+    def promote(self, load: Load, missing: Places) -> None:
+        """Somebody waits for these neurons now: behind the chunk under way, they go and no others.
+
+        `missing`, at least one, are not there yet.
+        """
         load.is_cancelled = False
+        begun = load.places[: load.num_done + load.num_active]
+        load.places = np.concatenate([begun, missing[~np.isin(missing, begun)]])
         if not load.is_demand:
             self._prefetches.remove(load)
             load.is_demand = True
@@ -78,7 +82,7 @@ class Copier:
     def cancel(self, load: Load) -> None:
         """Copy no more of it than the chunk that is under way; then, or now, it has ended."""
         load.is_cancelled = True
-        if not load.is_active:
+        if not load.num_active:
             self._end(load)
 
     @property
@@ -120,31 +124,69 @@ class Copier:
                     self.on_idle()
                     if not self.is_busy:
                         self.changed.wait()
-                load = (self._demands or self._prefetches)[0]
-                part = load.places[load.num_done : load.num_done + lane.rows_at_once]
-                load.is_active = True
                 source = self.source
-            began_s, error = time.perf_counter(), None
-            try:
-                lane.copy(source.rows(*load.key), part, load.slot)
-            except Exception as met:  # of whoever waits for the expert; other loads go on
-                log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
-                error = met
-            with self.changed:
-                self._account(load, part, time.perf_counter() - began_s, error)
+                parts = self._next_parts(lane, source.is_far)
+            if source.is_far:
+                self._fetch(lane, source, parts)
+                continue
+            load, part = parts[0]
+            self._do(load, part, lambda: lane.copy(source.rows(*load.key), part, load))  # noqa: B023
+
+    def _next_parts(self, lane: Lane, is_far: bool) -> list[tuple[Load, Places]]:
+        """What goes over next: a chunk of the first load; from afar, one of each that waits."""
+        loads = list(self._demands or self._prefetches)
+        parts = []
+        for load in loads if is_far else loads[:1]:
+            part = load.places[load.num_done : load.num_done + lane.rows_at_once(load)]
+            load.num_active = len(part)
+            parts.append((load, part))
+        return parts
+
+    def _fetch(self, lane: Lane, source: RowSource, parts: list[tuple[Load, Places]]) -> None:
+        """One question for all parts; then each is unpacked."""
+        began_s = time.perf_counter()
+        found: list[Bytes] | Exception
+        try:
+            found = source.gather([(*load.key, np.sort(part)) for load, part in parts])
+        except Exception as met:
+            found = met
+        seconds = (time.perf_counter() - began_s) / len(parts)
+        for i, (load, part) in enumerate(parts):
+
+            def unpack(i: int = i, load: Load = load, part: Places = part) -> None:
+                if isinstance(found, Exception):
+                    raise found
+                lane.unpack(found[i], np.sort(part), load)
+
+            self._do(load, part, unpack, seconds)
+
+    def _do(
+        self, load: Load, part: Places, copy: Callable[[], None], before_s: float = 0.0
+    ) -> None:
+        """Run `copy`, and note how it ended; `before_s` were spent on it already."""
+        began_s, error = time.perf_counter(), None
+        try:
+            copy()
+        except Exception as met:  # of whoever waits for the expert; other loads go on
+            log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
+            error = met
+        with self.changed:
+            self._account(load, part, before_s + time.perf_counter() - began_s, error)
 
     def _account(self, load: Load, part: Places, seconds: float, error: Exception | None) -> None:
-        load.is_active = False
+        load.num_active = 0
         load.slot.error = error
         self.counts.busy_s += seconds
+        self.counts.demand_busy_s += seconds * load.is_demand
         if error is None:
             load.num_done += len(part)
             load.slot.arrived(part)
+            num_bytes = len(part) * self.facts.row_bytes_of(load.key[1])
             if load.is_demand:
-                self.counts.demand_bytes += len(part) * self.row_bytes
+                self.counts.demand_bytes += num_bytes
             else:
-                self.counts.prefetch_bytes += len(part) * self.row_bytes
-        elif isinstance(error, CorruptedExpert):
+                self.counts.prefetch_bytes += num_bytes
+        elif isinstance(error, CorruptedExpert) and (error.layer, error.expert) == load.key:
             self.counts.num_corrupted += 1
         if error is not None or load.is_cancelled or load.num_done == len(load.places):
             self._end(load)
@@ -155,8 +197,8 @@ class Lane:
 
     def __init__(self, copier: Copier):
         self._copier = copier
-        self.rows_at_once = max(1, copier.chunk_bytes // copier.row_bytes)
-        shape = self.rows_at_once, copier.row_bytes
+        most = max(map(copier.facts.row_bytes_of, (0, copier.facts.num_known - 1)))
+        shape = (max(most, copier.chunk_bytes),)
         is_cuda = copier.device.type == "cuda"
         self._throttle = None if copier.bytes_per_s is None else Throttle(copier.bytes_per_s)
         self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=copier.device)
@@ -169,32 +211,54 @@ class Lane:
         )
         self._stream = torch.cuda.Stream(copier.device) if is_cuda else None
 
-    @torch.inference_mode()
-    def copy(self, rows: Bytes, part: Places, slot: Slot) -> None:
-        """Neurons `part` of `rows` into `slot`; they are there when it returns."""
-        num_bytes = len(part) * self._copier.row_bytes
-        wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
-        until_s = time.monotonic() + wait_s
-        gathered = self._host_bytes[: len(part)]
+    def rows_at_once(self, load: Load) -> int:
+        """Neurons of a chunk."""
+        return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
+
+    def copy(self, rows: Bytes, part: Places, load: Load) -> None:
+        """Neurons `part` of `rows` into their slot; they are there when it returns."""
+        part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
+        gathered, until_s = self._staging(len(part), rows.shape[1])
         first = int(part[0])
         if int(part[-1]) - first + 1 == len(part):  # neighbours
             np.copyto(gathered.numpy(), rows[first : first + len(part)])
         else:
             np.take(rows, part, axis=0, out=gathered.numpy(), mode="clip")
+        self._send(gathered, part, load, until_s)
+
+    def unpack(self, rows: Bytes, part: Places, load: Load) -> None:
+        """The same, where `rows` are those neurons alone, in ascending order."""
+        gathered, until_s = self._staging(*rows.shape)
+        np.copyto(gathered.numpy(), rows)
+        self._send(gathered, part, load, until_s)
+
+    def _staging(self, num_rows: int, row_bytes: int) -> tuple[Tensor, float]:
+        """Memory for rows, and the time before which an imitated link has not sent them."""
+        num_bytes = num_rows * row_bytes
+        wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
+        return self._host_bytes[:num_bytes].view(num_rows, row_bytes), time.monotonic() + wait_s
+
+    @torch.inference_mode()
+    def _send(self, gathered: Tensor, part: Places, load: Load, until_s: float) -> None:
+        slot, num_bytes = load.slot, gathered.numel()
         places = torch.from_numpy(part)
         if self._stream is None:
-            self._unpack(gathered, places, slot)
+            self._unpack(gathered, places, load)
         else:
             with torch.cuda.stream(self._stream):
                 if slot.last_use is not None:
                     self._stream.wait_event(slot.last_use)
-                arrived = self._device_bytes[: len(part)]
+                arrived = self._device_bytes[:num_bytes].view(len(part), -1)
                 arrived.copy_(gathered, non_blocking=True)
-                self._unpack(arrived, places.to(self._copier.device), slot)
+                self._unpack(arrived, places.to(self._copier.device), load)
             self._stream.synchronize()
         if (left_s := until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def _unpack(self, arrived: Tensor, places: Tensor, slot: Slot) -> None:
-        rows = arrived.view(self._copier.stored_dtype).to(self._copier.slot_dtype)
-        write_neurons(slot.expert, rows, places)
+    def _unpack(self, arrived: Tensor, places: Tensor, load: Load) -> None:
+        facts = self._copier.facts
+        if facts.is_twin(load.key[1]):
+            rows = dequantize_neurons(arrived, facts.hidden, TWIN_GROUP)
+        else:
+            rows = arrived.view(DTYPES[facts.dtype])
+        write_neurons(load.slot.expert, rows.to(self._copier.slot_dtype), places)

@@ -1,91 +1,125 @@
-"""The routed experts of one model out of a cache: opened from settings, asked by layer, counted.
+"""The routed experts of one model out of a cache: asked by layer, looked ahead for, counted.
 
-Ties arena, cache and predictor together; does the work of none of them.
+Puts what a layer asks for into the words of the cache: which experts, which of their neurons, whose
+twin; and has what the next layer is likely to ask for come meanwhile. Knows nothing of settings,
+files or slots.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from penstock.kernels.moe import Expert, Visit
-from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.experts.arena import Arena, Manifest
-from penstock.workers.experts.cache import ExpertCache, slots_within
+from penstock.kernels.moe import Visited
+from penstock.workers.experts.arena import Places
+from penstock.workers.experts.cache import ExpertCache, Wanted
+from penstock.workers.experts.link import LinkMeter
+from penstock.workers.experts.modes import StepRows
+from penstock.workers.experts.neurons import NeuronChoice
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
-from penstock.workers.experts.writer import (
-    DTYPES,
-    CheckpointExperts,
-    remove_arena,
-    write_arena,
-)
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.checkpoint import StoredTensor
-from penstock.workers.models.folder import LoadError
+from penstock.workers.models.moe import Routing
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
-log = logging.getLogger("penstock.experts")
+WHOLE_SHARE = 0.75  # of an expert's neurons: if more are wanted, all of them come in one piece
 
-
-@dataclass(frozen=True, slots=True)
-class ExpertSettings:
-    """How the experts of a model are kept. `num_slots` overrides `cache_gb`; one of them is set."""
-
-    cache_gb: float | None = None
-    num_slots: int | None = None
-    prefetch: bool = True
-    manifest: Manifest | None = None  # of the node's store; None: an arena of one's own
-    folder: str = "/dev/shm"  # where that is written
-    is_fair: bool = True
-    bytes_per_s: float | None = None  # imitates a slow link, for benchmarks and tests
-
-
-def settings_of(config: EngineConfig, manifest: Manifest | None = None) -> ExpertSettings | None:
-    """As configured; None where experts are like other weights."""
-    if config.expert_cache_gb is None:
-        return None
-    return ExpertSettings(
-        cache_gb=config.expert_cache_gb,
-        prefetch=config.expert_prefetch,
-        manifest=manifest,
-        folder=config.expert_store_dir,
-    )
+Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
 
 
 class RoutedExperts:
     """What a decoder with an expert cache has instead of packed experts."""
 
-    def __init__(self, cache: ExpertCache, config: ModelConfig, prefetch: bool):
+    def __init__(
+        self,
+        cache: ExpertCache,
+        config: ModelConfig,
+        *,
+        prefetch: bool = False,
+        choice: NeuronChoice | None = None,
+    ):
+        """`choice` of neurons: for sparse rows, and of what is prefetched."""
         self.cache = cache
-        self._wants_predictor = prefetch
+        self.prefetch = prefetch
+        self.choice = choice
+        self.rows: StepRows | None = None  # of the step under way; None: all of them are exact
+        self.watch: Watcher | None = None
+        self.meter = LinkMeter(cache.copier.counts)
+        self.num_sparse_neurons = self.num_skipped_neurons = 0
+        self.num_withheld = 0  # times that nothing was prefetched because the link had no time
+        self.predictor: Predictor | None = None  # until the layers are there
         self._config = config
-        self.predictor: Predictor | None = None
 
     def layer(self, layer: int) -> CachedExperts:
         return CachedExperts(self, layer)
 
     def look_ahead_by(self, layers: Sequence[RoutedLayer]) -> None:
-        """All routers are there: predict with them, if prefetch is wanted."""
-        if self._wants_predictor:
-            facts = self._config
-            self.predictor = Predictor(
-                layers, facts.num_experts, facts.num_experts_per_token, facts.rms_norm_eps
-            )
+        """All routers are there: predict with them."""
+        facts = self._config
+        self.predictor = Predictor(
+            layers, facts.num_experts, facts.num_experts_per_token, facts.rms_norm_eps
+        )
+
+    def look_ahead(self, layer: int, ids: Tensor, state: Callable[[], Tensor]) -> None:
+        """Behind what `layer` waits for, have the experts of the next one come.
+
+        A step of so many rows that all experts are wanted streams whole layers (rows that want some
+        neurons only do not count). For others, what comes is a guess, and is only made if asked
+        for, and while the link has time for it.
+        """
+        predictor = self.predictor
+        if predictor is None:
+            return
+        following = predictor.next_of(layer)
+        if predictor.wants_all(len(ids) - self._num_sparse()):
+            predictor.forget(layer, following)
+            if following is not None:
+                first = self._shift()
+                self.cache.prefetch(following, range(first, first + predictor.num_experts))
+            return
+        if not self.prefetch:
+            return
+        predictor.observe(layer, ids)
+        if following is None:
+            return
+        if self.meter.is_saturated():
+            self.num_withheld += 1
+            return
+        now = state()
+        experts, shift = predictor.foresee(now, following), self._shift()
+        if shift:
+            self.cache.prefetch(following, [expert + shift for expert in experts])
+        else:
+            self.cache.prefetch(following, experts, self._foreseen_neurons(now, following))
+
+    def _num_sparse(self) -> int:
+        return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
+
+    def _shift(self) -> int:
+        """From an expert's number to its twin's, if that is what all rows of the step take."""
+        if self.rows is None or self.rows.quantized is None or not bool(self.rows.quantized.all()):
+            return 0
+        return self.cache.manifest.num_experts
+
+    def _foreseen_neurons(self, state: Tensor, layer: int) -> Wanted:
+        """Of the experts that `layer` is likely to want, the neurons; all, without a choice."""
+        if self.choice is None or self.predictor is None:
+            return {}
+        return self.predictor.foresee_neurons(state, layer, self.choice.active)
+
+    def count_neurons(self, num_neurons: int, num_skipped: int) -> None:
+        """Of a step: neurons of the experts that sparse rows went through, and those left out."""
+        self.num_sparse_neurons += num_neurons
+        self.num_skipped_neurons += num_skipped
 
     def stats(self) -> ExpertStats:
         """A snapshot; from the thread that computes."""
         cache, counts, link = self.cache, self.cache.counts, self.cache.copier.counts
-        accuracy = {} if self.predictor is None else self.predictor.accuracy
+        accuracy = self.predictor.accuracy if self.prefetch and self.predictor else {}
         return ExpertStats(
             num_slots=cache.num_slots,
-            num_experts=len(cache.manifest.entries),
+            num_experts=cache.manifest.num_all,
             slot_bytes=cache.slot_bytes,
             epoch=cache.manifest.epoch,
             num_hits=counts.num_hits,
@@ -95,6 +129,9 @@ class RoutedExperts:
             num_neurons_there=counts.num_rows_there,
             num_prefetched=counts.num_prefetched,
             num_prefetch_used=counts.num_prefetch_used,
+            num_withheld=self.num_withheld,
+            num_sparse_neurons=self.num_sparse_neurons,
+            num_skipped_neurons=self.num_skipped_neurons,
             demand_bytes=link.demand_bytes,
             prefetch_bytes=link.prefetch_bytes,
             stall_s=counts.stall_s,
@@ -107,6 +144,8 @@ class RoutedExperts:
                     each.num_right,
                     each.num_repeated_routed,
                     each.num_repeated,
+                    each.num_neurons,
+                    each.num_neurons_right,
                 )
                 for layer, each in accuracy.items()
             ),
@@ -121,6 +160,14 @@ class RoutedExperts:
         self.cache.close()
 
 
+@dataclass(slots=True)
+class Choices:
+    """Of one layer and step: the neurons that count for whom, and those that must be there."""
+
+    active: dict[int, Tensor] = field(default_factory=dict)  # by expert, bool [its tokens, inner]
+    wanted: dict[int, Places] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedExperts:
     """The experts of one layer, each of them in device memory while it is used."""
@@ -128,90 +175,59 @@ class CachedExperts:
     routed: RoutedExperts
     layer: int
 
-    def visit(self, ids: Tensor, state: Callable[[], Tensor]) -> Visit:
-        """For the routing `ids` int64 [T, k]; `state` gives the residual stream [T, hidden], with
-        all that is known of this layer's output."""
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> Routing:
+        """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
+        residual stream [T, hidden], with all that is known of this layer's output."""
+        routed, rows = self.routed, self.routed.rows
+        if routed.watch is not None:
+            routed.watch(self.layer, x, ids)
+        facts, asked = routed.cache.manifest, ids
+        if rows is not None and rows.quantized is not None:
+            asked = ids + facts.num_experts * rows.quantized[:, None]
+        choices = Choices()
+        if rows is not None and rows.sparse is not None:
+            choices = self._choose(ids, x, rows, rows.sparse)
 
-        def in_turn(needed: list[int]) -> Iterator[tuple[int, Expert]]:
-            cache = self.routed.cache
-            return cache.visit(self.layer, needed, lambda: self._look_ahead(ids, state))
+        def in_turn(needed: list[int]) -> Iterator[Visited]:
+            def meanwhile() -> None:
+                routed.look_ahead(self.layer, ids, state)
 
-        return in_turn
+            visit = routed.cache.visit(self.layer, needed, meanwhile, choices.wanted)
+            return ((e, expert, choices.active.get(e)) for e, expert in visit)
 
-    def _look_ahead(self, ids: Tensor, state: Callable[[], Tensor]) -> None:
-        """Behind what this layer waits for, have the next one's experts come."""
-        predictor = self.routed.predictor
-        if predictor is None:
-            return
-        predictor.observe(self.layer, ids)
-        following = predictor.next_of(self.layer)
-        if following is not None:
-            self.routed.cache.prefetch(following, predictor.foresee(state(), following))
+        return Routing(asked, facts.num_known, in_turn)
 
+    def _choose(self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor) -> Choices:
+        """The neurons of each expert that has sparse rows, and what is left out, counted."""
+        choice, choices = self.routed.choice, Choices()
+        assert choice is not None, "sparse rows need thresholds"
+        if len(ids) == 1:  # what is asked for most, without a gather
+            for expert in ids[0].tolist():
+                kept = choice.active(self.layer, expert, x)
+                choices.active[expert] = kept
+                self._want(expert, kept, choices)
+                rows.num_neurons.add_(kept.shape[1])
+                rows.num_skipped.add_(kept.shape[1] - kept.sum(1))
+            return choices
+        for expert in ids[sparse].unique().tolist():
+            tokens = (ids == expert).any(1).nonzero()[:, 0]
+            theirs = sparse[tokens]
+            some = tokens[theirs]
+            kept = choice.active(self.layer, expert, x[some])
+            rows.num_neurons[some] += kept.shape[1]
+            rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
+            if len(some) == len(tokens):
+                self._want(expert, kept, choices)
+            active = kept.new_ones(len(tokens), kept.shape[1])
+            active[theirs] = kept
+            choices.active[expert] = active
+        return choices
 
-def check_weights(weights: str, config: ModelConfig) -> None:
-    """Raise ConfigError unless experts are plain numbers: the store knows no quantised ones."""
-    if config.stored_scheme is not None:
-        raise ConfigError(
-            "expert_cache_gb takes checkpoints that are not quantised; this one is: leave it out, "
-            "or give the original checkpoint"
-        )
-    if weights not in ("auto", *DTYPES):
-        raise ConfigError(
-            f"expert_cache_gb keeps experts in the checkpoint's own numbers, and weights is "
-            f"{weights}: leave one of them out, or choose weights auto, fp32 or bf16"
-        )
-
-
-def open_experts(
-    settings: ExpertSettings,
-    folder: Path,
-    config: ModelConfig,
-    tensors: dict[str, StoredTensor],
-    device: torch.device,
-) -> tuple[RoutedExperts, set[str]]:
-    """The experts of the checkpoint in `folder` behind a cache, and the names of their tensors.
-
-    `config` says in which dtype the model computes. Raises ConfigError for a dense model or a
-    budget that is too small, and LoadError if the store's arena is another checkpoint's.
-    """
-    compute = DTYPES[config.dtype]
-    experts = CheckpointExperts(folder, config, tensors)
-    if settings.manifest is not None:
-        if settings.manifest.checkpoint != experts.identity(compute):
-            raise LoadError(
-                f"the expert store {settings.manifest.path} was made of other files than those in "
-                f"{folder}; have the store reload, or restart the cluster"
-            )
-        arena = Arena(settings.manifest)
-    else:
-        arena = _own_arena(experts, compute, Path(settings.folder))
-    num_slots = settings.num_slots
-    if num_slots is None:
-        assert settings.cache_gb is not None
-        num_slots = slots_within(settings.cache_gb, arena.manifest, compute, device)
-    cache = ExpertCache(
-        arena,
-        num_slots,
-        compute,
-        device,
-        is_fair=settings.is_fair,
-        bytes_per_s=settings.bytes_per_s,
-    )
-    log.info(
-        "%d of %d experts fit into their cache: %d slots of %.2f MiB",
-        cache.num_slots,
-        len(arena.manifest.entries),
-        cache.num_slots,
-        cache.slot_bytes / 2**20,
-    )
-    return RoutedExperts(cache, config, settings.prefetch), experts.names()
-
-
-def _own_arena(experts: CheckpointExperts, compute: torch.dtype, folder: Path) -> Arena:
-    """Of this process alone: its file has no name any more, so nothing is left behind."""
-    path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.arena"
-    try:
-        return Arena(write_arena(experts, path, compute))
-    finally:
-        remove_arena(path)
+    def _want(self, expert: int, kept: Tensor, choices: Choices) -> None:
+        """What all of an expert's rows together need of it is all that need be there."""
+        union = kept[0] if len(kept) == 1 else kept.any(0)
+        places: Places = union.nonzero()[:, 0].cpu().numpy()
+        if self.routed.predictor is not None:
+            self.routed.predictor.observe_neurons(self.layer, expert, places)
+        if len(places) <= WHOLE_SHARE * kept.shape[1]:
+            choices.wanted[expert] = places

@@ -16,9 +16,9 @@ import torch
 
 from penstock.kernels.experts import empty_expert, expert_bytes
 from penstock.kernels.moe import Expert
+from penstock.workers.experts.arena import Places
 
 Key = tuple[int, int]  # layer, expert
-Places = npt.NDArray[np.int64]  # neurons
 
 
 class Residence(Enum):
@@ -52,6 +52,10 @@ class Slot:
         """Neither in use nor loading."""
         return not self.num_users and self.load is None
 
+    def holds(self, wanted: Places | None = None) -> bool:
+        """Whether these neurons are there; None: all of them."""
+        return self.is_whole if wanted is None else bool(self.has[wanted].all())
+
     def missing(self, wanted: Places | None = None) -> Places:
         """Neurons that are not there: of `wanted`, or of all."""
         if wanted is None:
@@ -69,10 +73,10 @@ class Load:
 
     slot: Slot
     key: Key
-    places: Places
+    places: Places  # the first ones go first
     is_demand: bool
     num_done: int = 0
-    is_active: bool = False  # a chunk of it is being copied
+    num_active: int = 0  # neurons of the chunk that is being copied
     is_cancelled: bool = False
 
 
@@ -104,8 +108,7 @@ class SlotTable:
         slot = self._by_key.get(key)
         if slot is None:
             return Residence.ABSENT, None
-        is_there = slot.is_whole if wanted is None else not len(slot.missing(wanted))
-        return (Residence.WHOLE if is_there else Residence.PARTIAL), slot
+        return (Residence.WHOLE if slot.holds(wanted) else Residence.PARTIAL), slot
 
     def touch(self, key: Key) -> None:
         """It is the most recently used one now."""

@@ -6,6 +6,7 @@ Knows the names of experts' tensors in checkpoints; nothing of who will read the
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.kernels.expert_twin import quantize_neurons
 from penstock.kernels.experts import neuron_rows
 from penstock.workers.config import ConfigError
 from penstock.workers.experts.arena import (
+    TWIN_GROUP,
     Bytes,
     ExpertEntry,
     Manifest,
@@ -89,11 +92,22 @@ class CheckpointExperts:
         narrow = widest if widest.itemsize <= compute.itemsize and widest in NAMES else compute
         return narrow if narrow in NAMES else torch.float32
 
-    def identity(self, compute: torch.dtype) -> str:
+    def identity(self, compute: torch.dtype, has_twins: bool = False) -> str:
         """What an arena of these experts is known by; changes when the files do."""
         files = {stored.file for stored in self.tensors.values()}
         dtype = NAMES[self.dtype(compute)]
-        return checkpoint_identity({str(f): f.stat() for f in files}, {"dtype": dtype})
+        facts = {"dtype": dtype, "twins": has_twins}
+        return checkpoint_identity({str(f): f.stat() for f in files}, facts)
+
+    def routers(self) -> str:
+        """A digest of the routers' numbers: whatever folder they lie in, they are this model's."""
+        hashed = hashlib.blake2b(digest_size=16)
+        count, hidden = self.config.num_experts, self.config.hidden_size
+        for layer in self.layers:
+            name = f"{self._prefix(layer).removesuffix('.experts')}.gate.weight"
+            router = self._find(name, count, hidden).read()
+            hashed.update(router.view(torch.uint8).numpy().data)
+        return hashed.hexdigest()
 
     def _prefix(self, layer: int) -> str:
         name = f"model.layers.{layer}.block_sparse_moe"
@@ -129,34 +143,43 @@ def write_arena(
     compute: torch.dtype,
     *,
     epoch: int = 1,
+    has_twins: bool = False,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
     """Write the arena for models that compute in `compute` to `path`, which appears when it is
-    whole; beside it its manifest. Readable by this user alone. `on_bytes` hears of bytes written.
+    whole; beside it its manifest. Readable by this user alone. With `has_twins`, each expert's int8
+    twin lies behind it. `on_bytes` hears of bytes written.
 
     Raises LoadError for a checkpoint that does not match its config, or where there is no room.
     """
     dtype, config = experts.dtype(compute), experts.config
-    row_bytes = 3 * config.hidden_size * dtype.itemsize
-    count = len(experts.layers) * config.num_experts
     blank = Manifest(
         path=str(path),
         epoch=epoch,
-        checkpoint=experts.identity(compute),
+        checkpoint=experts.identity(compute, has_twins),
         dtype=NAMES[dtype],
         hidden=config.hidden_size,
         inner=config.moe_intermediate_size,
         num_experts=config.num_experts,
         layers=experts.layers,
-        num_bytes=count * block_bytes(config.moe_intermediate_size, row_bytes),
+        num_bytes=0,
         entries=(),
+        has_twins=has_twins,
+        routers=experts.routers(),
     )
+    layer_bytes = sum(
+        block_bytes(blank.inner, blank.row_bytes_of(expert)) for expert in range(blank.num_known)
+    )
+    blank = replace(blank, num_bytes=len(experts.layers) * layer_bytes)
 
     def all_rows() -> Iterator[tuple[int, int, Bytes]]:
         for layer in experts.layers:
             for expert in range(config.num_experts):
                 rows = rows_of(experts.parts(layer, expert), dtype)
                 yield layer, expert, rows.view(torch.uint8).numpy()
+                if has_twins:
+                    twins = quantize_neurons(rows, TWIN_GROUP)
+                    yield layer, config.num_experts + expert, twins.numpy()
 
     return write_rows(blank, all_rows(), on_bytes)
 
@@ -179,7 +202,7 @@ def write_rows(
             _write(descriptor, rows.tobytes(), offset)
             _write(descriptor, checksums_of(rows).tobytes(), offset + rows.nbytes)
             entries.append(ExpertEntry(layer, expert, offset, rows.nbytes, digest_of(rows)))
-            offset += block_bytes(blank.inner, blank.row_bytes)
+            offset += block_bytes(blank.inner, rows.shape[1])
             on_bytes(rows.nbytes)
         manifest = replace(blank, entries=tuple(entries))
         manifest.check()

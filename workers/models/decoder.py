@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.matmul import PackedLinear, linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
+from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory import KvLayer
 from penstock.workers.model_config import ModelConfig
@@ -70,23 +71,32 @@ class Decoder:
         inputs: AttentionInputs,
         kv_layers: Sequence[KvLayer],
         workspace: Workspace | None = None,
+        moe_rows: StepRows | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
         Writes K and V of all rows into `kv_layers` (one a layer, of this decoder's dtype or
         quantised) and reads the rest of each context from there. All that is as large as the
         result, and the result itself, lies in `workspace` of T rows (by default in a fresh one).
-        Every layer overwrites what the one before it left in scratch blocks.
+        Every layer overwrites what the one before it left in scratch blocks. `moe_rows`: which rows
+        are not to be exact, where experts come out of a cache.
         """
         if workspace is None:
             workspace = Workspace.allocate(self.plan, len(token_ids), self.device)
-        self.begin(token_ids, positions, inputs, workspace)
+        self.begin(token_ids, positions, inputs, workspace, moe_rows)
         return self.run_layers(inputs, kv_layers, workspace)
 
     def begin(
-        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, ws: Workspace
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        ws: Workspace,
+        moe_rows: StepRows | None = None,
     ) -> None:
         """Put into the workspace what the layers start from: embeddings, and angles."""
+        if self.routed is not None:
+            self.routed.rows = moe_rows
         self.rope.write_tables(positions, ws.cos, ws.sin, ws.angles, ws.turned)
         if inputs.rolling is not None:
             self.rope.write_tables(

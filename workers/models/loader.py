@@ -17,13 +17,9 @@ from tqdm import tqdm
 from penstock.kernels.matmul import PackedLinear, pack_linear
 from penstock.kernels.quant import QuantizedWeight, quantize_weight
 from penstock.workers.config import ConfigError
+from penstock.workers.experts.opening import ExpertSettings, check_weights, open_experts
 from penstock.workers.experts.predictor import RoutedLayer
-from penstock.workers.experts.routed import (
-    ExpertSettings,
-    RoutedExperts,
-    check_weights,
-    open_experts,
-)
+from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import StoredTensor, open_checkpoint
 from penstock.workers.models.decoder import Decoder, DecoderLayer

@@ -6,6 +6,7 @@ Knows packed weights; nothing of where experts are kept or how they came into me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,12 +20,22 @@ from penstock.workers.models.layers import Mlp
 from penstock.workers.workspace import Workspace
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which of how many experts each token goes through: the layer's own, or those and others that
+    stand in for them; and how to come by them."""
+
+    ids: Tensor  # int64 [T, k]
+    num_experts: int
+    experts: Sequence[Expert] | Visit
+
+
 class ExpertSource(Protocol):
     """Experts that are not all in device memory."""
 
-    def visit(self, ids: Tensor, state: Callable[[], Tensor]) -> Visit:
-        """For the routing `ids` int64 [T, k]; `state` gives the residual stream [T, hidden], with
-        all that is known of this layer's output."""
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> Routing:
+        """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
+        residual stream [T, hidden], with all that is known of this layer's output."""
 
 
 class MoeMlp:
@@ -64,12 +75,13 @@ class MoeMlp:
                 x, self.shared.gate_up, self.shared.down, inner, ws.shared, scales=ws.row_scales
             )
         grouped = ws.grouped.view(num_tokens * self.top_k, -1)
+        routing = self._routing(ids, x, scores, ws)
         moe_mlp(
             x,
-            ids,
+            routing.ids,
             weights,
-            self._experts(ids, scores, ws),
-            num_experts=self.num_experts,
+            routing.experts,
+            num_experts=routing.num_experts,
             grouped=grouped,
             inner=_narrowed(ws.inner, 2 * self.inner_size),
             out=x,
@@ -82,11 +94,9 @@ class MoeMlp:
         """`route` of normed states `x` [T, hidden], in memory of its own: for looking ahead."""
         return self.route(linear(x, self.router)[:, : self.num_experts].float())
 
-    def _experts(
-        self, ids: Tensor, scores: Tensor, workspace: Workspace
-    ) -> Sequence[Expert] | Visit:
+    def _routing(self, ids: Tensor, x: Tensor, scores: Tensor, workspace: Workspace) -> Routing:
         if isinstance(self.experts, Sequence):
-            return self.experts
+            return Routing(ids, self.num_experts, self.experts)
 
         def state() -> Tensor:
             if self.shared is None:
@@ -94,7 +104,7 @@ class MoeMlp:
             gate = scores[:, self.num_experts :].sigmoid()
             return torch.addcmul(workspace.residual, gate, workspace.shared)
 
-        return self.experts.visit(ids, state)
+        return self.experts.route(ids, x, state)
 
     def route(self, scores: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Router scores [T, experts] -> weights fp32 [T, top_k] and expert ids int64 [T, top_k].

@@ -1,0 +1,84 @@
+"""Which neurons of an expert matter to a token, told by a low-bit copy of the matrices that decide.
+
+y = sum_j a_j * Wd[:, j] with a_j = silu(Wg[j].x) * (Wu[j].x): a neuron whose a_j is small can be
+left out. Its score is |silu(Wg[j].x)| (gate), |Wu[j].x| (up; FloE, arXiv 2505.05950) or |a_j|
+(product). Computing that takes a third of the expert or two; so a copy of those in int8 or int4
+(int2 in FloE) stays on the device, of all experts. Only scores come from it, never a result.
+Knows rows of experts; nothing of slots, thresholds' origin or modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from penstock.kernels.matmul import PackedLinear, linear, pack_linear
+from penstock.kernels.quant import WeightFormat, quantize_weight
+from penstock.workers.experts.arena import RowSource
+from penstock.workers.experts.slots import Key
+from penstock.workers.experts.writer import DTYPES
+
+FORMATS: tuple[WeightFormat, ...] = ("int8", "int4")
+
+
+class NeuronScores:
+    """Scores of all experts' neurons, `kind` of them, from copies in `format`."""
+
+    def __init__(self, source: RowSource, kind: str, format: WeightFormat, device: torch.device):
+        """Reads every expert of `source` once. Raises CorruptedExpert."""
+        facts = source.manifest
+        self.kind, self.format, self.inner = kind, format, facts.inner
+        hidden, dtype = facts.hidden, DTYPES[facts.dtype]
+        self._copies: dict[Key, PackedLinear] = {}
+        for layer in facts.layers:
+            for expert in range(facts.num_experts):
+                rows = torch.tensor(source.rows(layer, expert)).view(dtype)
+                gate, up, _ = rows.split(hidden, 1)
+                parts = {"gate": gate, "up": up, "product": torch.cat([gate, up])}
+                weight = parts[kind].float().to(device)
+                self._copies[layer, expert] = pack_linear(quantize_weight(weight, format))
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the copies."""
+        return sum(copy.num_bytes for copy in self._copies.values())
+
+    def of(self, layer: int, expert: int, x: Tensor) -> Tensor:
+        """Normed states [n, hidden] -> fp32 [n, inner], none negative.
+
+        A row's scores have the same bits whatever rows come with it, on the native path.
+        """
+        found = linear(x, self._copies[layer, expert]).float()
+        if self.kind == "up":
+            return found.abs_()
+        gate = silu(found[:, : self.inner], inplace=True)
+        return gate.abs() if self.kind == "gate" else gate.mul_(found[:, self.inner :]).abs_()
+
+    def all_of(self, layer: int, expert: int, x: Tensor) -> dict[str, Tensor]:
+        """The same by kind: for calibration, from copies of the kind `product`."""
+        assert self.kind == "product"
+        return all_scores(linear(x, self._copies[layer, expert]).float())
+
+
+def all_scores(gate_up: Tensor) -> dict[str, Tensor]:
+    """Of what gate and up give, [n, 2 * inner]: each kind of score, [n, inner]."""
+    gate, up = gate_up.chunk(2, dim=1)
+    gate = silu(gate)
+    return {"gate": gate.abs(), "up": up.abs(), "product": (gate * up).abs()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeuronChoice:
+    """Scores, and what each expert's must reach."""
+
+    scores: NeuronScores
+    thresholds: Mapping[Key, float]
+
+    def active(self, layer: int, expert: int, x: Tensor) -> Tensor:
+        """The neurons of an expert that matter to each of normed states [n, hidden]: bool [n,
+        inner]."""
+        return self.scores.of(layer, expert, x) >= self.thresholds[layer, expert]
