@@ -3,7 +3,8 @@
 The gate and the length predictor are the production classes with a simulated clock. A worker is a
 model of step times (`--fit` measures them on a real engine), with blocks, chunked prefill and
 preemption by recompute. The predictor starts each run from nothing and learns from answers that
-are over. Seeds change arrivals and lengths; every policy meets the same requests.
+are over, and from how far the others are. Seeds change arrivals and lengths; every policy meets
+the same requests.
 
     python benchmarks/simulate.py                                  # what docs/gate.md shows
     python benchmarks/simulate.py --load reasoning --policy optimistic predicted --pace 0.9

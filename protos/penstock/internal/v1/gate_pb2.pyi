@@ -60,14 +60,16 @@ class Ended(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., generated: _Optional[int] = ...) -> None: ...
 
 class Label(_message.Message):
-    __slots__ = ("features", "length", "ended")
+    __slots__ = ("features", "length", "ended", "request_id")
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     features: Features
     length: int
     ended: str
-    def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., length: _Optional[int] = ..., ended: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., length: _Optional[int] = ..., ended: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("model", "tenant", "template", "prompt_tokens", "max_tokens", "min_tokens", "temperature", "top_p", "ignore_eos", "num_stop", "structured", "num_messages", "has_tools", "text_keys", "text_facts")
