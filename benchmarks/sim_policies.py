@@ -10,6 +10,7 @@ is told events and the time, never a true length: only `oracle` looks at it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -148,6 +149,10 @@ class PastFuture(Central):
         super().__post_init__()
         self._rng = np.random.default_rng(self.seed)
         self._window: deque[int] = deque(maxlen=PastFuture.WINDOW)
+
+    def fill(self, lengths: Iterable[int]) -> None:
+        """A window that is warm: what ended before the run."""
+        self._window.extend(lengths)
 
     def completed(self, job: Job, now: float) -> None:
         super().completed(job, now)

@@ -276,6 +276,7 @@ class GateClient:
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
             entered=entered,
+            prefix=request.prefix,
         )
         self._filled.set()
 

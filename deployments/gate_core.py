@@ -17,7 +17,7 @@ from itertools import islice
 
 import numpy as np
 
-from penstock.deployments.gate_choice import Choice
+from penstock.deployments.gate_choice import Choice, best_of
 from penstock.deployments.gate_ledger import Demand, Ledger, Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import GateQueue, Waiting
 from penstock.deployments.gate_room import Candidate
@@ -32,6 +32,7 @@ from penstock.deployments.gate_types import (
 )
 from penstock.deployments.length_distribution import Floats, LengthDistribution, cumulative_hazard
 from penstock.deployments.length_histogram import length_prior
+from penstock.deployments.prefix_book import PrefixBook
 
 
 class Gate:
@@ -45,6 +46,7 @@ class Gate:
         self.queue = GateQueue(self.settings.queue)
         self.ledgers: dict[str, Ledger] = {}
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
+        self._prefixes: PrefixBook[tuple[str, str]] = PrefixBook()  # by worker and epoch
         self._seed = seed
         self._number = 0
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
@@ -71,6 +73,7 @@ class Gate:
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
+        self._prefixes.forget((name, ledger.spec.epoch))
         self._pace_s = None
         self._strangers = {each for each in self._strangers if each not in ledger}
         lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
@@ -146,6 +149,7 @@ class Gate:
         ledger.lease(demand, now + self.settings.lease_s)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[name] = (worker, entry)
+        self._sent(entry, ledger)
 
     def is_admitted(self, request_id: str) -> bool:
         """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
@@ -225,7 +229,7 @@ class Gate:
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
         """Why the first of those that wait do, and until when. Changes nothing."""
-        rooms = Choice(self.ledgers, self.settings, now)
+        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         waits: list[Wait] = []
         first_s: float | None = None
         for position, entry in enumerate(islice(self.queue.order(now), limit)):
@@ -245,7 +249,7 @@ class Gate:
 
     def _admit(self, now: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        rooms = Choice(self.ledgers, self.settings, now)
+        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         order = self.queue.order(now)
         self._first_fits_at = None
         for entry in order:
@@ -256,7 +260,8 @@ class Gate:
                 continue
             able = self._able(entry, rooms)
             if able:
-                outcomes.append(self._grant(entry, min(able)[1], rooms, now))
+                worker = best_of(able, self._hits(entry))
+                outcomes.append(self._grant(entry, worker, rooms, now))
                 continue
             outcomes.extend(self._backfill(entry, order, rooms, now))
             break
@@ -287,7 +292,8 @@ class Gate:
                     break
             if able:
                 first.num_passed += 1
-                outcomes.append(self._grant(entry, min(able)[1], rooms, now))
+                worker = best_of(able, self._hits(entry))
+                outcomes.append(self._grant(entry, worker, rooms, now))
         return outcomes
 
     def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
@@ -310,11 +316,20 @@ class Gate:
     def _able(self, entry: Waiting, rooms: Choice) -> list[tuple[float, str]]:
         """Workers with room for it, each with its predicted peak as a share: smallest is best."""
         able = []
-        for name in rooms.near(entry.demand):
+        for name in rooms.near(entry.demand, self._hits(entry)):
             peak = rooms[name].peak_if_admitted(self._candidate(entry, name))
             if peak is not None:
                 able.append((peak / rooms[name].capacity, name))
         return able
+
+    def _hits(self, entry: Waiting) -> dict[str, int]:
+        """By worker: tokens of the prompt that it probably has in its prefix cache."""
+        found = self._prefixes.hits(entry.prefix) if len(self.ledgers) > 1 else {}
+        return {name: tokens for (name, _), tokens in found.items()}
+
+    def _sent(self, entry: Waiting, ledger: Ledger) -> None:
+        spec, tokens = ledger.spec, entry.demand.prompt_tokens + round(entry.expected)
+        self._prefixes.note(entry.prefix, (spec.name, spec.epoch), tokens, spec.capacity)
 
     def _soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
         """Where it fits soonest, and after how many steps there."""
@@ -334,6 +349,7 @@ class Gate:
         self.queue.remove(entry.request_id)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[entry.request_id] = (worker, entry)
+        self._sent(entry, ledger)
         waited = now - entry.arrived
         fixed, ahead = entry.predicted_wait
         if ahead > 0:
@@ -376,6 +392,7 @@ class Gate:
             expected=law.mean,
             area=area * self._pace_s / self._capacity,
             deadline=request.deadline,
+            prefix=request.prefix,
         )
 
     def _candidate(self, entry: Waiting, worker: str) -> Candidate:

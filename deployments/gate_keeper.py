@@ -290,7 +290,13 @@ class GateKeeper:
             prompt = ceiling = -(-whole // size) * size
         deadline = offer.came_s + message.remaining_s if message.HasField("remaining_s") else None
         request = GateRequest(
-            name, prompt, message.features.tenant, message.priority, deadline, ceiling
+            name,
+            prompt,
+            message.features.tenant,
+            message.priority,
+            deadline,
+            ceiling,
+            tuple(message.prefix),
         )
         if message.HasField("entered"):
             worker = self._name_of(message.entered)
