@@ -12,7 +12,7 @@ goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -258,7 +258,7 @@ class Gate:
                 largest = max(each.spec.capacity for each in self.ledgers.values())
                 outcomes.append(_never(entry, largest))
                 continue
-            able = self._able(entry, rooms)
+            [able] = self._able([entry], rooms)
             if able:
                 worker = best_of(able, self._hits(entry))
                 outcomes.append(self._grant(entry, worker, rooms, now))
@@ -280,10 +280,12 @@ class Gate:
         outcomes: list[Outcome] = []
         own = self._candidate(first, kept)
         max_wait_s = self.settings.queue.max_wait_s
-        for entry in islice(order, self.settings.max_passes):
+        later = list(islice(order, self.settings.max_passes))
+        all_able = self._able(later, rooms)
+        for i, entry in enumerate(later):
             if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
                 break
-            able = self._able(entry, rooms)
+            able = all_able[i]
             for place, name in enumerate(each[1] for each in able):
                 if name == kept:
                     joined = rooms[kept].joined_by(self._candidate(entry, kept))
@@ -294,6 +296,7 @@ class Gate:
                 first.num_passed += 1
                 worker = best_of(able, self._hits(entry))
                 outcomes.append(self._grant(entry, worker, rooms, now))
+                all_able[i + 1 :] = self._able(later[i + 1 :], rooms)
         return outcomes
 
     def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
@@ -313,13 +316,19 @@ class Gate:
         holds = rooms[worker].admits_after(steps, self._candidate(first, worker))
         return (steps, worker) if holds else found
 
-    def _able(self, entry: Waiting, rooms: Choice) -> list[tuple[float, str]]:
-        """Workers with room for it, each with its predicted peak as a share: smallest is best."""
-        able = []
-        for name in rooms.near(entry.demand, self._hits(entry)):
-            peak = rooms[name].peak_if_admitted(self._candidate(entry, name))
-            if peak is not None:
-                able.append((peak / rooms[name].capacity, name))
+    def _able(self, entries: Sequence[Waiting], rooms: Choice) -> list[list[tuple[float, str]]]:
+        """For each: workers with room for it, with its predicted peak as a share."""
+        able: list[list[tuple[float, str]]] = [[] for _ in entries]
+        near: dict[str, list[int]] = {}  # by worker: places in `entries` for which it is looked at
+        for i, entry in enumerate(entries):
+            for name in rooms.near(entry.demand, self._hits(entry)):
+                near.setdefault(name, []).append(i)
+        for name, places in near.items():
+            room = rooms[name]
+            peaks = room.peaks_if_admitted([self._candidate(entries[i], name) for i in places])
+            for i, peak in zip(places, peaks):
+                if peak is not None:
+                    able[i].append((peak / room.capacity, name))
         return able
 
     def _hits(self, entry: Waiting) -> dict[str, int]:
