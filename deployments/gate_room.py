@@ -114,8 +114,8 @@ class Room:
     def fits_after(self, candidate: Candidate) -> int | None:
         """Steps until the candidate may join if nobody else does; None: never.
 
-        A search over the ends of sampled futures, a few at once. The rule is not quite monotone in time, so an
-        earlier moment may exist; but at this one it holds.
+        A search over the ends of sampled futures, a few at once. The rule is not quite monotone in
+        time, so an earlier moment may exist; but at this one it holds.
         """
         if candidate.longest > self.capacity:
             return None
