@@ -1,15 +1,16 @@
 """Policies of admission for the simulator: who goes to which worker, when, and who is refused.
 
 `predicted` and `oracle` are the production Gate; `predicted` asks the production LengthPredictor,
-which learns from answers that are over and from nothing else. The others are the classical rules:
-reserve what max_tokens allows (TensorRT-LLM's GUARANTEED_NO_EVICT, PPL.LLM); let come what fits now
-and preempt (vLLM); LightLLM's past-future queue with its window of 200. A policy is told events
-and the time, never a true length: only `oracle` looks at it.
+which learns from ends of answers and from how far reports say that others are. The others are the
+classical rules: reserve what max_tokens allows (TensorRT-LLM's GUARANTEED_NO_EVICT, PPL.LLM); let
+come what fits now and preempt (vLLM); LightLLM's past-future queue with its window of 200. A policy
+is told events and the time, never a true length: only `oracle` looks at it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +25,7 @@ from penstock.deployments.length_distribution import (
     LengthDistribution,
     cumulative_hazard,
 )
-from penstock.deployments.predictor import LengthPredictor
+from penstock.deployments.predictor import LengthPredictor, Watch
 
 Decision = tuple[Job, int | str]  # the index of its worker, or why it is refused
 FLAT = cumulative_hazard(np.full(NUM_BINS, 0.1))
@@ -149,6 +150,10 @@ class PastFuture(Central):
         self._rng = np.random.default_rng(self.seed)
         self._window: deque[int] = deque(maxlen=PastFuture.WINDOW)
 
+    def fill(self, lengths: Iterable[int]) -> None:
+        """A window that is warm: what ended before the run."""
+        self._window.extend(lengths)
+
     def completed(self, job: Job, now: float) -> None:
         super().completed(job, now)
         self._window.append(job.generated)
@@ -206,6 +211,7 @@ class Gated(Policy):
         self.gate = Gate(self.settings, seed=self.seed)
         self.predictor = LengthPredictor()
         self.jobs: dict[str, Job] = {}
+        self.watches: dict[str, Watch] = {}
         self.indices = {f"worker-{each.index}": each.index for each in self.workers}
         for name, index in self.indices.items():
             shape = self.workers[index].shape
@@ -247,13 +253,19 @@ class Gated(Policy):
 
     def completed(self, job: Job, now: float) -> None:
         self.gate.completed(job.job_id, job.generated, now)
-        self.predictor.observe(job.features, job.generated, job.ended)
+        watch = self.watches.pop(job.job_id, None)
+        self.predictor.observe(job.features, job.generated, job.ended, watch)
 
     def cancel(self, job: Job, now: float) -> None:
         self.gate.cancel(job.job_id, now)
 
     def report(self, worker: int, report: Report, now: float) -> None:
         self.gate.report(f"worker-{worker}", report, now)
+        for each in report.running:
+            job = self.jobs[each.request_id]
+            if not job.outcome:
+                watch = self.watches.setdefault(job.job_id, Watch(job.features))
+                self.predictor.progress(watch, each.generated)
 
 
 def report_of(worker: SimWorker, sequence: int, now: float, step_s: float) -> Report:

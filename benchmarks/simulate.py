@@ -3,7 +3,8 @@
 The gate and the length predictor are the production classes with a simulated clock. A worker is a
 model of step times (`--fit` measures them on a real engine), with blocks, chunked prefill and
 preemption by recompute. The predictor starts each run from nothing and learns from answers that
-are over. Seeds change arrivals and lengths; every policy meets the same requests.
+are over, and from how far the others are. Seeds change arrivals and lengths; every policy meets
+the same requests.
 
     python benchmarks/simulate.py                                  # what docs/gate.md shows
     python benchmarks/simulate.py --load reasoning --policy optimistic predicted --pace 0.9
@@ -48,6 +49,7 @@ POLICIES: dict[str, Maker] = {
     "optimistic": lambda workers, settings, seed: Policy(workers),
     "optimistic, cap": lambda workers, settings, seed: Policy(workers, cap=CAP),
     "past-future": lambda workers, settings, seed: PastFuture(workers, seed=seed),
+    "past-future, warm": lambda workers, settings, seed: PastFuture(workers, seed=seed),
     "predicted": lambda workers, settings, seed: Gated(workers, settings=settings, seed=seed),
     "predicted, grid": lambda workers, settings, seed: Gated(
         workers, settings=replace(settings, rule="gaussian"), seed=seed
@@ -75,6 +77,10 @@ def run_one(
     here = [SimWorker(i, shape) for i in range(workers)]
     wait_s = math.inf if load.longest_wait_s is None else load.longest_wait_s
     rule = POLICIES[policy](here, GateSettings(longest_wait_s=wait_s), seed)
+    if policy == "past-future, warm":
+        assert isinstance(rule, PastFuture)
+        before = replace(load, num_requests=PastFuture.WINDOW)
+        rule.fill(each.length for each in jobs_of(before, seed + 1000, folder))
     window = (jobs[int(load.settled * len(jobs))].arrived, jobs[-1].arrived)
     run = Simulation(rule, here, jobs, on_end, marks=window).run()
     tokens = run.tokens_at[1] - run.tokens_at[0]

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.deployments.calls import Call, ChatPrompt
 from penstock.deployments.length_features import Features
 from penstock.deployments.length_text import digest_ids, digest_text
+from penstock.deployments.prefix_book import prefix_marks
 from penstock.workers.policies import ContextSettings
 from penstock.workers.request import Request
 
@@ -27,6 +28,7 @@ class AskedRequest(Request):
     text: str | None = None  # of the prompt; None: only its token ids are known
     ceiling: int | None = None  # tokens of KV that it never exceeds: a window that rolls
     has_limit: bool = True  # the client said how long the answer may be
+    prefix: tuple[int, ...] = ()  # marks of its beginning, as prefix_book makes them
 
     def features_with_text(self) -> Features:
         """The features with the digest of the prompt: about 0.2 ms."""
@@ -70,6 +72,7 @@ def asked(request: Request, call: Call, model: str, contexts: ContextSettings) -
         text=_last_text(chat.messages) if chat else _plain(call.prompt),
         ceiling=None if full_tokens is None else full_tokens + contexts.block_size,
         has_limit=params.max_tokens is not None,
+        prefix=prefix_marks(request.prompt_ids),
     )
 
 

@@ -53,36 +53,65 @@ def coverage(
     long as its quantile counts in part: short lengths are coarse, their quantiles hold more often
     than promised, and a model's long answers would pay for it.
     """
-    limit = law.max_tokens
-    natural = LengthDistribution(law.cumulative, min_tokens=law.min_tokens)
-    beyond = natural.survival(length) if left_early else 0.0
-    held: list[float | None] = []
-    for level, bound in zip(LEVELS, map(natural.quantile, LEVELS)):
-        if limit is not None and bound >= limit:
-            held.append(None)
-        elif is_end:
-            held.append(_hit(natural, level, bound, length))
-        elif left_early and length < bound:
-            held.append(max(0.0, 1.0 - (1.0 - level) / beyond))
-        else:
-            held.append(0.0)
-    return held
+    natural = _natural(law)
+    return [
+        None if bound is None else _hit(natural, level, bound, length, is_end, left_early)
+        for level, bound in zip(LEVELS, _bounds(law, natural))
+    ]
 
 
-def _hit(law: LengthDistribution, level: float, bound: int, length: int) -> float:
-    """1 below the bound, 0 above it; at it, what makes the expectation `level` exactly."""
+def surprise(
+    law: LengthDistribution, start: int, now: int, *, is_end: bool = False, is_cut: bool = False
+) -> list[float | None]:
+    """What tokens `start` to `now` of an answer have changed of P(each quantile holds).
+
+    None: undecided, as of `coverage`. Neither `is_end` nor `is_cut`: the answer goes on, or its
+    client left. Under the law itself the expectation is 0 wherever one looks: a quantile that is
+    still to be decided counts with what is left of it, so that answers which are still running
+    are not missed (ends alone come early from short answers: hits). Over an answer's life it adds
+    up to `coverage` less the level.
+    """
+    natural = _natural(law)
+    return [
+        None
+        if bound is None
+        else _hit(natural, level, bound, now, is_end, not is_cut)
+        - _hit(natural, level, bound, start, False, True)
+        for level, bound in zip(LEVELS, _bounds(law, natural))
+    ]
+
+
+def _natural(law: LengthDistribution) -> LengthDistribution:
+    return LengthDistribution(law.cumulative, min_tokens=law.min_tokens)
+
+
+def _bounds(law: LengthDistribution, natural: LengthDistribution) -> list[int | None]:
+    """The quantile of each level; None where max_tokens would cut it."""
+    bounds = map(natural.quantile, LEVELS)
+    return [None if law.max_tokens is not None and b >= law.max_tokens else b for b in bounds]
+
+
+def _hit(
+    law: LengthDistribution, level: float, bound: int, length: int, is_end: bool, goes_on: bool
+) -> float:
+    """Whether the quantile held (0..1); `goes_on`: how likely that is, given so many tokens."""
+    if not is_end:
+        if not goes_on or length >= bound:
+            return 0.0
+        return max(0.0, 1.0 - (1.0 - level) / law.survival(length))
     if length != bound:
         return float(length < bound)
+    # At the bound itself: what makes the expectation `level` exactly.
     over, at_least = law.survival(bound), law.survival(bound - 1)
     return min(max((level - 1.0 + at_least) / max(at_least - over, 1e-12), 0.0), 1.0)
 
 
-def adapted(tracked: Floats, held: list[float | None]) -> Floats:
-    """The levels after one answer: `held` as of `coverage`."""
+def adapted(tracked: Floats, moves: list[float | None]) -> Floats:
+    """The levels after `moves` as of `surprise`: lower after a hit, higher after a miss."""
     moved, floor = [], _LOW
-    for i, (now, level, step, hit) in enumerate(zip(tracked.tolist(), LEVELS, STEPS, held)):
-        if hit is not None:
-            now += step * (level - hit)
+    for i, (now, step, move) in enumerate(zip(tracked.tolist(), STEPS, moves)):
+        if move is not None:
+            now -= step * move
         room = _HIGH - _GAP * (len(LEVELS) - 1 - i)  # levels stay apart and in order
         floor = min(max(now, floor + _GAP), room)
         moved.append(floor)

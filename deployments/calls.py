@@ -15,6 +15,8 @@ from penstock.deployments.scores import ScoredToken
 from penstock.deployments.tools import Toolset
 from penstock.workers.request import FinishReason, SamplingParams
 
+MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
+
 
 def new_request_id() -> str:
     """Names a call within the server and in its logs; no client chooses it."""

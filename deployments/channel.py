@@ -1,7 +1,8 @@
 """The ingress's end of the token path: one stream per worker, many requests on each.
 
-Chooses the worker with the least outstanding work, keeps the streams alive, and turns the loss of a
-worker into a new try or a clear error. Knows nothing of text, HTTP, or how workers are found.
+Chooses the worker with the least to compute, what it has in its cache not counted; keeps the
+streams alive, and turns the loss of a worker into a new try or a clear error. Knows nothing of
+text, HTTP, or how workers are found.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from penstock.deployments.asked import AskedRequest
+from penstock.deployments.prefix_book import PrefixBook
 from penstock.deployments.running_call import Gathering, RunningCall
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
@@ -67,6 +69,7 @@ class WorkerPool:
         self._links: dict[int, _WorkerLink] = {}  # by epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._turn = itertools.count(1)
+        self._prefixes: PrefixBook[int] = PrefixBook()  # by epoch
 
     def update(self, workers: Iterable[WorkerInfo]) -> None:
         """Take the registry's newest list: connect with new workers.
@@ -137,8 +140,7 @@ class WorkerPool:
         request = self._limited(request)
         again = call.num_declined > 0
         while links := self._usable():
-            links.sort(key=lambda link: (link.num_outstanding, link.last_turn))
-            epochs = [link.info.epoch for link in links]
+            epochs = [link.info.epoch for link in self._sorted(links, request)]
             epoch = await self._door.admit(request, epochs, again=again)
             if epoch is None:
                 break
@@ -175,11 +177,27 @@ class WorkerPool:
             return
         if self._door is not None and len(links) > 2:
             links = random.sample(links, 2)
-        best = min(links, key=lambda link: (link.num_outstanding, link.last_turn))
+        best = self._sorted(links, call.request)[0]
         best.last_turn = next(self._turn)
         best.submit(call)
 
+    def _sorted(self, links: list[_WorkerLink], request: Request) -> list[_WorkerLink]:
+        """Least to compute first: a prompt's beginning that is cached there need not be."""
+        marks = request.prefix if isinstance(request, AskedRequest) else ()
+        hits = self._prefixes.hits(marks) if len(links) > 1 else {}
+
+        def work(link: _WorkerLink) -> tuple[int, int]:
+            return link.num_outstanding - hits.get(link.info.epoch, 0), link.last_turn
+
+        return sorted(links, key=work)
+
+    def _sends(self, call: RunningCall, link: _WorkerLink) -> None:
+        if isinstance(call.request, AskedRequest):
+            marks, epoch = call.request.prefix, link.info.epoch
+            self._prefixes.note(marks, epoch, call.num_expected, link.capacity)
+
     def _broken(self, link: _WorkerLink) -> None:
+        self._prefixes.forget(link.info.epoch)
         if self._door is not None:
             self._door.lost(link.info.epoch)
             if not self.ready():
@@ -207,6 +225,7 @@ class _WorkerLink:
         self.is_listed = True
         self.is_connected = False
         self.last_turn = 0
+        self.capacity = info.max_model_len  # tokens of KV, once it reports
         self._ingress_id = ingress_id
         self._pool = pool
         self._calls: dict[int, RunningCall] = {}
@@ -225,6 +244,7 @@ class _WorkerLink:
     def submit(self, call: RunningCall, *, may_decline: bool = False) -> None:
         call.link, call.stream_id = self, next(self._stream_ids)
         self._calls[call.stream_id] = call
+        self._pool._sends(call, self)
         self._own_tokens += call.num_expected
         message = submit_message(
             call.request, call.stream_id, call.num_expected, may_decline=may_decline
@@ -290,6 +310,7 @@ class _WorkerLink:
                 self._take_step(message.step)
             elif message.HasField("report"):
                 self._others_tokens = message.report.others_tokens
+                self.capacity = message.report.num_blocks * message.report.block_size
                 self._pool._reported(self, message.report)
 
     async def _write(self, stream: Any) -> None:

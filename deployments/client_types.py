@@ -63,6 +63,7 @@ class Sampling(TypedDict, total=False):
     n: int  # answers, side by side
     truncate_prompt_tokens: int
     return_timings: bool
+    priority: int  # 0 to 100; of those that wait, lower goes first
     echo: bool  # not for a conversation
     # For a conversation only. `tool_choice` is "auto", "none", "required" or a tool's name; its
     # answer's `tool_calls` go back in a message of the assistant, the result in one of role "tool"
@@ -189,7 +190,7 @@ class Model:
 
 
 _BESIDE_SAMPLING = (
-    *("n", "truncate_prompt_tokens", "echo", "return_timings"),
+    *("n", "truncate_prompt_tokens", "echo", "return_timings", "priority"),
     *("tools", "tool_choice", "parallel_tool_calls"),
 )
 

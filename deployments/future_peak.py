@@ -45,28 +45,39 @@ class PeakIndex:
     joint: Ints  # [n, samples] use at each end, were one empty answer more there
 
     def peaks_with(self, used: int, remaining: Ints, after: int | None = None) -> Ints:
-        """Peaks if one more answer ran: remaining [samples] -> [samples].
+        """Peaks if one more answer ran: remaining [samples] -> [samples]. See `peaks_of`."""
+        start = np.array([-1 if after is None else after])
+        return self.peaks_of(np.array([used]), remaining[None, :], start)[0]
 
-        Ends up to the candidate's own find it there, with `used` and a token a step; later ends
-        do not know of it; and its own end is a new place where the peak may be. If it only comes
-        `after` so many steps, it does not meet what has ended by then, and the peaks are those from
-        there on. One pass over [n, samples], nothing is sorted.
+    def peaks_of(self, used: Ints, remaining: Ints, after: Ints) -> Ints:
+        """Peaks for each of several answers, were it the one more.
+
+        used [c], remaining [c, samples], after [c] -> [c, samples]. Ends up to the candidate's own
+        find it there, with `used` and a token a step; later ends do not know of it; and its own end
+        is a new place where the peak may be. If it only comes `after` so many steps, it does not
+        meet what has ended by then, and the peaks are those from there on; -1: it comes now. One
+        pass over [c, n, samples], nothing is sorted.
         """
-        start = 0 if after is None else after
+        start = np.maximum(after, 0)[:, None]
+        used = used[:, None]
         end = start + remaining
-        is_later = self.ends > end
-        longer = np.count_nonzero(is_later, axis=0)  # answers that end after the candidate
-        at = np.arange(len(remaining))
+        is_later = self.ends > end[:, None, :]
+        longer = np.count_nonzero(is_later, axis=1)  # answers that end after the candidate
+        at = np.arange(remaining.shape[1])
         later = self.before[longer, at]
         own = self.sums[longer, at] + used + longer * end + remaining
-        meets = ~is_later if after is None else ~is_later & (self.ends > after)
-        earlier = np.where(meets, self.joint, start - used).max(axis=0, initial=start - used)
-        peaks: Ints = np.maximum(np.maximum(later, own), earlier + (used - start))
+        first = start - used
+        meets = ~is_later
+        if after.max() >= 0:
+            meets &= self.ends > after[:, None, None]
+        earlier = np.where(meets, self.joint, np.iinfo(np.int64).min)
+        earlier = np.maximum(earlier.max(axis=1, initial=np.iinfo(np.int64).min), first)
+        peaks: Ints = np.maximum(np.maximum(later, own), earlier - first)
         return peaks
 
-    def num_after(self, steps: int) -> Ints:
-        """[samples] answers that are still there when so many steps are over."""
-        return np.count_nonzero(self.ends > steps, axis=0)
+    def num_after(self, steps: Ints) -> Ints:
+        """steps [c] -> [c, samples] answers that are still there when so many are over."""
+        return np.count_nonzero(self.ends > steps[:, None, None], axis=1)
 
 
 def index_of(used: Ints, remaining: Ints) -> PeakIndex:

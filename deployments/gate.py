@@ -70,7 +70,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
         return os.getpid()
 
     async def _start(self, setup: GateSetup) -> None:
-        predictor = self.keeper.predictor if self.keeper else _load(setup.snapshot_file)
+        predictor = self.keeper.learner.predictor if self.keeper else _load(setup.snapshot_file)
         self.keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
         for link in self._links.values():
             link.left.set()  # they come again, and say what workers run
@@ -220,7 +220,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await asyncio.sleep(LABELS_S)
             keeper, began_s = self.keeper, time.monotonic()
             assert keeper is not None
-            while time.monotonic() - began_s < SLICE_S and keeper.learn():
+            while time.monotonic() - began_s < SLICE_S and keeper.learner.learn():
                 pass
 
     async def _save(self) -> None:
@@ -229,11 +229,13 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await asyncio.sleep(SNAPSHOT_S)
             keeper = self.keeper
             assert keeper is not None
-            file, learnt = keeper.setup.snapshot_file, keeper.counts.learnt
+            file, learnt = keeper.setup.snapshot_file, keeper.learner.num_learnt
             if file is None or learnt == saved:
                 continue
             saved = learnt
-            still = copy.deepcopy(keeper.predictor)  # the thread reads it while others learn
+            still = copy.deepcopy(
+                keeper.learner.predictor
+            )  # the thread reads it while others learn
             try:
                 await asyncio.to_thread(_save_to, file, still)
             except OSError as error:

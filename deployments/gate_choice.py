@@ -7,7 +7,7 @@ does not grow with the cluster. Lives for one moment; knows nothing of the order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -18,17 +18,42 @@ from penstock.deployments.gate_room import Candidate, Room
 from penstock.deployments.gate_types import GateSettings
 from penstock.deployments.length_distribution import Floats
 
+LEEWAY = 0.1  # of a worker's memory: so much fuller it may become for a prefix that it has
+
+
+def best_of(able: Sequence[tuple[float, str]], hits: Mapping[str, int]) -> str:
+    """Of workers with room, each with its predicted peak as a share: longest cached prefix first.
+
+    As far as it is not much fuller than the emptiest; then the smallest peak.
+    """
+    most = min(able)[0] + LEEWAY
+
+    def rank(each: tuple[float, str]) -> tuple[int, float, str]:
+        share, name = each
+        return -hits.get(name, 0) if share <= most else 0, share, name
+
+    return min(able, key=rank)[1]
+
 
 class Choice:
     """The workers as they are now."""
 
-    def __init__(self, ledgers: Mapping[str, Ledger], settings: GateSettings, now: float) -> None:
+    def __init__(
+        self,
+        ledgers: Mapping[str, Ledger],
+        settings: GateSettings,
+        now: float,
+        longest_wait_s: float = 0.0,
+    ) -> None:
+        """`longest_wait_s`: of those that wait now. With nobody there caution costs nothing; with
+        a queue it costs throughput, and the level falls."""
         self._ledgers, self._settings, self._now = ledgers, settings, now
         self._names = list(ledgers)
         self._rooms: dict[str, Room | GridRoom] = {}
         self._deviations = None
+        self._level = settings.level_after(longest_wait_s)
         if settings.rule == "gaussian":
-            self._deviations = NormalDist().inv_cdf(min(settings.level, 1.0 - 1e-9))
+            self._deviations = NormalDist().inv_cdf(min(self._level, 1.0 - 1e-9))
         self._loads: Floats | None = None  # [workers], once somebody asks
 
     def __bool__(self) -> bool:
@@ -38,12 +63,12 @@ class Choice:
         if name not in self._rooms:
             settings = self._settings
             self._rooms[name] = self._ledgers[name].room(
-                self._now, settings.level, settings.num_samples, self._deviations
+                self._now, self._level, settings.num_samples, self._deviations
             )
         return self._rooms[name]
 
-    def near(self, demand: Demand) -> list[str]:
-        """Workers to look at for this one, in no order."""
+    def near(self, demand: Demand, hits: Iterable[str] = ()) -> list[str]:
+        """Workers to look at for this one, in no order, those of `hits` (its prefix) among them."""
         most = self._settings.max_choices
         if len(self._names) <= most:
             return self._names
@@ -53,7 +78,8 @@ class Choice:
             self._capacities = np.array([each.spec.capacity for each in books])
             self._places = {name: i for i, name in enumerate(self._names)}
         loads = np.where(self._capacities >= demand.longest(1), self._loads, np.inf)
-        return [self._names[i] for i in np.argpartition(loads, most)[:most].tolist()]
+        least = [self._names[i] for i in np.argpartition(loads, most)[:most].tolist()]
+        return [*least, *(name for name in hits if name not in least)]
 
     def grant(self, name: str, candidate: Candidate) -> None:
         """The candidate is on that worker now; its ledger knows."""

@@ -175,7 +175,9 @@ class GateClient:
         """How long an answer was, and why: "stop", "length" or "cancel"."""
         if self._is_connected:
             features = self._features_of(request)
-            self._outgoing.labels.add(features=features, length=length, ended=ended)
+            self._outgoing.labels.add(
+                features=features, length=length, ended=ended, request_id=request.request_id
+            )
             self._features.pop(request.request_id, None)
             self._filled.set()
 
@@ -274,6 +276,7 @@ class GateClient:
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
             entered=entered,
+            prefix=request.prefix,
         )
         self._filled.set()
 

@@ -12,12 +12,12 @@ goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
-from penstock.deployments.gate_choice import Choice
+from penstock.deployments.gate_choice import Choice, best_of
 from penstock.deployments.gate_ledger import Demand, Ledger, Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import GateQueue, Waiting
 from penstock.deployments.gate_room import Candidate
@@ -32,6 +32,7 @@ from penstock.deployments.gate_types import (
 )
 from penstock.deployments.length_distribution import Floats, LengthDistribution, cumulative_hazard
 from penstock.deployments.length_histogram import length_prior
+from penstock.deployments.prefix_book import PrefixBook
 
 
 class Gate:
@@ -45,6 +46,7 @@ class Gate:
         self.queue = GateQueue(self.settings.queue)
         self.ledgers: dict[str, Ledger] = {}
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
+        self._prefixes: PrefixBook[tuple[str, str]] = PrefixBook()  # by worker and epoch
         self._seed = seed
         self._number = 0
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
@@ -71,6 +73,7 @@ class Gate:
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
+        self._prefixes.forget((name, ledger.spec.epoch))
         self._pace_s = None
         self._strangers = {each for each in self._strangers if each not in ledger}
         lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
@@ -146,6 +149,7 @@ class Gate:
         ledger.lease(demand, now + self.settings.lease_s)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[name] = (worker, entry)
+        self._sent(entry, ledger)
 
     def is_admitted(self, request_id: str) -> bool:
         """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
@@ -225,7 +229,7 @@ class Gate:
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
         """Why the first of those that wait do, and until when. Changes nothing."""
-        rooms = Choice(self.ledgers, self.settings, now)
+        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         waits: list[Wait] = []
         first_s: float | None = None
         for position, entry in enumerate(islice(self.queue.order(now), limit)):
@@ -245,7 +249,7 @@ class Gate:
 
     def _admit(self, now: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        rooms = Choice(self.ledgers, self.settings, now)
+        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         order = self.queue.order(now)
         self._first_fits_at = None
         for entry in order:
@@ -254,9 +258,10 @@ class Gate:
                 largest = max(each.spec.capacity for each in self.ledgers.values())
                 outcomes.append(_never(entry, largest))
                 continue
-            able = self._able(entry, rooms)
+            [able] = self._able([entry], rooms)
             if able:
-                outcomes.append(self._grant(entry, min(able)[1], rooms, now))
+                worker = best_of(able, self._hits(entry))
+                outcomes.append(self._grant(entry, worker, rooms, now))
                 continue
             outcomes.extend(self._backfill(entry, order, rooms, now))
             break
@@ -275,10 +280,12 @@ class Gate:
         outcomes: list[Outcome] = []
         own = self._candidate(first, kept)
         max_wait_s = self.settings.queue.max_wait_s
-        for entry in islice(order, self.settings.max_passes):
+        later = list(islice(order, self.settings.max_passes))
+        all_able = self._able(later, rooms)
+        for i, entry in enumerate(later):
             if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
                 break
-            able = self._able(entry, rooms)
+            able = all_able[i]
             for place, name in enumerate(each[1] for each in able):
                 if name == kept:
                     joined = rooms[kept].joined_by(self._candidate(entry, kept))
@@ -287,7 +294,9 @@ class Gate:
                     break
             if able:
                 first.num_passed += 1
-                outcomes.append(self._grant(entry, min(able)[1], rooms, now))
+                worker = best_of(able, self._hits(entry))
+                outcomes.append(self._grant(entry, worker, rooms, now))
+                all_able[i + 1 :] = self._able(later[i + 1 :], rooms)
         return outcomes
 
     def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
@@ -307,14 +316,29 @@ class Gate:
         holds = rooms[worker].admits_after(steps, self._candidate(first, worker))
         return (steps, worker) if holds else found
 
-    def _able(self, entry: Waiting, rooms: Choice) -> list[tuple[float, str]]:
-        """Workers with room for it, each with its predicted peak as a share: smallest is best."""
-        able = []
-        for name in rooms.near(entry.demand):
-            peak = rooms[name].peak_if_admitted(self._candidate(entry, name))
-            if peak is not None:
-                able.append((peak / rooms[name].capacity, name))
+    def _able(self, entries: Sequence[Waiting], rooms: Choice) -> list[list[tuple[float, str]]]:
+        """For each: workers with room for it, with its predicted peak as a share."""
+        able: list[list[tuple[float, str]]] = [[] for _ in entries]
+        near: dict[str, list[int]] = {}  # by worker: places in `entries` for which it is looked at
+        for i, entry in enumerate(entries):
+            for name in rooms.near(entry.demand, self._hits(entry)):
+                near.setdefault(name, []).append(i)
+        for name, places in near.items():
+            room = rooms[name]
+            peaks = room.peaks_if_admitted([self._candidate(entries[i], name) for i in places])
+            for i, peak in zip(places, peaks):
+                if peak is not None:
+                    able[i].append((peak / room.capacity, name))
         return able
+
+    def _hits(self, entry: Waiting) -> dict[str, int]:
+        """By worker: tokens of the prompt that it probably has in its prefix cache."""
+        found = self._prefixes.hits(entry.prefix) if len(self.ledgers) > 1 else {}
+        return {name: tokens for (name, _), tokens in found.items()}
+
+    def _sent(self, entry: Waiting, ledger: Ledger) -> None:
+        spec, tokens = ledger.spec, entry.demand.prompt_tokens + round(entry.expected)
+        self._prefixes.note(entry.prefix, (spec.name, spec.epoch), tokens, spec.capacity)
 
     def _soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
         """Where it fits soonest, and after how many steps there."""
@@ -334,6 +358,7 @@ class Gate:
         self.queue.remove(entry.request_id)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[entry.request_id] = (worker, entry)
+        self._sent(entry, ledger)
         waited = now - entry.arrived
         fixed, ahead = entry.predicted_wait
         if ahead > 0:
@@ -376,6 +401,7 @@ class Gate:
             expected=law.mean,
             area=area * self._pace_s / self._capacity,
             deadline=request.deadline,
+            prefix=request.prefix,
         )
 
     def _candidate(self, entry: Waiting, worker: str) -> Candidate:

@@ -8,6 +8,7 @@ sum. Between horizons it is blind, and with heavy tails it asks for less than th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,6 +49,10 @@ class GridRoom:
             return None
         peak = self.peak_with(candidate)
         return peak if self.num == 0 or peak <= self.limit else None
+
+    def peaks_if_admitted(self, candidates: Sequence[Candidate]) -> list[int | None]:
+        """`peak_if_admitted` of each, were it the only one."""
+        return [self.peak_if_admitted(each) for each in candidates]
 
     def joined_by(self, candidate: Candidate) -> GridRoom:
         """The same worker with the candidate on it."""

@@ -1,4 +1,4 @@
-"""What the gate's process does with messages: predictor, gate and books behind one clock.
+"""What the gate's process does with messages: gate, books and what is learnt, behind one clock.
 
 Plain and synchronous: messages of ingresses in, answers to each of them out. Offers gather in an
 inbox and are taken in pieces, so that a flood of them holds up no answer. Knows nothing of Ray,
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.deployments.calibration import LEVELS, coverage
+from penstock.deployments.calibration import LEVELS
 from penstock.deployments.gate_core import Gate
+from penstock.deployments.gate_learner import GateLearner
 from penstock.deployments.gate_queue import QueueSettings
 from penstock.deployments.gate_room import UNBOUNDED
 from penstock.deployments.gate_types import (
@@ -45,8 +46,6 @@ log = logging.getLogger("penstock.gate")
 SILENCE_S = 3.0  # a worker of which nothing is heard for so long is gone
 REBUILD_S = 2.0  # at most so long a new gate waits for the reports of all workers
 JUDGE_S = 0.05  # at most so long nobody goes in because others have not been judged
-MAX_LABELS = 4096  # that wait to be learnt; older ones are dropped
-COVERAGE_WEIGHT = 0.01  # of the newest answer
 SEED = 0
 
 
@@ -85,7 +84,6 @@ class KeeperCounts:
     admitted: int = 0
     expired: int = 0
     declined: int = 0
-    learnt: int = 0
     completed: int = 0
     preemptions: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -109,13 +107,11 @@ class GateKeeper:
         now: float,
     ):
         self.setup = setup
-        self.predictor = predictor
+        self.learner = GateLearner(predictor)
         self.gate = Gate(setup.gate_settings(), seed=SEED)
         self.life = secrets.randbits(64)
         self.counts = KeeperCounts()
-        self.coverage = np.array(LEVELS)
         self.inbox: OrderedDict[str, _Offer] = OrderedDict()
-        self.labels: deque[pb.Label] = deque(maxlen=MAX_LABELS)
         self._send = send
         self._owners: dict[str, str] = {}  # of what waits or runs: its ingress
         self._last_messages: dict[str, int] = {}  # by ingress: newest that is counted in
@@ -146,6 +142,7 @@ class GateKeeper:
         self._last_messages.pop(ingress, None)
         for name in [each for each, owner in self._owners.items() if owner == ingress]:
             del self._owners[name]
+            self.learner.ended(name)
             self.inbox.pop(name, None)
             self.gate.cancel(name, 0.0)
 
@@ -160,7 +157,7 @@ class GateKeeper:
         for offer in message.offers:
             self._owners[offer.request_id] = ingress
             self.inbox[offer.request_id] = _Offer(ingress, offer, now)
-        self.labels.extend(message.labels)
+        self.learner.labels.extend(message.labels)
         self._last_messages[ingress] = max(message.number, self._last_messages.get(ingress, 0))
 
     def work(self, now: float) -> bool:
@@ -173,27 +170,6 @@ class GateKeeper:
         except ValueError as error:  # a request that cannot be judged goes its own way
             log.warning("request %s cannot be judged: %s", name, error)
             self._tell(Refusal(name, "never_fits", str(error)))
-        return True
-
-    def learn(self) -> bool:
-        """One label; False if there was none."""
-        if not self.labels:
-            return False
-        label = self.labels.popleft()
-        try:
-            features = features_from(label.features)
-            law = self.predictor.predict(features)
-            is_end, left = label.ended == "stop", label.ended == "cancel"
-            self.predictor.observe(features, label.length, label.ended)
-        except ValueError as error:
-            log.debug("a label that does not fit: %s", error)
-            return True
-        self.counts.learnt += 1
-        if not features.ignore_eos:
-            held = coverage(law, label.length, is_end, left)
-            for i, hit in enumerate(held):
-                if hit is not None:
-                    self.coverage[i] += COVERAGE_WEIGHT * (hit - self.coverage[i])
         return True
 
     def tick(self, now: float) -> None:
@@ -237,9 +213,9 @@ class GateKeeper:
             num_expired=counts.expired,
             num_declined=counts.declined,
             num_refused=counts.refused,
-            num_learnt=counts.learnt,
+            num_learnt=self.learner.num_learnt,
             levels=LEVELS,
-            coverage=self.coverage.tolist(),
+            coverage=self.learner.coverage.tolist(),
             num_waits=counts.waits,
             predicted_wait_s=counts.predicted_wait_s,
             actual_wait_s=counts.actual_wait_s,
@@ -281,7 +257,9 @@ class GateKeeper:
         if before is not None:
             self.counts.preemptions += max(preempted - before, 0)
         self._num_preempted[epoch_name(message.epoch)] = preempted
-        self.gate.report(spec.name, report_from(message), now)
+        report = report_from(message)
+        self.learner.progress(report.running)
+        self.gate.report(spec.name, report, now)
 
     def _forget(self, name: str) -> None:
         worker = self._workers.pop(name)
@@ -291,6 +269,7 @@ class GateKeeper:
     def _ended(self, ended: pb.Ended, now: float) -> None:
         name = ended.request_id
         self._owners.pop(name, None)
+        self.learner.ended(name)
         if self.inbox.pop(name, None) is not None or self.gate.cancel(name, now):
             return
         self.counts.completed += 1
@@ -300,7 +279,9 @@ class GateKeeper:
         message = offer.message
         if name in self.gate.queue:  # it came back from a worker, and waits again
             return
-        law, holding = self._laws(features_from(message.features))
+        features = features_from(message.features)
+        self.learner.watch(name, features)
+        law, holding = self._laws(features)
         prompt, ceiling = message.features.prompt_tokens, message.ceiling or None
         if self.setup.admission == "reserve_max":
             # All that it may need is held from the beginning, and it grows no more.
@@ -309,7 +290,13 @@ class GateKeeper:
             prompt = ceiling = -(-whole // size) * size
         deadline = offer.came_s + message.remaining_s if message.HasField("remaining_s") else None
         request = GateRequest(
-            name, prompt, message.features.tenant, message.priority, deadline, ceiling
+            name,
+            prompt,
+            message.features.tenant,
+            message.priority,
+            deadline,
+            ceiling,
+            tuple(message.prefix),
         )
         if message.HasField("entered"):
             worker = self._name_of(message.entered)
@@ -328,7 +315,7 @@ class GateKeeper:
             self._has_new = True
 
     def _laws(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
-        law, holding = self.predictor.predict_both(features)
+        law, holding = self.learner.predictor.predict_both(features)
         if self.setup.admission == "reserve_max":
             holding = LengthDistribution(np.zeros(NUM_BINS + 1), max_tokens=features.max_tokens)
         return law, holding
@@ -356,6 +343,7 @@ class GateKeeper:
                 self._send(ingress).tickets.append(pb.Ticket(request_id=name, epoch=epoch))
             return
         self._owners.pop(name, None)
+        self.learner.ended(name)
         if isinstance(outcome, Expiry):
             counts.expired += 1
             if ingress is not None:

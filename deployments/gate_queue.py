@@ -70,6 +70,7 @@ class Waiting:
     num_passed: int = 0  # later ones that went before it while it was the first
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
     told_s: float = 0.0  # the wait that followed from it
+    prefix: tuple[int, ...] = ()  # marks of the prompt's beginning
 
     _line: tuple[int, bool, bool, float, float, int] | None = None  # its place, unless overdue
     _candidates: dict[int, Candidate] = field(default_factory=dict)  # by block size
@@ -146,6 +147,10 @@ class GateQueue:
         if entry is not None:
             self.counters.leaves(entry.tenant)
         return entry
+
+    def longest_wait(self, now: float) -> float:
+        """Seconds since the oldest of those that wait came; 0: nobody does."""
+        return now - min((each.arrived for each in self._waiting.values()), default=now)
 
     def displaced_by(self, tenant: str) -> Waiting | None:
         """Who leaves a full queue for a request of this tenant: None, the newcomer itself.

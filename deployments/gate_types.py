@@ -16,6 +16,8 @@ class GateSettings:
     """How the gate judges."""
 
     level: float = 0.95  # share of the sampled futures that have to fit
+    pressed_level: float = 0.7  # the same, once somebody has waited for `pressed_s`
+    pressed_s: float = 10.0
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers that are looked at for a request: those with least to hold
@@ -25,16 +27,22 @@ class GateSettings:
     retry_s: tuple[float, float] = (1.0, 60.0)  # least and most that a client is told to stay away
     queue: QueueSettings = field(default_factory=QueueSettings)
 
+    def level_after(self, wait_s: float) -> float:
+        """The level while somebody has waited for so long; in tenths, so that rooms last."""
+        share = min(int(10 * wait_s / self.pressed_s), 10) / 10
+        return self.level + share * (min(self.pressed_level, self.level) - self.level)
+
     def __post_init__(self) -> None:
-        if not 0.0 < self.level <= 1.0:
-            raise ValueError(f"level must be above 0 and at most 1, not {self.level}")
+        for name in ("level", "pressed_level"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
         if self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, not {self.num_samples}")
         if self.rule not in ("sampled", "gaussian"):
             raise ValueError(f"rule must be 'sampled' or 'gaussian', not {self.rule!r}")
         if self.max_choices < 1:
             raise ValueError(f"max_choices must be at least 1, not {self.max_choices}")
-        for name in ("lease_s", "longest_wait_s"):
+        for name in ("lease_s", "longest_wait_s", "pressed_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must exceed 0, not {getattr(self, name)}")
         if self.max_passes < 0:
@@ -53,6 +61,7 @@ class GateRequest:
     priority: int = 0  # higher goes first
     deadline: float | None = None  # on the gate's clock; afterwards nobody wants the answer
     ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
+    prefix: tuple[int, ...] = ()  # marks of the prompt's beginning (prefix_book)
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0:

@@ -26,7 +26,14 @@ from penstock.deployments.grpc_calls import (
     principal,
 )
 from penstock.deployments.grpc_guard import Guard
-from penstock.deployments.grpc_requests import bad_words, chat_prompt, flag, sampling, text_prompt
+from penstock.deployments.grpc_requests import (
+    bad_words,
+    chat_prompt,
+    flag,
+    priority,
+    sampling,
+    text_prompt,
+)
 from penstock.deployments.scores import num_spelt
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
@@ -193,6 +200,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         return {
             **about(context, self._keys, request_id, client_id, "client_request_id"),
             "model": request.model,
+            "priority": priority(request),
             "wants_timings": request.return_timings,
             "skip_special_tokens": flag(request, "skip_special_tokens", True),
             "bad_words": bad_words(request.sampling),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pydantic_core
 
-from penstock.deployments.calls import ChatPrompt
+from penstock.deployments.calls import MAX_PRIORITY, ChatPrompt
 from penstock.deployments.checks import MAX_MESSAGES
 from penstock.deployments.choices import MAX_BAD_WORD_STRINGS
 from penstock.deployments.openai_tools import only_one
@@ -75,6 +75,16 @@ def sampling(message: pb.SamplingParams, toolset: Toolset | None = None) -> Samp
         structured=only_one([shape for shape in shapes if shape is not None], "tool_choice"),
         **given,
     )
+
+
+def priority(request: pb.GenerateRequest | pb.ChatRequest) -> int:
+    """Of those that wait, lower goes first. Raises RequestError."""
+    if not 0 <= request.priority <= MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be between 0 and {MAX_PRIORITY}, not {request.priority}",
+            param="priority",
+        )
+    return request.priority
 
 
 def bad_words(message: pb.SamplingParams) -> tuple[str, ...]:

@@ -89,9 +89,14 @@ class Counts:
     def at_risk(self) -> Floats:
         return self.both[1]
 
-    def add(self, seen: Exposure) -> None:
-        self.both *= DECAY
+    def watch(self, seen: Exposure) -> None:
+        """An answer that goes on: nothing fades, for none has ended."""
         self.both[1] += seen.at_risk
+
+    def add(self, seen: Exposure) -> None:
+        """What was still unseen of an answer that is over."""
+        self.both *= DECAY
+        self.watch(seen)
         if seen.event is not None:
             self.both[0, seen.event] += 1.0
 
@@ -136,12 +141,27 @@ class HazardTree:
         known = [counts.both for key in path if (counts := self.groups.get(key))]
         return [_others(one, other) for one, other in itertools.pairwise(known)] + known[-1:]
 
+    def watch(self, path: Sequence[Hashable], seen: Exposure) -> None:
+        """An answer that goes on has been at risk there."""
+        for counts in self._used(path):
+            counts.watch(seen)
+
     def add(self, path: Sequence[Hashable], seen: Exposure) -> None:
+        """An answer is over; what `watch` was told of it is not in `seen`."""
+        for counts in self._used(path):
+            counts.add(seen)
+
+    def _used(self, path: Sequence[Hashable]) -> list[Counts]:
+        """The counts of each group of `path`, made where there are none; the oldest make way."""
+        used = []
         for key in path:
-            self.groups.setdefault(key, Counts()).add(seen)
+            if key not in self.groups:
+                self.groups[key] = Counts()
             self.groups.move_to_end(key)
+            used.append(self.groups[key])
         while len(self.groups) > self._max_groups:
             self.groups.popitem(last=False)
+        return used
 
 
 _NOTHING = np.zeros((2, NUM_BINS))

@@ -61,8 +61,11 @@ class LengthResidual:
         g = self.sparse[row.indices] @ row.values + self.dense @ row.dense
         return min(max(float(g), -MAX_SHIFT), MAX_SHIFT)
 
-    def learn(self, row: Row, gradient: float) -> None:
-        """One AdaGrad step. `gradient`: of the loss by the shift, d loss / d g."""
+    def learn(self, row: Row, gradient: float, *, is_new: bool = True) -> None:
+        """One AdaGrad step. `gradient`: of the loss by the shift, d loss / d g.
+
+        `is_new`: the facts count for what is usual; not, where one answer teaches several times.
+        """
         slope = gradient * row.values + L2 * self.sparse[row.indices]
         # Two words in one slot: add.at counts both, where plain indexing would keep the last.
         np.add.at(self.sparse_squares, row.indices, slope**2)
@@ -71,7 +74,8 @@ class LengthResidual:
         slope = gradient * row.dense + L2 * self.dense
         self.dense_squares += slope**2
         self.dense -= DENSE_RATE * slope / np.sqrt(self.dense_squares)
-        self._standardise(row.facts)
+        if is_new:
+            self._standardise(row.facts)
 
     def _standardise(self, facts: Floats) -> None:
         known = ~np.isnan(facts)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from penstock.deployments.bodies import Strict, json_object, known_only, validated
 from penstock.deployments.body_limits import LIMITS, few_parts, within_limits
-from penstock.deployments.calls import ChatPrompt
+from penstock.deployments.calls import MAX_PRIORITY, ChatPrompt
 from penstock.deployments.core import MAX_PROMPTS
 from penstock.deployments.openai_messages import ChatMessage, known_message
 from penstock.deployments.openai_tools import (
@@ -50,7 +50,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cache_salt", "kv_transfer_params", "thinking_token_budget"), (None,)),
     "stream_interval": (None, 1),
 }
-MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy endpoint
 
 

@@ -2,7 +2,9 @@
 
 Counted hazards by group (length_histogram), shifted by what the text says (length_residual) as far
 as that has paid off, stretched to hold their promise (calibration). Each finished request teaches
-it; before the first one it answers with a broad prior. Knows nothing of workers, memory or Ray.
+it, and so does one that still runs, by how far it has come: who learns from ends alone has seen
+only short answers while the first long ones are under way (length bias). Before anything was seen
+it answers with a broad prior. Knows nothing of workers, memory or Ray.
 
 A predictor has one owner: nothing in it is locked, and a prediction and an observation must not
 run at the same time.
@@ -21,8 +23,8 @@ from penstock.deployments.calibration import (
     LEVELS,
     adapted,
     calibrate,
-    coverage,
     fresh_levels,
+    surprise,
 )
 from penstock.deployments.length_distribution import (
     NUM_BINS,
@@ -72,6 +74,25 @@ class Explanation:
     @property
     def is_text_on(self) -> bool:
         return self.text_weight > 0.5
+
+
+@dataclass(slots=True)
+class Watch:
+    """An answer that runs: up to which token it has been learnt from. The end teaches the rest."""
+
+    features: Features
+    counted: int = 0  # by the groups
+    learnt: int = 0  # by calibration, weights and text, which cost ten times as much
+
+    COUNT_FROM, COUNT_GROWTH = 32, 1.08
+    LEARN_FROM, LEARN_GROWTH = 64, 1.6
+
+    def is_due(self, generated: int) -> bool:
+        """Whether `progress` would learn anything."""
+        return generated > max(Watch.COUNT_FROM, Watch.COUNT_GROWTH * self.counted)
+
+    def is_costly(self, generated: int) -> bool:
+        return generated > max(Watch.LEARN_FROM, Watch.LEARN_GROWTH * self.learnt)
 
 
 @dataclass(slots=True)
@@ -137,11 +158,39 @@ class LengthPredictor:
         cancels = cumulative_hazard(self.cancels.hazards(features.path()))
         return law, _law(features, law.cumulative + cancels)
 
-    def observe(self, features: Features, length: int, ended: Ended | str) -> None:
+    def progress(self, watch: Watch, generated: int) -> None:
+        """Learn from an answer that has `generated` tokens and goes on: it is censored there.
+
+        Call it as often as is convenient; it learns where an answer has grown by a twelfth. What is
+        learnt here `observe` leaves out, if it is given the same watch. All that is learnt are sums
+        over tokens, with an expectation of zero under the true law wherever they are stopped; so
+        no answer weighs more because it was short.
+        """
+        features, reached = watch.features, generated - 1  # the last token may be the end
+        if not watch.is_due(generated):
+            return
+        limit = features.max_tokens
+        reached = reached if limit is None else min(reached, limit)
+        if not features.ignore_eos and watch.is_costly(generated):
+            start = max(features.min_tokens, watch.learnt)
+            self._learn(features, exposure(start, reached, False, limit), watch.learnt, reached)
+            watch.learnt = reached
+        path = features.path()
+        self.cancels.watch(path, exposure(watch.counted, reached, False, limit))
+        if not features.ignore_eos:
+            start = max(features.min_tokens, watch.counted)
+            path.append(features.size_group())
+            self.ends.watch(path, exposure(start, reached, False, limit))
+        watch.counted = reached
+
+    def observe(
+        self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
+    ) -> None:
         """Learn from an answer of `length` tokens that is over. One pass, nothing is kept.
 
-        Not for answers that were interrupted and will go on (preemption, a worker's death), nor
-        for those that an error ended. Raises ValueError naming what does not fit.
+        `watch`: what `progress` was given for it, if it was. Not for answers that were interrupted
+        and will go on (preemption, a worker's death), nor for those that an error ended. Raises
+        ValueError naming what does not fit.
         """
         ended = _ended(ended)
         if length < 0:
@@ -151,19 +200,20 @@ class LengthPredictor:
                 f"length ({length}) exceeds max_tokens ({features.max_tokens}): "
                 "give the limit that the worker was given"
             )
-        path = features.path()
-        cancelled = ended is Ended.CANCEL
-        self.cancels.add(path, exposure(0, length, cancelled, features.max_tokens))
+        path, limit = features.path(), features.max_tokens
+        stopped, cancelled = ended is Ended.STOP, ended is Ended.CANCEL
+        counted, learnt = (0, 0) if watch is None else (watch.counted, watch.learnt)
+        if counted >= length and (stopped or cancelled):
+            length = counted + 1  # the worker had made more than was told: no end is lost
+        self.cancels.add(path, exposure(counted, length, cancelled, limit))
         if features.ignore_eos:
             return  # nothing about where it would have ended
-        seen = exposure(features.min_tokens, length, ended is Ended.STOP, features.max_tokens)
-        if seen.event is None and not seen.at_risk.any():
+        seen = exposure(max(features.min_tokens, learnt), length, stopped, limit)
+        if seen.event is None and not seen.at_risk.any() and not counted:
             return
-        laws = self._laws(features)
-        self._judge(features, laws, length, ended)
-        self._weigh(features.model, laws, seen)
-        self.residual.learn(laws.row, _gradient_of_mixture(laws, seen))
-        self.ends.add([*path, features.size_group()], seen)
+        self._learn(features, seen, learnt, length, ended)
+        counts = exposure(max(features.min_tokens, counted), length, stopped, limit)
+        self.ends.add([*path, features.size_group()], counts)
 
     def explain(self, features: Features) -> Explanation:
         """Which groups spoke, how far the text was heard, and what came out."""
@@ -210,20 +260,32 @@ class LengthPredictor:
         self.models.move_to_end(model)
         return self.models[model]
 
-    def _judge(self, features: Features, laws: _Laws, length: int, ended: Ended) -> None:
-        """Calibration: did the quantiles hold?"""
-        law = _law(features, laws.cumulative)
-        is_end, left_early = ended is Ended.STOP, ended is Ended.CANCEL
-        held = coverage(law, length, is_end=is_end, left_early=left_early)
+    def _learn(
+        self,
+        features: Features,
+        seen: Exposure,
+        start: int,
+        now: int,
+        ended: Ended | None = None,
+    ) -> None:
+        """All but the counts, from tokens `start` to `now`; None: the answer goes on."""
+        laws = self._laws(features)
         own = self._trust_of(features.model)
-        own.levels = adapted(own.levels, held)
-        self.everyone.levels = adapted(self.everyone.levels, held)
-
-    def _weigh(self, model: str, laws: _Laws, seen: Exposure) -> None:
-        """Exponential weights: who has foretold this answer better than the groups alone?"""
+        moves = surprise(
+            _law(features, laws.cumulative),
+            start,
+            now,
+            is_end=ended is Ended.STOP,
+            is_cut=ended is Ended.LENGTH,
+        )
         told = _log_likelihood(laws.hazards, seen)
-        for trust in (self._trust_of(model), self.everyone):
-            trust.evidence = MEMORY * trust.evidence + (told - told[0])
+        for trust in (own, self.everyone):
+            trust.levels = adapted(trust.levels, moves)
+            # Exponential weights: who has foretold this answer better than the groups alone?
+            kept = 1.0 if ended is None else MEMORY
+            trust.evidence = kept * trust.evidence + (told - told[0])
+        gradient = _gradient_of_mixture(laws, seen)
+        self.residual.learn(laws.row, gradient, is_new=ended is not None)
 
 
 def _law(features: Features, cumulative: Floats) -> LengthDistribution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from itertools import pairwise
@@ -146,7 +147,7 @@ def walked_all(answers):
     return peaks.tolist()
 
 
-def check_tickets(gate, books, tickets):
+def check_tickets(gate, books, tickets, level):
     """Each ticket by the rule: the quantile of walked peaks is within the limit, or it is alone."""
     for ticket in tickets:
         ledger = gate.ledgers[ticket.worker]
@@ -158,7 +159,7 @@ def check_tickets(gate, books, tickets):
         if there:
             peaks = walked_all([*there, new])
             limit = int((1 - ledger.headroom.share) * ledger.spec.capacity)
-            assert quantile(peaks, gate.settings.level) <= limit
+            assert quantile(peaks, level) <= limit
         there.append(new)
 
 
@@ -192,8 +193,10 @@ def gate_tick(gate, now):
             not (e.lease_until is not None and e.lease_until <= now) for e in ledger._held.values()
         ]
         books[name] = [each for each, kept in zip(books[name], keep) if kept]
+    came = [e.arrived for e in gate.queue._waiting.values() if (e.deadline or math.inf) > now]
+    level = gate.settings.level_after(now - min(came, default=now))
     outcomes = gate.tick(now)
-    check_tickets(gate, books, [each for each in outcomes if isinstance(each, Ticket)])
+    check_tickets(gate, books, [each for each in outcomes if isinstance(each, Ticket)], level)
     return outcomes
 
 
@@ -313,6 +316,29 @@ def test_nobody_passes_the_overdue():
     assert [t.request_id for t in gate.tick(4.0)] == ["s"]
     gate.offer(ask("late", 1), certain(1), 5.0)
     assert gate.tick(5.0) == []
+
+
+def test_with_somebody_waiting_more_is_risked():
+    """In tenths: rooms are made anew for each level."""
+    settings = GateSettings(level=0.9, pressed_level=0.6, pressed_s=10.0)
+    waits = (0.0, 0.9, 1.0, 5.5, 10.0, 99.0)
+    levels = [settings.level_after(wait) for wait in waits]
+    assert levels == pytest.approx([0.9, 0.9, 0.87, 0.75, 0.6, 0.6])
+    assert GateSettings(level=0.5).level_after(99.0) == 0.5  # never more than in quiet times
+
+    def admitted_at(pressed_level):
+        """Beside answers that may be long, a prompt of 30: when it comes in."""
+        gate = gate_with(100, level=1.0, pressed_level=pressed_level, num_samples=32)
+        for name in ("a", "b"):
+            gate.offer(ask(name, prompt=10), law(), 0.0)
+        assert len(gate.tick(0.0)) == 2
+        for name in ("a", "b"):
+            gate.started(name, 0.0)
+        gate.offer(ask("c", prompt=55), law(), 1.0)
+        return next((now for now in range(1, 60) if gate.tick(float(now))), None)
+
+    assert (admitted_at(0.3), admitted_at(1.0)) == (2, None)
+    assert gate_with(100).queue.longest_wait(7.5) == 0.0
 
 
 def test_no_starvation():
@@ -466,6 +492,8 @@ def test_the_same_id_twice():
     ("changes", "named"),
     [
         ({"level": 0.0}, "level"),
+        ({"pressed_level": 1.1}, "pressed_level"),
+        ({"pressed_s": 0.0}, "pressed_s"),
         ({"num_samples": 0}, "num_samples"),
         ({"lease_s": 0.0}, "lease_s"),
         ({"longest_wait_s": float("nan")}, "longest_wait_s"),

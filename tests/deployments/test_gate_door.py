@@ -350,7 +350,7 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
                 while node.thread.stats().num_generated_tokens < 3:
                     await asyncio.sleep(0.01)
             old = made.gate.keeper
-            old.predictor.observe(request(1).features, 7, "stop")
+            old.learner.predictor.observe(request(1).features, 7, "stop")
             made.gate.setup = GateSetup(host="127.0.0.1", max_queued=7)
             await made.gate.where(made.gate.setup)  # begins anew
             new = made.gate.keeper
@@ -360,7 +360,7 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
             held = [len(each) for each in new.gate.ledgers.values()]
             long.cancel()
             await asyncio.gather(long, return_exceptions=True)
-            return new is not old, held, new.predictor is old.predictor
+            return new is not old, held, new.learner.predictor is old.learner.predictor
 
     assert run(scenario()) == (True, [1], True)
 

@@ -107,6 +107,19 @@ def test_generate(stub):
         assert len(answers) > 12
 
 
+def test_the_priority_arrives():
+    with Scripted(FinishReason.STOP) as scripted:
+        list(scripted.stub.Generate(pb.GenerateRequest(text="a", priority=7)))
+        list(scripted.stub.Chat(pb.ChatRequest(messages=MESSAGES, priority=100)))
+        list(scripted.stub.Generate(pb.GenerateRequest(text="a")))
+        assert [each.priority for each in scripted.backend.requests] == [7, 100, 0]
+        for wrong in (-1, 101):
+            request = pb.GenerateRequest(text="a", priority=wrong)
+            status, _, param, details = refused(scripted.stub.Generate(request))
+            assert (status, param) == (Code.INVALID_ARGUMENT, "priority")
+            assert str(wrong) in details
+
+
 def test_chat(stub):
     rendered = tokenizer().render_chat(MESSAGES)
     ids = tokenizer().encode(rendered, add_special_tokens=False)

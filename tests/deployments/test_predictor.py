@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import io
 import math
 import re
@@ -18,6 +19,7 @@ from penstock.deployments.length_text import digest_ids, digest_text
 from penstock.deployments.predictor import (
     Ended,
     LengthPredictor,
+    Watch,
     _gradient,
     _log_likelihood,
 )
@@ -81,6 +83,70 @@ def test_coverage_on_a_known_truth(world):
                 conditional.append([truth.within(*each) for each in after])
     assert np.mean(held, 0) == pytest.approx(levels, abs=0.02)
     assert np.mean(conditional, 0) == pytest.approx([0.9] * 3, abs=0.03)
+
+
+def busy_world(seed, hears_of_running, num=750):
+    """Cover of true lengths by the laws told under heavy load, from the 450th arrival on.
+
+    A token a step, an arrival every two: when the first law is judged, some 200 answers run, one
+    in ten answers is longer than the world is old, and only half of all that came have ended.
+    """
+    rng, truth = np.random.default_rng(seed), LogNormal(300.0, 1.0)
+    predictor, running, ends, covers, told_at = LengthPredictor(), {}, [], [], 0
+    for i, now in enumerate(np.cumsum(rng.exponential(2.0, num)).tolist()):
+        while ends and ends[0][0] <= now:
+            _, name = heapq.heappop(ends)
+            watch, _, length = running.pop(name)
+            predictor.observe(watch.features, length, "stop", watch)
+        if hears_of_running and now >= told_at:
+            told_at = now + 40.0
+            for watch, since, _ in running.values():
+                predictor.progress(watch, int(now - since))
+        features, length = Features("m", f"t{i % 3}"), truth.draw(rng)
+        law = predictor.predict(features)
+        running[i] = (Watch(features), now, length)
+        heapq.heappush(ends, (now + length, i))
+        if i >= 450:
+            covers.append([truth.within(law.quantile(q)) for q in (0.5, 0.9, 0.99)])
+    return np.mean(covers, 0)
+
+
+def test_coverage_while_the_long_ones_still_run():
+    """Who learns from ends alone has heard of short answers only, and promises too little.
+
+    One world's counts are those of some 400 answers; over 16 worlds (seeds 60 to 75) covered were
+    0.492, 0.896 and 0.989.
+    """
+    told = [busy_world(seed, hears_of_running=True) for seed in (61, 62, 63)]
+    assert np.mean(told, 0) == pytest.approx((0.5, 0.9, 0.99), abs=0.02)
+    assert busy_world(61, hears_of_running=False)[1] < 0.86
+
+
+def test_progress_is_not_counted_twice():
+    """The groups know in the end what they would know from the end alone, but for the fading."""
+    lengths = [(40, "stop"), (333, "stop"), (512, "length"), (90, "cancel"), (700, "stop")]
+    counts = []
+    for on_the_way in (False, True):
+        predictor = LengthPredictor()
+        for length, ended in lengths:
+            features = Features("m", max_tokens=512 if ended == "length" else None)
+            watch = Watch(features)
+            for generated in range(7, length + 1, 7) if on_the_way else ():
+                predictor.progress(watch, generated)
+            assert (watch.counted > 0) == on_the_way
+            predictor.observe(features, length, ended, watch)
+        trees = (predictor.ends, predictor.cancels)
+        counts.append([each.both for tree in trees for each in tree.groups.values()])
+    for one, other in zip(*counts, strict=True):
+        assert other == pytest.approx(one, rel=2e-3)
+
+
+def test_an_end_that_is_told_shorter_than_the_progress_is_not_lost():
+    """A stop string is cut off what the worker had made."""
+    predictor, watch = LengthPredictor(), Watch(Features("m"))
+    predictor.progress(watch, 200)
+    predictor.observe(Features("m"), 190, "stop", watch)
+    assert predictor.ends.groups[()].events.sum() == 1.0
 
 
 def test_cut_lengths_taken_for_finished_ones_would_miss():

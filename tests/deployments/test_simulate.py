@@ -170,7 +170,7 @@ def test_the_predictor_is_told_lengths_only_when_they_are_over():
     jobs, small = crowded(20)
     rule = Gated([SimWorker(0, small)])
     told = []
-    rule.predictor.observe = lambda features, length, ended: told.append(length)
+    rule.predictor.observe = lambda features, length, ended, watch=None: told.append(length)
     for each in jobs:
         rule.arrive(each, each.arrived)
     assert told == []

@@ -36,20 +36,22 @@ class WorkerReport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ..., report: _Optional[_Union[_channel_pb2.Report, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "entered")
+    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "entered", "prefix")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     CEILING_FIELD_NUMBER: _ClassVar[int]
     ENTERED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     features: Features
     priority: int
     remaining_s: float
     ceiling: int
     entered: int
-    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., entered: _Optional[int] = ...) -> None: ...
+    prefix: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., entered: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("request_id", "generated")
@@ -60,14 +62,16 @@ class Ended(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., generated: _Optional[int] = ...) -> None: ...
 
 class Label(_message.Message):
-    __slots__ = ("features", "length", "ended")
+    __slots__ = ("features", "length", "ended", "request_id")
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     features: Features
     length: int
     ended: str
-    def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., length: _Optional[int] = ..., ended: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., length: _Optional[int] = ..., ended: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("model", "tenant", "template", "prompt_tokens", "max_tokens", "min_tokens", "temperature", "top_p", "ignore_eos", "num_stop", "structured", "num_messages", "has_tools", "text_keys", "text_facts")
