@@ -211,12 +211,33 @@ def test_no_room(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing is left of it"
 
 
-def test_a_checkpoint_that_does_not_match_its_config(tmp_path):
+@pytest.mark.parametrize("has_twins", [False, True])
+def test_a_checkpoint_that_does_not_match_its_config(has_twins, tmp_path):
     experts = experts_of(make_checkpoint("mixtral"))
     wrong = dataclasses.replace(experts.config, num_experts=6)
-    with pytest.raises(LoadError, match=r"experts\.5\.w1"):
+    with pytest.raises(LoadError, match=r"gate\.weight' has shape \[5, 64\]"):
         write_arena(dataclasses.replace(experts, config=wrong), tmp_path / "a", FP32)
+    missing = "model.layers.2.block_sparse_moe.experts.4.w2.weight"
+    some = {name: stored for name, stored in experts.tensors.items() if name != missing}
+    with pytest.raises(LoadError, match=r"experts\.4\.w2"):  # half-way through the file
+        write_arena(
+            dataclasses.replace(experts, tensors=some), tmp_path / "a", FP32, has_twins=has_twins
+        )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_twin_is_named(tmp_path):
+    """It has a digest of its own; the expert itself is whole."""
+    path, experts = tmp_path / "a", experts_of(make_checkpoint("mixtral"))
+    manifest = write_arena(experts, path, FP32, has_twins=True)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 5 + 3))
+    _flip(path, entry.offset + 7 * manifest.row_bytes_of(8) + 1)
+    arena = Arena(manifest)
+    with pytest.raises(CorruptedExpert, match="layer 1, expert 3, its int8 twin, is corrupted"):
+        arena.rows(1, 8)
+    assert arena.rows(1, 3).shape == (112, 3 * 64 * 4)
+    assert arena.rows(1, 7).shape == (112, 3 * (64 + 4))
 
 
 def test_bounded_memory(tmp_path):

@@ -194,7 +194,7 @@ def test_sparse_has_the_same_bits_whatever_the_cache_does(
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("mode", ["sparse", "quantized"])
 def test_built_in(weights, mode):
-    """From a bf16 checkpoint, few slots and all of them: the same bits, and not those of exact."""
+    """From a bf16 checkpoint, with few slots and with all: the same bits, and not exact ones."""
     ids, found = random_prompt(PROMPT + NUM_NEW), []
     for num_slots in (32, 3):
         options = ExpertSettings(num_slots=num_slots, mode=mode, keep=0.2)
