@@ -170,6 +170,8 @@ class Setting:
                 return value
             raise ConfigError(f"{self.name} must be true or false; got {value!r}")
         if self.kind is str:
+            if isinstance(value, bool) and {"on", "off"} <= {*(self.choices or ())}:
+                return "on" if value else "off"  # as YAML reads these words
             if isinstance(value, str | int | float) and not isinstance(value, bool):
                 return str(value)
             raise ConfigError(f"{self.name} must be text; got {value!r}")

@@ -6,7 +6,6 @@ HTTP, gRPC or workers: front ends hand in `Call`s, and a `TokenBackend` makes to
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -204,6 +203,7 @@ class RequestCore:
             finish = "internal_error"
             raise
         finally:
+            generation.alarm.close()
             generation.has_begun.set()  # or whoever waits for its prompt would wait on
             answers.remove(generation)
             if not answers:
@@ -282,29 +282,23 @@ class RequestCore:
         if generation.is_cancelled:
             return _aborted(generation)
         try:
-            async with asyncio.timeout_at(generation.call.deadline_s) as generation.waiting:
-                return await anext(deltas)
+            return await generation.alarm.wait(anext(deltas))
         except TimeoutError:
             if generation.is_cancelled:
                 return _aborted(generation)
             raise ServiceError("deadline_exceeded") from None
         except StopAsyncIteration:
             raise ServiceError("worker_lost") from None
-        finally:
-            generation.waiting = None
 
     async def _wait_for_prompt(self, generation: Generation) -> None:
         """Until the first answer to the same prompt has left it in the prefix cache."""
         if generation.first is None:
             return
         try:
-            async with asyncio.timeout_at(generation.call.deadline_s) as generation.waiting:
-                await generation.first.has_begun.wait()
+            await generation.alarm.wait(generation.first.has_begun.wait())
         except TimeoutError:
             if not generation.is_cancelled:
                 raise ServiceError("deadline_exceeded") from None
-        finally:
-            generation.waiting = None
 
     def _generation(
         self, request: Request, call: Call, start_s: float, first: Generation | None = None

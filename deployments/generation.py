@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from penstock.deployments.alarm import Alarm
 from penstock.deployments.calls import Call, ChatPrompt, TextDelta, Usage
 from penstock.deployments.choices import scores_only
 from penstock.deployments.errors import ServiceError
@@ -47,7 +48,7 @@ class Generation:
         self.first = first
         self.times = RequestTimes(start_s)
         self.usage = Usage(prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None)
-        self.waiting: asyncio.Timeout | None = None  # set while a delta is awaited
+        self.alarm = Alarm(call.deadline_s)
         self.is_cancelled = False
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -69,8 +70,7 @@ class Generation:
     def cancel(self) -> None:
         """End the answer at the next chance, waking whoever waits for its next delta."""
         self.is_cancelled = True
-        if self.waiting is not None and not self.waiting.expired():
-            self.waiting.reschedule(asyncio.get_running_loop().time())
+        self.alarm.ring()
 
     def work_in(self, delta: Delta) -> int:
         """How much `take` has to spell out of `delta`, in tokens."""

@@ -105,7 +105,7 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
         prefill_starts=starts.astype(np.int32),
         prefill_lens=np.array(lens, dtype=np.int32),
         max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
-        unread=np.array(unread, dtype=np.int64).reshape(-1, 2).T,
+        unread=np.array([*zip(*unread)], dtype=np.int64).reshape(2, -1),
         rolling=_rolling(plan.chunks, positions),
     )
 

@@ -14,6 +14,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """`values`, which lie on the host, on `device`; the host waits for nothing."""
     if device.type != "cuda":
         return values
+    if not values.numel():  # nothing to wait for, and nothing to pin
+        return values.to(device)
     # From memory that is not pinned, the driver may wait until all that was launched is done.
     return values.pin_memory().to(device, non_blocking=True)
 

@@ -91,6 +91,15 @@ def test_yaml_file(tmp_path):
     assert not config.engine.prefix_cache
 
 
+def test_on_and_off_are_words_though_yaml_reads_them_otherwise(tmp_path):
+    file = tmp_path / "penstock.yaml"
+    file.write_text("look_ahead: on\ncuda_graphs: off\n")
+    engine = config_from(read_config(str(file))).engine
+    assert (engine.look_ahead, engine.cuda_graphs) == ("on", "off")
+    with pytest.raises(ConfigError, match="kv_commit must be text"):
+        config_from({"kv_commit": True})
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3: x\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file = tmp_path / "penstock.yaml"
