@@ -34,6 +34,8 @@ from penstock.deployments.length_distribution import Floats, LengthDistribution,
 from penstock.deployments.length_histogram import length_prior
 from penstock.deployments.prefix_book import PrefixBook
 
+TABLE = 1024  # rows of dice: a million requests have different ones
+
 
 class Gate:
     """Waiting requests and the books of the workers; all of one model."""
@@ -47,7 +49,10 @@ class Gate:
         self.ledgers: dict[str, Ledger] = {}
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
         self._prefixes: PrefixBook[tuple[str, str]] = PrefixBook()  # by worker and epoch
-        self._seed = seed
+        rng, samples = np.random.default_rng(seed), self.settings.num_samples
+        # A generator for each request would cost 50 us.
+        self._strata = rng.permuted(np.tile(np.arange(samples), (TABLE, 1)), axis=1)
+        self._places = rng.random((TABLE, samples))
         self._number = 0
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
@@ -387,7 +392,8 @@ class Gate:
     ) -> Waiting:
         """With its expected length, and the tokens x seconds of KV that it will take."""
         self._number += 1
-        steps = demand.candidate(1).remaining.astype(np.float64)
+        remaining = demand.remaining()
+        steps = remaining.astype(np.float64)
         area = float((request.prompt_tokens * steps + steps**2 / 2).mean())
         if self._pace_s is None:
             paces = [each.step_s for each in self.ledgers.values()] or [0.03]
@@ -402,6 +408,7 @@ class Gate:
             area=area * self._pace_s / self._capacity,
             deadline=request.deadline,
             prefix=request.prefix,
+            remaining=remaining,
         )
 
     def _candidate(self, entry: Waiting, worker: str) -> Candidate:
@@ -415,9 +422,9 @@ class Gate:
 
     def _dice(self, request_id: str) -> Floats:
         """[samples] stratified uniform numbers of a request's own: they do not hang on others."""
-        rng = np.random.default_rng([self._seed, zlib.crc32(request_id.encode())])
-        samples = self.settings.num_samples
-        u: Floats = (rng.permutation(samples) + rng.random(samples)) / samples
+        drawn = zlib.crc32(request_id.encode())
+        strata, places = self._strata[drawn % TABLE], self._places[drawn // TABLE % TABLE]
+        u: Floats = (strata + places) / self.settings.num_samples
         return u
 
     def _adopt(self, running: Running) -> Demand:

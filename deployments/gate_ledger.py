@@ -70,11 +70,15 @@ class Demand:
         """Tokens that it may be expected to hold at its end."""
         return self._capped(self.prompt_tokens + round(self.law.mean))
 
-    def candidate(self, block_size: int) -> Candidate:
-        remaining = stack([self.law]).sample_remaining(np.zeros(1, np.int64), self.u[None, :])[0]
+    def remaining(self) -> Ints:
+        """[samples] steps to its end, from its beginning."""
+        return stack([self.law]).sample_remaining(np.zeros(1, np.int64), self.u[None, :])[0]
+
+    def candidate(self, block_size: int, remaining: Ints | None = None) -> Candidate:
+        """What it asks of a worker with blocks of this size; `remaining`, if it is known."""
         return Candidate(
             used=self.used(0, block_size),
-            remaining=remaining,
+            remaining=self.remaining() if remaining is None else remaining,
             ceiling=UNBOUNDED if self.ceiling is None else self.ceiling,
             longest=self.longest(block_size),
         )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from penstock.deployments.gate_ledger import Demand
 from penstock.deployments.gate_room import Candidate
+from penstock.deployments.length_distribution import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Waiting:
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
     told_s: float = 0.0  # the wait that followed from it
     prefix: tuple[int, ...] = ()  # marks of the prompt's beginning
+    remaining: Ints | None = None  # [samples] steps to its end in its futures
 
     _line: tuple[int, bool, bool, float, float, int] | None = None  # its place, unless overdue
     _candidates: dict[int, Candidate] = field(default_factory=dict)  # by block size
@@ -82,7 +84,7 @@ class Waiting:
     def candidate(self, block_size: int) -> Candidate:
         """What it asks of a worker with blocks of this size; always the same futures."""
         if block_size not in self._candidates:
-            self._candidates[block_size] = self.demand.candidate(block_size)
+            self._candidates[block_size] = self.demand.candidate(block_size, self.remaining)
         return self._candidates[block_size]
 
     def is_overdue(self, now: float, max_wait_s: float) -> bool:

@@ -327,17 +327,17 @@ def test_with_somebody_waiting_more_is_risked():
     assert GateSettings(level=0.5).level_after(99.0) == 0.5  # never more than in quiet times
 
     def admitted_at(pressed_level):
-        """Beside answers that may be long, a prompt of 30: when it comes in."""
+        """Beside answers that may be long, a prompt of 50: when it comes in."""
         gate = gate_with(100, level=1.0, pressed_level=pressed_level, num_samples=32)
         for name in ("a", "b"):
-            gate.offer(ask(name, prompt=10), law(), 0.0)
+            gate.offer(ask(name, prompt=18), law(), 0.0)
         assert len(gate.tick(0.0)) == 2
         for name in ("a", "b"):
             gate.started(name, 0.0)
-        gate.offer(ask("c", prompt=55), law(), 1.0)
+        gate.offer(ask("c", prompt=50), law(), 1.0)
         return next((now for now in range(1, 60) if gate.tick(float(now))), None)
 
-    assert (admitted_at(0.3), admitted_at(1.0)) == (2, None)
+    assert (admitted_at(0.3), admitted_at(1.0)) == (3, None)
     assert gate_with(100).queue.longest_wait(7.5) == 0.0
 
 
