@@ -312,15 +312,15 @@ def test_a_request_that_breaks_the_step_fails_alone(model, monkeypatch):
     at = ids.index(stop)
     requests[2] = replace(requests[2], params=replace(GREEDY, stop_token_ids=(stop,)))
     want = run(make_engine(model, "off"), requests)
-    forward, broken_len = model.forward, len(requests[1].prompt_ids) + at + 1
+    begin, broken_len = model.begin, len(requests[1].prompt_ids) + at + 1
 
     def breaks(token_ids, positions, inputs, *memory):
         if inputs.num_decode and (inputs.decode_lens == broken_len).any():
             raise RuntimeError("a kernel failed")
-        return forward(token_ids, positions, inputs, *memory)
+        return begin(token_ids, positions, inputs, *memory)
 
     engine = make_engine(model)
-    monkeypatch.setattr(model, "forward", breaks)
+    monkeypatch.setattr(model, "begin", breaks)
     got = run(engine, [requests[1], requests[0], requests[2]])
     assert got["r1"][-1].error == "internal_error"
     assert ids_of(got["r1"]) == ids_of(want["r1"])[: len(ids_of(got["r1"]))]
