@@ -12,6 +12,8 @@ import secrets
 import time
 from functools import partial
 
+import torch
+
 from penstock.workers.config import EngineConfig
 from penstock.workers.decode_graphs import Capture, CudaCapture, captured, graph_sizes
 from penstock.workers.deferral import (
@@ -125,7 +127,7 @@ class Engine:
             self.cache.swap, self.totals.rates = host_swap(config, self.arena, run_rows, most_rows)
             self.pool.on_evict = self.cache.swap.keep
         self.times = self.executor.times
-        self.looks_ahead = looks_ahead(config, model)
+        self.looks_ahead = looks_ahead(config, model.device, model.routed is not None)
         self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
         contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
         moe_mode = "exact" if model.routed is None else config.moe_mode
@@ -346,10 +348,10 @@ def _outstanding(seq: Sequence) -> int:
     return rest if most is None else min(rest, most)
 
 
-def looks_ahead(config: EngineConfig, model: Decoder) -> bool:
+def looks_ahead(config: EngineConfig, device: torch.device, is_routed: bool = False) -> bool:
     """Whether steps are launched before the one before was read, where that can be done.
 
-    Never where experts come out of a cache: the host waits for their routes in every layer.
+    Never if it `is_routed`, its experts out of a cache: the host waits for routes in every layer.
     """
-    is_auto = config.look_ahead == "auto" and model.device.type == "cuda"
-    return model.routed is None and (config.look_ahead == "on" or is_auto)
+    is_on = config.look_ahead == "on" or (config.look_ahead == "auto" and device.type == "cuda")
+    return is_on and not is_routed

@@ -376,5 +376,6 @@ def test_the_setting():
     for setting, want in {"auto": (False, True), "on": (True, True), "off": (False, False)}.items():
         config = EngineConfig(look_ahead=setting)
         assert (looks_ahead(config, cpu), looks_ahead(config, cuda)) == want
+        assert not looks_ahead(config, cuda, is_routed=True)
     with pytest.raises(ConfigError, match="look_ahead must be one of auto, on, off"):
         EngineConfig(look_ahead="yes")
