@@ -275,5 +275,5 @@ def test_only_a_step_that_is_sampled_from_in_all_its_rows_is_replayed():
     scored = PromptRows(0, 0, (7,), 0)
     for rows, prompts, want in (([row] * 2, [], True), ([row], [], False),
                                 ([row] * 2, [scored], False)):  # fmt: skip
-        step = Prepared(batch_of([3, 4]), [*range(len(rows))], {}, rows, prompts)
+        step = Prepared(batch_of([3, 4]), [*range(len(rows))], {}, rows, prompts, [])
         assert step.samples_all == want
