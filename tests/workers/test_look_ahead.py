@@ -182,7 +182,7 @@ def test_every_kind_of_request_beside_the_others(model, schedule):
         assert stats.num_preemptions > 0
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(22, 60),
