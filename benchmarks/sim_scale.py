@@ -26,6 +26,7 @@ CAPACITY = 16_384  # tokens of a worker: some 30 answers
 STEP_S = 0.03
 LAW = LengthDistribution(cumulative_hazard(length_prior()), 2048)
 PER_WORKER = 3.5  # requests a second that a worker can serve, about
+MOST_EACH = 500  # requests of a worker: with few workers each costs much, and teaches nothing new
 REPORT_S = 1.0
 TICK_S = 0.01
 
@@ -133,7 +134,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
 def run_scale(requests: int, most_workers: int = 1000) -> Costs:
     """A table of sizes, with a progress bar."""
     sizes = [
-        Size(rule, workers, queue, requests)
+        Size(rule, workers, queue, min(requests, MOST_EACH * workers))
         for rule in ("sampled", "gaussian")
         for workers in (1, 10, 100, 1000)
         for queue in ((0, 512) if workers in (1, 1000) else (0,))
