@@ -26,6 +26,8 @@ from penstock.deployments.gate import end_gate
 from penstock.deployments.processes import descendants, end
 from penstock.deployments.registry import NAMESPACE, ClusterView, RegistryClient
 
+log = logging.getLogger("penstock.serve")
+
 POLL_S = 0.1
 STATUS_EVERY_S = 1.0
 EXIT_S = 2.0  # that processes have to end once they were told to
@@ -49,9 +51,10 @@ class Cluster:
         self._registry = RegistryClient(config.app_name)
         self._last_view = ClusterView()
 
-    def start_ray(self) -> None:
+    def start_ray(self, is_first_try: bool = True) -> None:
         """Start Ray here, or connect with the one that the configuration names.
 
+        Ray gives its processes a fixed time, which a busy machine can miss, so it has two tries.
         Raises StartError if it does not come up.
         """
         try:
@@ -61,6 +64,12 @@ class Cluster:
         except Exception as error:
             if type(error) is not Exception:  # Ray says with a bare one that its 30 s are over
                 raise
+            if self._is_local and is_first_try:
+                log.warning("Ray did not start within its 30 s; trying once more")
+                ray.shutdown()
+                end(descendants(os.getpid()), EXIT_S)
+                self.start_ray(is_first_try=False)
+                return
             raise StartError(
                 "Ray did not start in time; is the machine busy, or out of memory or disk? "
                 "(--ray-dir FOLDER keeps Ray's logs)"
@@ -72,7 +81,7 @@ class Cluster:
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
             return
-        folder = config.ray_dir
+        folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
         ray.init(

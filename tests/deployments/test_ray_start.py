@@ -1,0 +1,67 @@
+"""A Ray that misses its own time limit is started once more, and nothing of the first try stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock.deployments import cluster
+from penstock.deployments.cluster import Cluster, StartError
+from penstock.deployments.config import ServeConfig
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Stands in for `ray.init`: leaves a process behind each time, and fails so many times."""
+    begun = []
+
+    def of(num_failures, error):
+        def init(**_):
+            begun.append(subprocess.Popen(SLEEP))
+            if len(begun) <= num_failures:
+                raise error
+
+        monkeypatch.setattr(cluster.ray, "init", init)
+        # Our own children only: the tests may have others.
+        monkeypatch.setattr(cluster, "descendants", lambda _: [each.pid for each in begun])
+        return begun
+
+    yield of
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+def test_one_miss_is_forgiven(starts, caplog):
+    begun, made = starts(1, Exception("30 s")), Cluster(ServeConfig())
+    made.start_ray()
+    made.remove_folder()
+    assert len(begun) == 2 and begun[0].wait(30) is not None and begun[1].poll() is None
+    assert "trying once more" in caplog.text
+
+
+def test_two_misses_are_told(starts):
+    begun, made = starts(2, Exception("30 s")), Cluster(ServeConfig())
+    with pytest.raises(StartError, match="Ray did not start in time"):
+        made.start_ray()
+    made.remove_folder()
+    assert len(begun) == 2
+
+
+def test_another_ones_cluster_is_tried_once(starts):
+    begun = starts(1, Exception("30 s"))
+    with pytest.raises(StartError, match="Ray did not start in time"):
+        Cluster(ServeConfig(ray_address="10.0.0.1:6379")).start_ray()
+    assert len(begun) == 1
+
+
+def test_what_will_not_go_away_is_told_at_once(starts):
+    begun, made = starts(1, ConnectionError("no")), Cluster(ServeConfig())
+    with pytest.raises(StartError, match="Ray did not start: no"):
+        made.start_ray()
+    made.remove_folder()
+    assert len(begun) == 1
