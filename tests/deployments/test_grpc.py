@@ -154,6 +154,7 @@ def test_every_sampling_field_arrives():
         "sinks": 3,
         "window": 48,
         "roll": 5,
+        "moe_mode": "exact",
     }
     shapes = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured"].fields
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
