@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ INLINE_S = 0.005  # what takes longer is answered with "queued" first
 SLICE_S = 0.008  # then other messages have their turn
 LABELS_S = 0.05
 SNAPSHOT_S = 60.0
+FAULT_REST_S = 1.0  # after a fault of its own
 
 
 class GateServer(gate_pb2_grpc.GateServicer):
@@ -71,9 +73,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     async def _start(self, setup: GateSetup) -> None:
         predictor = self.keeper.learner.predictor if self.keeper else _load(setup.snapshot_file)
-        self.keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
-        for link in self._links.values():
-            link.left.set()  # they come again, and say what workers run
+        self._open_books(setup, predictor)
         if self._address is None:
             server = grpc.aio.server()
             gate_pb2_grpc.add_GateServicer_to_server(self, server)
@@ -83,10 +83,39 @@ class GateServer(gate_pb2_grpc.GateServicer):
             self._server = server
             self._address = f"{host}:{port}"
             self._tasks = [
-                asyncio.ensure_future(each)
-                for each in (self._work(), self._beat(), self._learn(), self._save())
+                asyncio.ensure_future(self._always(each))
+                for each in (self._work, self._beat, self._learn, self._save)
             ]
             log.info("the gate listens on %s", self._address)
+
+    def _open_books(self, setup: GateSetup, predictor: LengthPredictor) -> None:
+        self.keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
+        for link in self._links.values():
+            link.left.set()  # they come again, and say what workers run
+
+    async def _always(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("a fault in the gate's %s", work.__name__.strip("_"))
+                await asyncio.sleep(FAULT_REST_S)
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """A fault while the books are used leaves them as nobody knows: new ones are opened.
+
+        As after a restart: who waits goes on without the gate, what was learnt is kept.
+        """
+        keeper = self.keeper
+        assert keeper is not None
+        try:
+            yield
+        except Exception:
+            log.critical("the gate's books are at fault, and are made anew from what workers say")
+            if keeper is self.keeper:
+                self._open_books(keeper.setup, keeper.learner.predictor)
+            raise
 
     async def Connect(self, _: Any, context: Any) -> None:
         """Serve one ingress until either end leaves; what waits of it is then dropped."""
@@ -100,6 +129,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
         finally:
             for task in (reading, writing, leaving):
                 task.cancel()
+            if reading.done() and not reading.cancelled() and (error := reading.exception()):
+                log.error("a fault with what an ingress told", exc_info=error)
             if self._links.get(link.ingress) is link:
                 del self._links[link.ingress]
                 if self.keeper is not None:
@@ -132,7 +163,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
                 link.ingress = message.ingress_id
                 self._links[link.ingress] = link
                 keeper.joins(link.ingress)
-            keeper.take(link.ingress, message, time.monotonic())
+            with self._judging():
+                keeper.take(link.ingress, message, time.monotonic())
             asking = [each.request_id for each in message.offers if not each.HasField("entered")]
             takes_s = len(keeper.inbox) * self._offer_s + self._tick_s
             if asking and takes_s <= INLINE_S and self._rest_s() <= 0:
@@ -186,15 +218,17 @@ class GateServer(gate_pb2_grpc.GateServicer):
         assert keeper is not None
         began_s = now_s = time.monotonic()
         num = 0
-        while now_s - began_s < SLICE_S and keeper.work(now_s):
-            now_s, num = time.monotonic(), num + 1
+        with self._judging():
+            while now_s - began_s < SLICE_S and keeper.work(now_s):
+                now_s, num = time.monotonic(), num + 1
         if num:
             self._offer_s += 0.1 * ((now_s - began_s) / num - self._offer_s)
 
     def _tick(self) -> None:
         assert self.keeper is not None
         began_s = time.monotonic()
-        self.keeper.tick(began_s)
+        with self._judging():
+            self.keeper.tick(began_s)
         self._ticked_at = time.monotonic()
         self._tick_s = self._ticked_at - began_s
 

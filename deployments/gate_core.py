@@ -178,7 +178,7 @@ class Gate:
         if request_id not in self._admitted:
             return False
         worker, entry = self._admitted.pop(request_id)
-        self.ledgers[worker].withdraw(request_id)
+        self.ledgers[worker].ended(request_id, now)  # a report under way may still list it
         self.ledgers[worker].is_open = False
         self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
         entry.returned = True
@@ -358,6 +358,9 @@ class Gate:
     def _grant(self, entry: Waiting, worker: str, rooms: Choice, now: float) -> Ticket:
         ledger = self.ledgers[worker]
         until = now + self.settings.lease_s
+        if entry.request_id in ledger:  # by a report of an earlier stay
+            ledger.withdraw(entry.request_id)
+            self._strangers.discard(entry.request_id)
         ledger.lease(entry.demand, until)
         rooms.grant(worker, self._candidate(entry, worker))
         self.queue.remove(entry.request_id)

@@ -156,6 +156,8 @@ class GateKeeper:
             self._ended(ended, now)
         for offer in message.offers:
             self._owners[offer.request_id] = ingress
+            if offer.request_id in self.gate.queue:  # it has just come back from a worker
+                continue
             self.inbox[offer.request_id] = _Offer(ingress, offer, now)
         self.learner.labels.extend(message.labels)
         self._last_messages[ingress] = max(message.number, self._last_messages.get(ingress, 0))
@@ -277,8 +279,6 @@ class GateKeeper:
 
     def _offer(self, name: str, offer: _Offer, now: float) -> None:
         message = offer.message
-        if name in self.gate.queue:  # it came back from a worker, and waits again
-            return
         features = features_from(message.features)
         self.learner.watch(name, features)
         law, holding = self._laws(features)

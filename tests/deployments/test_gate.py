@@ -91,7 +91,13 @@ class World:
         name = ticket.request_id
         fate = self.rng.random()
         if fate < 0.1:
+            rows = [Running(n, t) for n, (w, t, _) in self.running.items() if w == ticket.worker]
             assert self.gate.declined(name, now)
+            if fate < 0.05:  # the worker had listed it, and that report was slower than its way back
+                self.sequence += 1
+                epoch = self.gate.ledgers[ticket.worker].spec.epoch
+                late = Report(epoch, self.sequence, (*rows, Running(name, 0)), 1.0)
+                self.gate.report(ticket.worker, late, now)
             return
         self.end(name, "admitted")
         if fate > 0.15:  # else the ingress lost it
@@ -448,6 +454,29 @@ def test_a_veto_sends_it_back_to_the_front():
     gate.report("w0", Report("1", 1, (), 0.03), 0.3)
     gate.offer(ask("c"), certain(10), 0.4)
     assert gate.tick(0.4)[0].worker == "w0"
+
+
+def test_a_late_report_of_one_that_came_back_neither_holds_room_nor_stops_the_gate():
+    gate = gate_with(100)
+    gate.offer(ask("a"), certain(10), 0.0)
+    gate.tick(0.0)
+    assert gate.declined("a", 0.1)
+    late = Report("1", 1, (Running("a", 0, 10, 10),), 0.03)
+    gate.report("w0", late, 0.2)
+    assert len(gate.ledgers["w0"]) == 0 and not gate.is_admitted("a")
+    [ticket] = gate.tick(0.3)
+    assert ticket.request_id == "a"
+
+
+def test_one_that_a_worker_runs_already_is_granted_once():
+    """It waits here, and a worker says that it has it: its ingress went past the gate."""
+    gate = gate_with(100)
+    gate.offer(ask("a"), certain(10), 0.0)
+    gate.report("w0", Report("1", 1, (Running("a", 3, 10, 10),), 0.03), 0.1)
+    [ticket] = gate.tick(0.2)
+    assert ticket.request_id == "a" and len(gate.ledgers["w0"]) == 1
+    gate.completed("a", 10, 0.5)
+    assert len(gate.ledgers["w0"]) == 0 and not gate.is_admitted("a")
 
 
 def test_what_was_charged_is_trued_up():

@@ -262,8 +262,6 @@ def test_a_full_queue_refuses_with_a_time_to_come_again(node, run):
     assert 0.8 <= failure.retry_after_s <= 72
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.xfail(strict=False, reason="known fault: at times what came back waits for ever")
 def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run, monkeypatch):
     """The gate's book is wrong on purpose: it thinks that the worker has twenty times the room."""
 
@@ -287,6 +285,37 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
         assert last.finish_reason is FinishReason.LENGTH, last
         assert ids == alone(model, each)
     assert counts.declined >= 1
+
+
+@pytest.mark.parametrize("where", ["tick", "work", "take"])
+def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, caplog, where):
+    async def scenario():
+        async with house(node) as made:
+            made.client._passes = NoPasses()  # everybody asks
+            first = asyncio.ensure_future(collect(made.pool, request(0, max_tokens=8)))
+            await first
+            broken, predictor = made.gate.keeper, made.gate.keeper.learner.predictor
+
+            def fault(*_):
+                raise KeyError("a fault that a test made")
+
+            setattr(broken, where, fault)
+            asked = [request(n, max_tokens=8) for n in range(1, 5)]
+            answers = await asyncio.gather(*(collect(made.pool, each) for each in asked))
+            async with asyncio.timeout(20):
+                while not made.client.is_connected or not made.gate.keeper._workers:
+                    await asyncio.sleep(0.01)
+            new = made.gate.keeper
+            assert new is not broken and new.learner.predictor is predictor
+            later = request(9, max_tokens=8)
+            answer = await collect(made.pool, later)
+            assert new.counts.admitted == 1
+            return [*zip(asked, answers), (later, answer)]
+
+    for asked, (ids, last) in run(scenario()):
+        assert last.finish_reason is FinishReason.LENGTH, last
+        assert ids == alone(model, asked)
+    assert "books are at fault" in caplog.text and "a fault that a test made" in caplog.text
 
 
 def test_a_gate_that_stands_still_is_gone_past(node, run):
