@@ -33,8 +33,9 @@ from transformers import AutoTokenizer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Manifest
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
 from penstock.workers.experts.opening import ExpertSettings
-from penstock.workers.experts.writer import CheckpointExperts, manifest_path, write_arena
+from penstock.workers.experts.writer import manifest_path, write_arena
 from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.request import Request, SamplingParams

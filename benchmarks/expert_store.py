@@ -41,9 +41,10 @@ from penstock.kernels.rowwise import rms_norm
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Manifest
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
 from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.predictor import num_common
-from penstock.workers.experts.writer import CheckpointExperts, write_arena
+from penstock.workers.experts.writer import write_arena
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model, open_model

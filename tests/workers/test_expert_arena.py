@@ -15,9 +15,8 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from penstock.workers.experts.arena import Arena, CorruptedExpert, Manifest
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
 from penstock.workers.experts.writer import (
-    DTYPES,
-    CheckpointExperts,
     manifest_path,
     read_manifest,
     remove_arena,
@@ -26,6 +25,7 @@ from penstock.workers.experts.writer import (
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import open_checkpoint
 from penstock.workers.models.folder import LoadError
+from penstock.workers.models.weight_sources import DTYPES
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")

@@ -30,6 +30,7 @@ from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import Arena, CorruptedExpert
 from penstock.workers.experts.budget import slots_within
 from penstock.workers.experts.cache import ExpertCache
+from penstock.workers.experts.forms import NeuronForm
 from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.slots import Residence
 from penstock.workers.experts.writer import write_arena
@@ -66,8 +67,14 @@ def packed(layer: int, expert: int) -> tuple:
     return pack_linear(torch.cat([gate, up])), pack_linear(down.T.contiguous())
 
 
+def form_of(arena: Arena) -> NeuronForm:
+    return NeuronForm(arena.manifest, FP32, CPU)
+
+
 def make_cache(num_slots: int, **options) -> ExpertCache:
-    cache = ExpertCache(shared_arena(), num_slots, FP32, CPU, chunk_bytes=CHUNK, **options)
+    cache = ExpertCache(
+        shared_arena(), num_slots, form_of(shared_arena()), chunk_bytes=CHUNK, **options
+    )
     poison(cache)
     return cache
 
@@ -77,7 +84,10 @@ def poison(cache: ExpertCache) -> None:
     facts = cache.manifest
     shape = facts.inner, 3 * facts.hidden
     for slot in cache.table:
-        nan = torch.full(shape, float("nan"), dtype=cache.dtype)
+        if facts.is_packed:
+            slot.memory.fill_(0xFF)
+            continue
+        nan = torch.full(shape, float("nan"), dtype=cache.form.dtype)
         write_neurons(slot.expert, nan, torch.arange(facts.inner))
 
 
@@ -267,7 +277,8 @@ def test_corruption_ends_the_visit_that_needs_the_expert(tmp_path):
     manifest = write_arena(experts_of(make_checkpoint("olmoe")), path, FP32)
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 3))
     _flip(path, entry.offset + 9)
-    cache = ExpertCache(Arena(manifest), 4, FP32, CPU)
+    arena = Arena(manifest)
+    cache = ExpertCache(arena, 4, form_of(arena))
     cache.prefetch(1, [3])
     wait_for(lambda: is_quiet(cache))
     for _ in range(2):
@@ -290,12 +301,11 @@ def test_other_experts_are_no_new_source(tmp_path):
 
 
 def test_budget():
-    manifest = shared_arena().manifest
-    size = ExpertCache(shared_arena(), 1, FP32, CPU).slot_bytes
-    assert slots_within(3.5 * size / 2**30, manifest, FP32, CPU) == 3
-    assert slots_within(1.0, manifest, FP32, CPU) == 15
+    size = form_of(shared_arena()).num_bytes
+    assert slots_within(3.5 * size / 2**30, size, 15) == 3
+    assert slots_within(1.0, size, 15) == 15
     with pytest.raises(ConfigError, match=r"expert_cache_gb .* holds 1 of the 15 experts"):
-        slots_within(1.9 * size / 2**30, manifest, FP32, CPU)
+        slots_within(1.9 * size / 2**30, size, 15)
 
 
 # -- the model
