@@ -33,7 +33,7 @@ from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 from checkpoints import make_checkpoint
-from test_expert_arena import _flip
+from moe_cases import flip
 
 STATS = ExpertStats(4, 15, 1, 1, *[0] * 9, 0.0, 0.0, 0)
 
@@ -105,7 +105,7 @@ def test_damage_that_a_worker_tells_of_is_mended(spec):
     clock = [100.0]
     store = ExpertStore(spec, clock=lambda: clock[0])
     manifest = store.manifest()
-    _flip(Path(manifest.path), manifest.entries[3].offset)
+    flip(Path(manifest.path), manifest.entries[3].offset)
     key = manifest.entries[3].layer, manifest.entries[3].expert
     with pytest.raises(CorruptedExpert):
         Arena(manifest).rows(*key)
@@ -183,7 +183,7 @@ def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
     # From one to five experts a layer, each of one chunk: never a question for each of them alone.
     assert max(client.asked) > 1 and sum(client.asked) > len(client.asked)
     assert len(remote.at(store.reload()).rows(1, 1)) == store.manifest().num_rows
-    _flip(Path(store.manifest().path), store.manifest().entries[0].offset)
+    flip(Path(store.manifest().path), store.manifest().entries[0].offset)
     monkeypatch.setattr(store, "_arena", Arena(store.manifest()))
     with pytest.raises(CorruptedExpert, match="layer 0, expert 0 is corrupted"):
         remote.rows(0, 0)

@@ -16,9 +16,9 @@ import torch
 from checkpoints import FAMILIES, make_checkpoint, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_cases import MOE, NUM_EXPERTS, NUM_LAYERS, Garbage, flip, logits_of, poison
 from safetensors.torch import load_file, save_file
-from test_expert_arena import _flip, _fused
-from test_expert_cache import MOE, NUM_EXPERTS, NUM_LAYERS, Garbage, logits_of, poison
+from test_expert_arena import _fused
 from test_models import folder_of
 from test_quantized import greedy
 from test_quantized_checkpoints import LAYOUTS, quantized_copy
@@ -43,14 +43,6 @@ CASES = [(name, format) for name in MOE for format in ("int8", "int4")] + [
     ("qwen2_moe", "nf4"),
     ("olmoe", "fp8"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -242,7 +234,7 @@ def test_damage_is_named(tmp_path):
     """One digest over codes and scales; the piece is named."""
     _, manifest = arena_of(make_checkpoint("olmoe"), tmp_path / "a", "int4")
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 3))
-    _flip(tmp_path / "a", entry.offset + 2 * PIECE_BYTES + 5)
+    flip(tmp_path / "a", entry.offset + 2 * PIECE_BYTES + 5)
     arena = Arena(manifest)
     with pytest.raises(CorruptedExpert, match=r"layer 1, expert 3 .*: 1 of its .* pieces .*: 2$"):
         arena.rows(1, 3)
