@@ -83,4 +83,6 @@ class PackedForm:
     def write(
         self, memory: Tensor, expert: Expert, rows: Tensor, places: Tensor, is_twin: bool
     ) -> None:
-        memory.view(-1, PIECE_BYTES).index_copy_(0, places, rows)
+        # By words: byte by byte, a CPU copies at a quarter of the speed.
+        words = memory.view(torch.int64).view(-1, PIECE_BYTES // 8)
+        words.index_copy_(0, places, rows.view(torch.int64))
