@@ -75,13 +75,14 @@ def number_of(num_bytes: int) -> int:
     return max(2, -(-int(OUT_OF_CACHE) // num_bytes))
 
 
-def ours(weight: Tensor, format: str) -> Contender:
-    dtype = PLAIN.get(format)
-    packed = pack_linear(weight.to(dtype) if dtype else quant.quantize_weight(weight, format))
+def ours(weight: Tensor, format: str, activations: torch.dtype) -> Contender:
+    plain = PLAIN.get(format)
+    dtype = plain or activations
+    packed = pack_linear(weight.to(plain) if plain else quant.quantize_weight(weight, format))
     outs: dict[int, Tensor] = {}
 
     def prepare(x: Tensor) -> Tensor:
-        rows = x.to(dtype) if dtype else x
+        rows = x.to(dtype)
         outs[x.shape[0]] = rows.new_empty(x.shape[0], weight.shape[0])
         return rows
 
@@ -166,10 +167,12 @@ def race(contenders: list[Contender], x: Tensor, seconds: float) -> list[float]:
     return best
 
 
-def measure(shape: str, format: str, rows: list[int], seconds: float) -> list[Line]:
+def measure(
+    shape: str, format: str, rows: list[int], seconds: float, activations: torch.dtype
+) -> list[Line]:
     depth, num_outputs = map(int, shape.split("x"))
     weight = torch.randn(num_outputs, depth) / depth**0.5
-    mine, others = ours(weight, format), theirs(weight, format)
+    mine, others = ours(weight, format, activations), theirs(weight, format)
     lines = []
     for num_rows in rows:
         times = race([mine, *others], torch.randn(num_rows, depth), seconds)
@@ -196,10 +199,11 @@ def cpu_name() -> str:
     return next((line.split(": ")[1] for line in info if "model name" in line), platform.machine())
 
 
-def table(lines: list[Line], bandwidth: float, threads: int) -> str:
+def table(lines: list[Line], bandwidth: float, threads: int, activations: str) -> str:
     head = (
         f"{cpu_name()}, {threads} threads, torch {torch.__version__}; "
-        f"read bandwidth {bandwidth:.1f} GB/s. Activations fp32 (bf16 for bf16).\n\n"
+        f"read bandwidth {bandwidth:.1f} GB/s. Activations {activations}, of plain formats as the "
+        "weights.\n\n"
         "| K x N | M | format | Penstock us | best torch us | torch operator | ratio | GB/s |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
@@ -216,6 +220,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64], metavar="M")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument(
+        "--activations", default="fp32", choices=PLAIN, help="of Penstock's quantised formats"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="of each race")
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
@@ -225,8 +232,9 @@ def main() -> None:
     bandwidth, lines = read_bandwidth(), []
     for shape in tqdm(args.shapes, disable=None):
         for format in args.formats:
-            lines += measure(shape, format, args.rows, args.seconds)
-    text = table(lines, bandwidth, args.threads)
+            activations = PLAIN[args.activations]
+            lines += measure(shape, format, args.rows, args.seconds, activations)
+    text = table(lines, bandwidth, args.threads, args.activations)
     print(text)
     if args.out:
         args.out.with_suffix(".md").write_text(text)

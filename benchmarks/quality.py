@@ -6,8 +6,9 @@
 
 Windows of held-out books go through the production engine as prompts; it tells the log-probability
 of each of their tokens. Formats see the same tokens, so the difference of two is taken token by
-token, and its standard error with it. Activations are fp32 wherever weights are not bf16. Figures
-are kept in the JSON file after each run, and runs that are there already are not done again.
+token, and its standard error with it. Activations are fp32 wherever weights are not bf16, but for
+int4-bf16: a bf16 checkpoint with --weights int4, which a CPU multiplies in integers. Figures are
+kept in the JSON file after each run, and runs that are there already are not done again.
 
 KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head).
 """
@@ -34,8 +35,9 @@ from penstock.workers.request import Request, SamplingParams
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("builtin", "builtin-moe")
 WEIGHTS = ("fp32", "bf16", "int8", "fp8", "int4", "nf4")
-# The recipe's two switches: without attention's output projections, and with the head.
-VARIANTS = ("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head")
+# The recipe's two switches: without attention's output projections, and with the head; and
+# activations in bf16.
+VARIANTS = ("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head", "int4-bf16")
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
 WINDOW = 1024
 
@@ -60,7 +62,7 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
         weights=format,
         quantize_o=variant != "no-o",
         quantize_lm_head=variant == "head",
-        dtype="auto" if format == "bf16" else "fp32",
+        dtype="bf16" if "bf16" in (format, variant) else "fp32",
         progress=False,
     )
     kind, _, group = kv.partition("-")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deployments import bench_report, plan_report
-from penstock.workers.config import ConfigError
+from penstock.workers.config import DEFAULT_KV_GROUP, ConfigError
 from penstock.workers.hardware import DEVICES, KV_FORMATS, WEIGHT_FORMATS, Device, device_named
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.folder import BUILTIN, resolve_model
@@ -83,7 +83,23 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     group = plan.add_argument_group("memory and machine")
     group.add_argument("--block-size", type=_positive_int, default=16, metavar="N")
     group.add_argument(
-        "--kv-group", type=int, default=64, metavar="N", help="dimensions with one scale in int8 KV"
+        "--kv-group",
+        default="auto",
+        metavar="N",
+        help="dimensions of a head that share a scale in int8 and fp8 KV, or head; 0: no scales; "
+        f"auto, as the engine: {DEFAULT_KV_GROUP}, or the head where that does not divide it",
+    )
+    group.add_argument(
+        "--quantize-o",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="attention's output projections, too, are in --weights (default: yes)",
+    )
+    group.add_argument(
+        "--quantize-lm-head",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="so is the head (default: no)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
@@ -151,7 +167,9 @@ def _rooflines(args: argparse.Namespace, model: ModelConfig, device: Device) -> 
     base = Roofline(
         model,
         device.at(args.compute_share, args.bandwidth_share),
-        kv_group=args.kv_group,
+        kv_group=_kv_group(args.kv_group, model.head_dim),
+        quantised_output=args.quantize_o,
+        quantised_head=args.quantize_lm_head,
         block_size=args.block_size,
         batched_tokens=args.max_num_batched_tokens,
         reserve_bytes=args.reserve_gb * 1e9,
@@ -159,6 +177,16 @@ def _rooflines(args: argparse.Namespace, model: ModelConfig, device: Device) -> 
     weights = _names("--weights", args.weights, WEIGHT_FORMATS)
     kvs = _names("--kv", args.kv, KV_FORMATS)
     return [replace(base, weights=w, kv=kv) for w in weights for kv in kvs]
+
+
+def _kv_group(text: str, head_dim: int) -> int:
+    """As the engine reads its own setting; and any other number, of which the roofline judges."""
+    if text == "head" or (text == "auto" and head_dim % DEFAULT_KV_GROUP):
+        return head_dim
+    try:
+        return DEFAULT_KV_GROUP if text == "auto" else int(text)
+    except ValueError:
+        raise ConfigError(f"--kv-group takes a number, head or auto; got {text!r}") from None
 
 
 def _model(name: str) -> ModelConfig:

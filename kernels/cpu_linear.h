@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "cpu_vectors.h"
+#include "cpu_tiling.h"
 
 constexpr int PANEL = 2 * W;  // output features of one packed panel
 
@@ -99,21 +99,22 @@ void linear(const LinearArgs& a) {
     const int64_t tiles = (a.rows + tile - 1) / tile;
     const int64_t parts = std::clamp<int64_t>(4 * threads / panels, 1, tiles);
     const int64_t part_rows = (tiles + parts - 1) / parts * tile;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) collapse(2) \
-    if (a.columns * a.depth * a.rows > GRAIN)
-    for (int64_t part = 0; part < parts; ++part)
-        for (int64_t p = 0; p < panels; ++p) {
-            const T* panel = (const T*)a.packed + p * PANEL * depth;
-            const T* bias = a.bias ? (const T*)a.bias + p * PANEL : nullptr;
-            const int64_t columns = std::min<int64_t>(PANEL, a.columns - p * PANEL);
-            const int64_t end = std::min(a.rows, (part + 1) * part_rows);
-            for (int64_t row = part * part_rows; row < end; row += tile)
-                with_constant<MAX_ROWS>((int)std::min<int64_t>(tile, end - row), [&](auto count) {
-                    panel_tile<T, count.value>((const T*)a.x + row * a.x_stride, a.x_stride, panel,
-                                               bias, (T*)a.out + row * a.out_stride + p * PANEL,
-                                               a.out_stride, depth, columns);
-                });
-        }
+    static thread_local Shares own_shares;
+    Shares& shares = own_shares;  // the caller's, for all threads
+    shares.cut(parts, panels, threads);
+#pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
+    shares.take([&](int64_t part, int64_t p) {
+        const T* panel = (const T*)a.packed + p * PANEL * depth;
+        const T* bias = a.bias ? (const T*)a.bias + p * PANEL : nullptr;
+        const int64_t columns = std::min<int64_t>(PANEL, a.columns - p * PANEL);
+        const int64_t end = std::min(a.rows, (part + 1) * part_rows);
+        for (int64_t row = part * part_rows; row < end; row += tile)
+            with_constant<MAX_ROWS>((int)std::min<int64_t>(tile, end - row), [&](auto count) {
+                panel_tile<T, count.value>((const T*)a.x + row * a.x_stride, a.x_stride, panel, bias,
+                                           (T*)a.out + row * a.out_stride + p * PANEL,
+                                           a.out_stride, depth, columns);
+            });
+    });
 }
 
 template <class T>

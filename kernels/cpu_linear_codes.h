@@ -223,29 +223,34 @@ void codes_panel(const CodesLinearArgs& a, const CodesBlock& block, const Tiling
 template <class T, class Codes>
 void linear_codes(const CodesLinearArgs& a) {
     static thread_local CodesBlock own;
+    static thread_local Shares own_shares;
     CodesBlock& block = own;  // the caller's, for all threads
+    Shares& shares = own_shares;
     block.reserve(a, Codes::RUN);
     const int threads = (int)a.threads;
     const int64_t panels = (a.columns + PANELC - 1) / PANELC;
 #pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
     for (int64_t start = 0; start < a.rows; start += BLOCK) {
         const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads);
+#pragma omp single nowait
+        shares.cut(tiling.parts, panels, threads);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < tiling.rows; ++row)
             prepare_row<T>(a, block, start, row, tiling);
-#pragma omp for schedule(dynamic, 1) collapse(2)
-        for (int64_t part = 0; part < tiling.parts; ++part)
-            for (int64_t p = 0; p < panels; ++p) {
-                const int64_t first = part * tiling.part_rows;
-                const int64_t end = std::min(tiling.rows, first + tiling.part_rows);
-                if (first >= end) continue;
-                alignas(VECTOR_BYTES) float totals[(BLOCK + 1) * PANELC];
-                std::memset(totals, 0, (end - first + 1) * PANELC * sizeof(float));
-                codes_panel<Codes>(a, block, tiling, part, p, totals);
-                for (int64_t row = first; row < end; ++row)
-                    finish_codes<T>(a, start, row, p, block.scales[row],
-                                    totals + (row - first) * PANELC);
-            }
+        shares.take([&](int64_t part, int64_t p) {
+            const int64_t first = part * tiling.part_rows;
+            const int64_t end = std::min(tiling.rows, first + tiling.part_rows);
+            if (first >= end) return;
+            alignas(VECTOR_BYTES) float totals[(BLOCK + 1) * PANELC];
+            std::memset(totals, 0, (end - first + 1) * PANELC * sizeof(float));
+            codes_panel<Codes>(a, block, tiling, part, p, totals);
+            for (int64_t row = first; row < end; ++row)
+                finish_codes<T>(a, start, row, p, block.scales[row],
+                                totals + (row - first) * PANELC);
+        });
+        if (start + BLOCK < a.rows) {
+#pragma omp barrier
+        }
     }
 }
 

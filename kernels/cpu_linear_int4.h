@@ -96,14 +96,36 @@ INLINE void prepare_int4_row(const CodesLinearArgs& a, const CodesBlock& shape, 
 }
 
 constexpr int32_t LOW_CODES = 0x000F000F;
+constexpr int64_t AHEAD = 4096;  // bytes of weights that are asked for before their turn
+
+// Of one row. Half of the codes are multiplied where they stand, 16 times too large, into sums of their
+// own (64 of them come to 2^29 at most), which saves most of the shifts.
+INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi (&acc)[1][2]) {
+    vi high[2] = {};
+    for (int64_t k = 0; k < depth; k += 8) {
+        const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
+        __builtin_prefetch(from + AHEAD);
+        __builtin_prefetch(from + AHEAD + VECTOR_BYTES);
+        UNROLL for (int n = 0; n < 2; ++n) {
+            vu words = (vu)load_bits(from + n * VECTOR_BYTES);
+            UNROLL for (int j = 0; j < 4; j += 2) {
+                const int32_t* pairs = x + k / 2 + j;
+                acc[0][n] = add_pairs(acc[0][n], (vi)words & LOW_CODES, pairs[0] - vi{});
+                high[n] = add_pairs(high[n], (vi)words & (LOW_CODES << 4), pairs[1] - vi{});
+                words >>= 8;
+            }
+        }
+    }
+    UNROLL for (int n = 0; n < 2; ++n) acc[0][n] += high[n] >> 4;
+}
 
 // acc[r][n] = the sum over one segment of codes (0 to 15) times int16 values.
 template <int R>
 INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi (&acc)[R][2]) {
     for (int64_t k = 0; k < depth; k += 8) {
         const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
-        __builtin_prefetch(from + 4096);
-        __builtin_prefetch(from + 4096 + VECTOR_BYTES);
+        __builtin_prefetch(from + AHEAD);
+        __builtin_prefetch(from + AHEAD + VECTOR_BYTES);
         const vu words[2] = {(vu)load_bits(from), (vu)load_bits(from + VECTOR_BYTES)};
         UNROLL for (int j = 0; j < 4; ++j) {
             const vi w[2] = {(vi)(words[0] >> (4 * j)) & LOW_CODES,
@@ -156,10 +178,15 @@ INLINE void int4_panel(const CodesLinearArgs& a, const CodesBlock& shape, const 
     for (int64_t segment = 0; segment < block.segments; ++segment) {
         const int64_t k = shape.start_of(segment), depth = shape.depth_of(segment);
         const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
-        for (int64_t i = 0; several && i < depth / 2; ++i)
-            for (int n = 0; n < 2; ++n) {
+        const int64_t group = panel * CodesBlock::groups(a) + segment / shape.segments;
+        for (int n = 0; n < 2; ++n) __builtin_prefetch(a.scales + (group + 4) * PANELC + n * W);
+        for (int64_t i = 0; several && i < depth / 2; i += 4)
+            UNROLL for (int n = 0; n < 2; ++n) {
                 const uint8_t* word = from + i / 4 * Nibbles::RUN_BYTES + n * VECTOR_BYTES;
-                codes[2 * i + n] = (vi)((vu)load_bits(word) >> (4 * (int)(i % 4))) & LOW_CODES;
+                __builtin_prefetch(word + AHEAD);
+                const vu words = (vu)load_bits(word);
+                UNROLL for (int j = 0; j < 4; ++j)
+                    codes[2 * (i + j) + n] = (vi)(words >> (4 * j)) & LOW_CODES;
             }
         tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
             constexpr int R = width.value;
@@ -168,7 +195,7 @@ INLINE void int4_panel(const CodesLinearArgs& a, const CodesBlock& shape, const 
             if (several)
                 add_int4<R>(codes, x, depth, acc);
             else
-                add_int4<R>(from, x, depth, acc);
+                add_int4(from, x, depth, acc);
             add_int4_scaled<R>(a, shape, block, panel, segment, row, rows, acc,
                                totals + (row - first) * PANELC);
         });
@@ -179,8 +206,10 @@ inline void linear_int4(const CodesLinearArgs& a) {
     if (!a.rows || !a.columns) return;
     static thread_local Int4Block own;
     static thread_local CodesBlock own_shape;
+    static thread_local Shares own_shares;
     Int4Block& block = own;  // the caller's, for all threads
     CodesBlock& shape = own_shape;
+    Shares& shares = own_shares;
     shape.measure(a, Nibbles::RUN);
     block.reserve(shape, a.rows);
     const int threads = (int)a.threads;
@@ -188,20 +217,23 @@ inline void linear_int4(const CodesLinearArgs& a) {
 #pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
     for (int64_t start = 0; start < a.rows; start += BLOCK) {
         const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads);
+#pragma omp single nowait
+        shares.cut(tiling.parts, panels, threads);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < tiling.rows; ++row)
             prepare_int4_row(a, shape, block, start, row, tiling);
-#pragma omp for schedule(dynamic, 1) collapse(2)
-        for (int64_t part = 0; part < tiling.parts; ++part)
-            for (int64_t p = 0; p < panels; ++p) {
-                const int64_t first = part * tiling.part_rows;
-                const int64_t end = std::min(tiling.rows, first + tiling.part_rows);
-                if (first >= end) continue;
-                alignas(VECTOR_BYTES) float totals[(BLOCK + 1) * PANELC];
-                std::memset(totals, 0, (end - first) * PANELC * sizeof(float));
-                int4_panel(a, shape, block, tiling, part, p, totals);
-                for (int64_t row = first; row < end; ++row)
-                    finish_codes<bf16>(a, start, row, p, 0, totals + (row - first) * PANELC);
-            }
+        shares.take([&](int64_t part, int64_t p) {
+            const int64_t first = part * tiling.part_rows;
+            const int64_t end = std::min(tiling.rows, first + tiling.part_rows);
+            if (first >= end) return;
+            alignas(VECTOR_BYTES) float totals[(BLOCK + 1) * PANELC];
+            std::memset(totals, 0, (end - first) * PANELC * sizeof(float));
+            int4_panel(a, shape, block, tiling, part, p, totals);
+            for (int64_t row = first; row < end; ++row)
+                finish_codes<bf16>(a, start, row, p, 0, totals + (row - first) * PANELC);
+        });
+        if (start + BLOCK < a.rows) {
+#pragma omp barrier
+        }
     }
 }

@@ -192,26 +192,32 @@ template <class T>
 void linear_int8(const Int8LinearArgs& a) {
     if (!a.rows || !a.columns) return;
     static thread_local Int8Block own;
+    static thread_local Shares own_shares;
     Int8Block& block = own;  // the caller's, for all threads
+    Shares& shares = own_shares;
     block.reserve(a.rows, a.depth);
     const int threads = (int)a.threads;
     const int64_t panels = (a.columns + PANEL8 - 1) / PANEL8;
 #pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
     for (int64_t start = 0; start < a.rows; start += BLOCK) {
         const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads);
+#pragma omp single nowait
+        shares.cut(tiling.parts, panels, threads);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < tiling.rows; ++row)
             prepare_row<T>(a, block, start, row, tiling);
-#pragma omp for schedule(dynamic, 1) collapse(2)
-        for (int64_t part = 0; part < tiling.parts; ++part)
-            for (int64_t p = 0; p < panels; ++p)
-                tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
-                    int32_t sums[width.value * PANEL8];
-                    int8_tile<width.value>(block, row, rows,
-                                           a.packed + p * block.quads * 4 * PANEL8, sums);
-                    for (int64_t r = 0; r < rows; ++r)
-                        finish_int8<T>(a, block, start, row + r, p, sums + r * PANEL8);
-                });
+        shares.take([&](int64_t part, int64_t p) {
+            tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
+                int32_t sums[width.value * PANEL8];
+                int8_tile<width.value>(block, row, rows, a.packed + p * block.quads * 4 * PANEL8,
+                                       sums);
+                for (int64_t r = 0; r < rows; ++r)
+                    finish_int8<T>(a, block, start, row + r, p, sums + r * PANEL8);
+            });
+        });
+        if (start + BLOCK < a.rows) {
+#pragma omp barrier
+        }
     }
 }
 

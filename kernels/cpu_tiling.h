@@ -1,8 +1,12 @@
-// How the rows of a product with a packed weight are cut: blocks that are laid out at once, tiles of
-// rows whose accumulators fit the registers, and parts that threads share. A row's result depends on
-// none of it.
+// How a product with a packed weight is cut: blocks of rows that are laid out at once, tiles of rows
+// whose accumulators fit the registers, and parts and panels that threads share. A row's result
+// depends on none of it.
 
 #pragma once
+
+#include <omp.h>
+
+#include <atomic>
 
 #include "cpu_vectors.h"
 
@@ -12,6 +16,40 @@ template <class T>
 INLINE void grow(std::vector<T>& memory, size_t count) {
     if (memory.size() < count) memory.resize(count);
 }
+
+// Parts and panels of a product, which threads share. Each walks through a stretch of its own, since
+// what lies behind a panel is asked for ahead of time, and helps the others when it is through.
+class Shares {
+    static constexpr int MOST = 64;  // threads beyond only help
+    struct alignas(64) Stretch {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    Stretch stretches[MOST];
+    int count;
+    int64_t panels;
+
+   public:
+    // Before any thread takes of them.
+    void cut(int64_t parts, int64_t num_panels, int threads) {
+        panels = num_panels;
+        count = std::clamp(threads, 1, MOST);
+        for (int i = 0; i < count; ++i) {
+            stretches[i].next = parts * panels * i / count;
+            stretches[i].end = parts * panels * (i + 1) / count;
+        }
+    }
+    // body(part, panel) for one after the other, until all of them are taken.
+    template <class Body>
+    INLINE void take(Body&& body) {
+        const int own = omp_get_thread_num();
+        for (int i = 0; i < count; ++i) {
+            Stretch& stretch = stretches[(own + i) % count];
+            for (int64_t item; (item = stretch.next++) < stretch.end;)
+                body(item / panels, item % panels);
+        }
+    }
+};
 
 // Call body(std::integral_constant<int, n>) for a run-time n that is 1 or even, up to MAX.
 template <int MAX, class Body>

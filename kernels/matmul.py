@@ -55,10 +55,26 @@ from penstock.kernels.quant import Int8Rows, QuantizedWeight
 #
 # Where torch leads at M = 16 and 64 (by 16 % at most, 4864 x 896) it does so with 7 bits and one
 # scale for all rows, which makes a row depend on its batch-mates, or with int16 sums that overflow
-# without VNNI. Hence again: native at every M, no crossover between operators. Between formats
-# there is one: int4 is the faster at M = 4, int8 at M = 16. For few rows the codes are unpacked in
-# registers as they stream by, for several tiles of rows once for all.
-# `benchmarks/matmul.py` measures it all again; two threads and VNNI are still to be measured.
+# without VNNI. Hence again: native at every M, no crossover between operators. For few rows the
+# codes are unpacked in registers as they stream by, for several tiles of rows once for all.
+#
+# Between formats there is a crossover. Rows in bf16, one core of that Xeon (2026-11-22):
+#
+#   K x N           M    int4    int8    bf16    fp32
+#   896 x 4864      1     292     458     939    1611
+#                   4     471     498    1069    1801
+#                  16    1474    1041    2613    2533
+#                  64    4958    3712   10367    5961
+#                 256   19362   14394   39965   19261
+#   2048 x 8192     1    1009    1677    3469    6288
+#                  16    5368    3871   10305   10861
+#                  64   19641   13461   53083   27684
+#                 256   73566   50706  175001   98422
+#
+# int4 leads up to M = 4, int8 (by 1.3 to 1.5) from 16 on. An int4 weight stays with its path all
+# the same: opened once into bf16 or fp32 it would be no faster at any M, and through the int8 path
+# rows of large batches would be rounded to 8 bits: a token would depend on its batch-mates.
+# `benchmarks/matmul.py` measures against torch again; VNNI is still to be measured.
 Layout = Literal["native", "onednn", "plain", "triton"]
 
 LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8"]

@@ -30,6 +30,7 @@ T = TypeVar("T")
 WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8")
 KV = ("auto", "int8", "fp8")
 KV_GROUPS = ("auto", "8", "32", "64", "head")
+DEFAULT_KV_GROUP = 32  # of "auto", where it divides the head dimension
 CONTEXT_POLICIES = ("full", "sink_window")
 SWITCH = ("auto", "on", "off")
 MOE_MODES = ("exact", "quantized", "sparse")

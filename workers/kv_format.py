@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.workers.config import ConfigError
+from penstock.workers.config import DEFAULT_KV_GROUP, ConfigError
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-DEFAULT_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ def kv_format(kv: str, kv_group: str, head_dim: int, model_dtype: torch.dtype) -
                 "int8 or fp8, or leave kv_group out"
             )
         return KvFormat(model_dtype)
-    if kv_group == "head" or (kv_group == "auto" and head_dim % DEFAULT_GROUP):
+    if kv_group == "head" or (kv_group == "auto" and head_dim % DEFAULT_KV_GROUP):
         return KvFormat(DTYPES[kv], head_dim)
-    group = DEFAULT_GROUP if kv_group == "auto" else int(kv_group)
+    group = DEFAULT_KV_GROUP if kv_group == "auto" else int(kv_group)
     if head_dim % group:
         fitting = [str(each) for each in (8, 32, 64) if head_dim % each == 0]
         raise ConfigError(

@@ -36,7 +36,9 @@ class Parameters:
     linear: int  # attention, dense MLPs and shared experts: used by every token
     routed: int  # experts: each token uses its top k
     other: int  # norms, biases, routers
+    output: int = 0  # of `linear`, attention's output projections
     linear_rows: int = 0  # output channels of `linear`
+    output_rows: int = 0
     routed_rows: int = 0
 
     @property
@@ -61,6 +63,8 @@ def count_parameters(model: ModelConfig) -> Parameters:
         linear=attention + dense + shared,
         routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
         other=layers * (2 * d + biases + qk_norms) + d + routers + mlp_biases,
+        output=layers * q * d,
+        output_rows=layers * d,
         linear_rows=layers * (q + 2 * kv + d)
         + (layers - num_moe) * (2 * model.intermediate_size + d)
         + num_moe * (shared > 0) * (2 * model.shared_expert_intermediate_size + d),
@@ -97,7 +101,9 @@ class Roofline:
 
     `kv_group`: dimensions that share a scale in int8 and fp8 KV; the whole head at most; 0 leaves
     scales out, as published tables do. Embedding and head stay in the 16 (or 32) bits of norms
-    unless they are said to be quantised. `batched_tokens`: rows for whose activations room is kept.
+    unless they are said to be quantised; a head that shares its table with an embedding that stays
+    becomes a copy. So do attention's output projections where `quantised_output` is off.
+    `batched_tokens`: rows for whose activations room is kept.
 
     The published batch of 272 (Llama-2-7B, A100-80G, 1024 tokens each; PPL's hardware table) comes
     out with int8 weights, embedding and head too, int8 KV without its scales, 80e9 bytes of memory
@@ -111,6 +117,7 @@ class Roofline:
     kv_group: int = 64
     quantised_embedding: bool = False
     quantised_head: bool = False
+    quantised_output: bool = True
     block_size: int = 16
     batched_tokens: int = 0
     reserve_bytes: float = 0
@@ -138,11 +145,12 @@ class Roofline:
     def weight_bytes(self) -> float:
         """All weights, as they lie in memory."""
         n, fmt = count_parameters(self.model), WEIGHT_FORMATS[self.weights]
-        quantised = (n.linear + n.routed) * fmt.bytes
-        quantised += (n.linear_rows + n.routed_rows) * fmt.row_bytes
+        routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
         embedding = n.embedding * (fmt.bytes if self.quantised_embedding else fmt.other_bytes)
         head = n.head * (fmt.bytes if self.quantised_head else fmt.other_bytes)
-        return quantised + embedding + head + n.other * fmt.other_bytes
+        if self.quantised_head and not n.head and not self.quantised_embedding:
+            head = n.embedding * fmt.bytes * (fmt.bytes != fmt.other_bytes)
+        return self._linear_bytes + routed + embedding + head + n.other * fmt.other_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -237,7 +245,7 @@ class Roofline:
     @property
     def compute_s_per_token(self) -> float:
         """td: computing one token again, beyond the ridge."""
-        return self.flops_per_token / self._linear_flops
+        return self._token_s
 
     @property
     def pending_per_cached_token(self) -> float:
@@ -264,6 +272,33 @@ class Roofline:
         return 2 * self.model.num_kv_heads * self.model.head_dim * each
 
     @property
+    def _plain_output(self) -> int:
+        """Weights of attention's output projections, where they are not quantised."""
+        return 0 if self.quantised_output else count_parameters(self.model).output
+
+    @property
+    def _linear_bytes(self) -> float:
+        """Of what every token uses."""
+        n, fmt, plain = (
+            count_parameters(self.model),
+            WEIGHT_FORMATS[self.weights],
+            self._plain_output,
+        )
+        rows = n.linear_rows - n.output_rows * (plain > 0)
+        return (n.linear - plain) * fmt.bytes + rows * fmt.row_bytes + plain * fmt.other_bytes
+
+    @property
+    def _exact_flops(self) -> float:
+        """Of products with what is not quantised."""
+        return self.device.peak("bf16" if WEIGHT_FORMATS[self.weights].other_bytes == 2 else "fp32")
+
+    @property
+    def _token_s(self) -> float:
+        """A row's products with the layers below the head."""
+        plain = 2 * self._plain_output
+        return (self.flops_per_token - plain) / self._linear_flops + plain / self._exact_flops
+
+    @property
     def _linear_flops(self) -> float:
         return self.device.peak(WEIGHT_FORMATS[self.weights].compute)
 
@@ -275,18 +310,17 @@ class Roofline:
         if routed:  # those experts that any row goes to, if each is as likely as another
             routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows
         head = n.head or n.embedding
-        head_quantised = self.quantised_head if n.head else self.quantised_embedding
+        head_quantised = self.quantised_head or (self.quantised_embedding and not n.head)
         head_bytes = head * (fmt.bytes if head_quantised else fmt.other_bytes)
-        weights = n.linear * fmt.bytes + n.linear_rows * fmt.row_bytes + routed
-        weights += n.other * fmt.other_bytes + head_bytes * (head_rows > 0)
-        exact = self.device.peak("bf16" if fmt.other_bytes == 2 else "fp32")
-        head_peak = self._linear_flops if head_quantised else exact
+        weights = (
+            self._linear_bytes + routed + n.other * fmt.other_bytes + head_bytes * (head_rows > 0)
+        )
+        head_peak = self._linear_flops if head_quantised else self._exact_flops
         return StepTime(
             weights_s=weights / self.device.bandwidth,
-            linear_s=rows * self.flops_per_token / self._linear_flops
-            + head_rows * self.head_flops / head_peak,
+            linear_s=rows * self._token_s + head_rows * self.head_flops / head_peak,
             kv_s=read * self._kv_bytes_per_layer / self.device.bandwidth,
-            attention_s=4 * m.num_heads * m.head_dim * looked_at / exact,
+            attention_s=4 * m.num_heads * m.head_dim * looked_at / self._exact_flops,
         )
 
     def _seen(self, context: int) -> int:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.deployments.cli import main
 from penstock.workers.hardware import DEVICES
+from penstock.workers.kv_format import kv_format
 from penstock.workers.roofline import Roofline
 from penstock.workers.shapes import SHAPES
 
@@ -55,6 +57,45 @@ def test_figures_are_the_rooflines(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("does not fit") == 1 and "TTFT 3000" in said and "cost/M" in said
     assert "50% of peak compute, 80% of bandwidth" in said
+
+
+def test_scales_of_kv_are_the_engines_unless_said(tmp_path):
+    """fp16 scales beside int8: for 32 dimensions, or the head where 32 does not divide it."""
+
+    def kv_bytes(model, *flags):
+        found = plan(tmp_path, model, "--device", "A100", "--kv", "int8", *flags)
+        return found["devices"][0]["rows"][0]["kv_bytes_per_token"]
+
+    elements = 32 * 2 * 32 * 128  # Llama-2-7B: layers, K and V, heads, dimensions
+    assert kv_bytes("Llama-2-7B") == elements + 2 * elements / 32
+    assert kv_bytes("Llama-2-7B", "--kv-group", "head") == elements + 2 * elements / 128
+    assert kv_bytes("Llama-2-7B", "--kv-group", "0") == elements
+    folder = tmp_path / "heads-of-48"
+    folder.mkdir()
+    stated = json.loads((ROOT / "workers/models/builtin/dense/config.json").read_text())
+    stated |= {"head_dim": 48, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(stated))
+    assert kv_bytes(str(folder)) == 2 * 2 * (48 + 2)
+    for model, head_dim in (("Llama-2-7B", 128), (folder, 48)):
+        group = kv_format("int8", "auto", head_dim, torch.bfloat16).group
+        assert kv_bytes(str(model), "--kv-group", str(group)) == kv_bytes(str(model))
+
+
+def test_output_projections_and_the_head_as_the_engine_quantises_them(tmp_path):
+    def weights(model, *flags):
+        found = plan(tmp_path, model, "--device", "A100", "--weights", "bf16,int8", *flags)
+        plain, _, quantised, _ = found["devices"][0]["rows"]  # of each with KV in bf16, int8
+        return plain["weight_gb"] * 1e9, quantised["weight_gb"] * 1e9, quantised["ttft_ms"]["1024"]
+
+    d, vocab = 4096, 32000
+    plain, quantised, ttft_ms = weights("Llama-2-7B")
+    without_o = weights("Llama-2-7B", "--no-quantize-o")
+    assert without_o[0] == plain and without_o[2] > ttft_ms
+    assert without_o[1] - quantised == pytest.approx(32 * (d * d - 4 * d), abs=1)
+    with_head = weights("Llama-2-7B", "--quantize-lm-head")
+    assert with_head[0] == plain and quantised - with_head[1] == pytest.approx(vocab * d, abs=1)
+    tied, copied = weights("Qwen2.5-0.5B"), weights("Qwen2.5-0.5B", "--quantize-lm-head")
+    assert tied[0] == copied[0] and copied[1] - tied[1] == pytest.approx(151936 * 896, abs=1)
 
 
 def test_a_batch_of_ones_own_and_a_checkpoint(tmp_path):
@@ -109,6 +150,7 @@ def test_help_teaches_and_loads_no_torch():
         (["Llama-3-8B", "--weights", "int3"], "--weights: 'int3' is none of fp32"),
         (["Llama-3-8B", "--kv", "int4"], "--kv: 'int4' is none of"),
         (["Llama-3-8B", "--kv-group", "48"], "kv_group must divide"),
+        (["Llama-3-8B", "--kv-group", "all"], "--kv-group takes a number, head or auto"),
         (["Llama-3-8B", "--context", "9000"], "--context 9000 is longer than the model's 8192"),
         (["Llama-3-8B", "--prompt-lens", "1,x"], "--prompt-lens takes whole numbers"),
         (["Llama-3-8B", "--prompt-lens", "1,8193"], r"--prompt-lens must lie in \[1, 8192\]"),
