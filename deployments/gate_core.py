@@ -156,6 +156,36 @@ class Gate:
         self._admitted[name] = (worker, entry)
         self._sent(entry, ledger)
 
+    def let_in(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
+        """Come in unseen: with nobody waiting, where there is room whatever its length becomes.
+
+        No law is needed for that, and so it takes a moment. On its worker it is held by the broad
+        law until `entered` tells its own. None: it has to be judged, by `offer`.
+        """
+        name = request.request_id
+        if len(self.queue) or self.is_admitted(name):
+            return None
+        demand, hits = self._unseen(request, max_tokens), self._hits(request.prefix)
+        near = Choice(self.ledgers, self.settings, now).near(demand, hits)
+        able = [(self.ledgers[e].load, e) for e in near if self.ledgers[e].takes_unseen(demand)]
+        if not able or not hits.keys() <= {each for _, each in able}:
+            return None  # where its beginning is cached, there may be room as well
+        ledger, until = self.ledgers[best_of(able, hits)], now + self.settings.lease_s
+        ledger.lease(demand, until)
+        self._strangers.add(name)
+        return Ticket(name, ledger.spec.name, ledger.spec.epoch, 0.0, until)
+
+    def hold(self, request: GateRequest, max_tokens: int | None, worker: str, now: float) -> bool:
+        """One went in without asking: the books have it by the broad law until `entered`."""
+        name, ledger = request.request_id, self.ledgers.get(worker)
+        if name in self._strangers and ledger is not None and name in ledger:
+            return True  # since it was let in, or a report listed it
+        if ledger is None or name in self.queue or self.is_admitted(name):
+            return False
+        ledger.lease(self._unseen(request, max_tokens), now + self.settings.lease_s)
+        self._strangers.add(name)
+        return True
+
     def is_admitted(self, request_id: str) -> bool:
         """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
         return request_id in self._admitted or request_id in self._strangers
@@ -175,6 +205,11 @@ class Gate:
 
     def declined(self, request_id: str, now: float) -> bool:
         """The worker had no room: back to the queue, and no more for it until it reports."""
+        if request_id in self._strangers:  # let in, and not judged yet: it comes as a new one
+            self._strangers.remove(request_id)
+            for ledger in self.ledgers.values():
+                if ledger.ended(request_id, now):
+                    ledger.is_open = False
         if request_id not in self._admitted:
             return False
         worker, entry = self._admitted.pop(request_id)
@@ -224,8 +259,10 @@ class Gate:
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
         for ledger in self.ledgers.values():
             for name in ledger.expire(now):
-                _, entry = self._admitted.pop(name)
-                self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+                self._strangers.discard(name)
+                if name in self._admitted:
+                    _, entry = self._admitted.pop(name)
+                    self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
         if not len(self.queue):
             self._first_fits_at = None
         elif self.ledgers:
@@ -265,7 +302,7 @@ class Gate:
                 continue
             [able] = self._able([entry], rooms)
             if able:
-                worker = best_of(able, self._hits(entry))
+                worker = best_of(able, self._hits(entry.prefix))
                 outcomes.append(self._grant(entry, worker, rooms, now))
                 continue
             outcomes.extend(self._backfill(entry, order, rooms, now))
@@ -299,7 +336,7 @@ class Gate:
                     break
             if able:
                 first.num_passed += 1
-                worker = best_of(able, self._hits(entry))
+                worker = best_of(able, self._hits(entry.prefix))
                 outcomes.append(self._grant(entry, worker, rooms, now))
                 all_able[i + 1 :] = self._able(later[i + 1 :], rooms)
         return outcomes
@@ -326,7 +363,7 @@ class Gate:
         able: list[list[tuple[float, str]]] = [[] for _ in entries]
         near: dict[str, list[int]] = {}  # by worker: places in `entries` for which it is looked at
         for i, entry in enumerate(entries):
-            for name in rooms.near(entry.demand, self._hits(entry)):
+            for name in rooms.near(entry.demand, self._hits(entry.prefix)):
                 near.setdefault(name, []).append(i)
         for name, places in near.items():
             room = rooms[name]
@@ -336,9 +373,9 @@ class Gate:
                     able[i].append((peak / room.capacity, name))
         return able
 
-    def _hits(self, entry: Waiting) -> dict[str, int]:
-        """By worker: tokens of the prompt that it probably has in its prefix cache."""
-        found = self._prefixes.hits(entry.prefix) if len(self.ledgers) > 1 else {}
+    def _hits(self, prefix: Sequence[int]) -> dict[str, int]:
+        """By worker: tokens of such a prompt that it probably has in its prefix cache."""
+        found = self._prefixes.hits(prefix) if len(self.ledgers) > 1 else {}
         return {name: tokens for (name, _), tokens in found.items()}
 
     def _sent(self, entry: Waiting, ledger: Ledger) -> None:
@@ -429,6 +466,11 @@ class Gate:
         strata, places = self._strata[drawn % TABLE], self._places[drawn // TABLE % TABLE]
         u: Floats = (strata + places) / self.settings.num_samples
         return u
+
+    def _unseen(self, request: GateRequest, max_tokens: int | None) -> Demand:
+        law = LengthDistribution(self._stranger.cumulative, max_tokens)
+        name = request.request_id
+        return Demand(name, request.prompt_tokens, law, self._dice(name), request.ceiling)
 
     def _adopt(self, running: Running) -> Demand:
         """A demand for an answer that came past the gate: the broad law of the beginning."""

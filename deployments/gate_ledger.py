@@ -273,6 +273,16 @@ class Ledger:
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
+    def takes_unseen(self, demand: Demand) -> bool:
+        """Whether there is room however long it and all others become; alone, all may try."""
+        longest = demand.longest(self.spec.block_size)
+        if not self._held:
+            return self.is_open and longest <= self.spec.capacity
+        if demand.law.max_tokens is None and demand.ceiling is None:
+            return False
+        tokens, slots = self.spare()
+        return slots > 0 and longest + self.spec.block_size <= tokens
+
     def used(self, now: float) -> int:
         """Tokens of KV that are held by now, half-empty blocks counted as full."""
         demands = [each.demand for each in self._held.values()]
