@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_gate_room import quantile
 
 from penstock.deployments.gate_core import Gate
-from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_demand import Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import QueueSettings
 from penstock.deployments.gate_room import UNBOUNDED
 from penstock.deployments.gate_types import Expiry, GateRequest, GateSettings, Refusal, Ticket
@@ -93,7 +93,7 @@ class World:
         if fate < 0.1:
             rows = [Running(n, t) for n, (w, t, _) in self.running.items() if w == ticket.worker]
             assert self.gate.declined(name, now)
-            if fate < 0.05:  # the worker had listed it, and that report was slower than its way back
+            if fate < 0.05:  # the worker had listed it; that report was slower than its way back
                 self.sequence += 1
                 epoch = self.gate.ledgers[ticket.worker].spec.epoch
                 late = Report(epoch, self.sequence, (*rows, Running(name, 0)), 1.0)
