@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.deployments.calibration import LEVELS
 from penstock.deployments.gate_core import Gate
+from penstock.deployments.gate_counts import KeeperCounts
 from penstock.deployments.gate_inbox import Inbox, Offered
 from penstock.deployments.gate_learner import GateLearner
 from penstock.deployments.gate_queue import QueueSettings
@@ -69,22 +68,6 @@ class GateSetup:
 class _Worker:
     epoch: int
     heard_s: float
-
-
-@dataclass(slots=True)
-class KeeperCounts:
-    """Totals of this life, for metrics."""
-
-    admitted: int = 0
-    expired: int = 0
-    declined: int = 0
-    completed: int = 0
-    preemptions: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    waits: int = 0  # of those that waited: how many, what they were told, what it was
-    predicted_wait_s: float = 0.0
-    actual_wait_s: float = 0.0
-    wait_error_s: float = 0.0
 
 
 class GateKeeper:
@@ -210,24 +193,7 @@ class GateKeeper:
         return message
 
     def figures(self) -> pb.Figures:
-        counts = self.counts
-        return pb.Figures(
-            life=self.life,
-            num_waiting=self.num_waiting,
-            num_admitted=counts.admitted,
-            num_expired=counts.expired,
-            num_declined=counts.declined,
-            num_refused=counts.refused,
-            num_learnt=self.learner.num_learnt,
-            levels=LEVELS,
-            coverage=self.learner.coverage.tolist(),
-            num_waits=counts.waits,
-            predicted_wait_s=counts.predicted_wait_s,
-            actual_wait_s=counts.actual_wait_s,
-            wait_error_s=counts.wait_error_s,
-            num_preemptions=counts.preemptions,
-            num_completed=counts.completed,
-        )
+        return self.counts.figures(self.life, self.num_waiting, self.learner)
 
     def explain(self, now: float, limit: int) -> pb.ExplainResponse:
         books = []
@@ -367,12 +333,7 @@ class GateKeeper:
         name, counts = outcome.request_id, self.counts
         ingress = self._owners.get(name)
         if isinstance(outcome, Ticket):
-            counts.admitted += 1
-            if outcome.predicted_s > 0:
-                counts.waits += 1
-                counts.predicted_wait_s += outcome.predicted_s
-                counts.actual_wait_s += outcome.waited_s
-                counts.wait_error_s += abs(outcome.waited_s - outcome.predicted_s)
+            counts.admits(outcome)
             if ingress is not None:
                 epoch = int(outcome.epoch, 16)
                 self._send(ingress).tickets.append(pb.Ticket(request_id=name, epoch=epoch))
