@@ -3,7 +3,7 @@
 Each judge runs in a process of its own and says pass, FAIL with its last words, or what is missing
 to run it. Exit status 1 if one failed.
 
-    penstock serve &
+    penstock serve --max-model-len 256 &    # so that no answer to a property tester is long
     python benchmarks/conformance.py --http http://127.0.0.1:8000 --grpc 127.0.0.1:8001
 
 Python judges want `pip install -e .[conformance]`; those in JavaScript want `npm install openai
@@ -152,6 +152,7 @@ def judges(http: str, grpc: str, python: str, npm: Path | None, scratch: Path) -
             "schemathesis on /openapi.json",
             [
                 *(str(tester), "run", f"{http}/openapi.json", "--max-examples", "25"),
+                *("--request-timeout", "60"),
                 *("--checks", "not_a_server_error,status_code_conformance,"
                   "content_type_conformance,response_schema_conformance"),
             ],

@@ -13,19 +13,15 @@ int8 twins.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-import builtin_data as data
-import expert_store
 import torch
+from expert_common import MODEL, books, finish, parser_of
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from penstock.workers.config import MOE_SCORES
 from penstock.workers.experts.arena import Arena as ExpertArena
@@ -39,7 +35,6 @@ from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.loader import load_model
 
-MODEL = "builtin-moe"
 WINDOW, NUM_EXACT = 512, 64
 KEEPS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BLOCK_SIZE = 16
@@ -95,10 +90,10 @@ class Reader:
 
 def windows(corpus: Path, num_windows: int) -> list[Tensor]:
     """Evenly over the held-out books."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL), local_files_only=True)
-    found, share = [], num_windows // len(data.HELDOUT_BOOKS)
-    for book in data.HELDOUT_BOOKS:
-        ids = torch.tensor(data.heldout_tokens(corpus, book, tokenizer)[0])
+    texts = books(corpus)
+    found, share = [], num_windows // len(texts)
+    for text in texts:
+        ids = torch.tensor(text)
         step = (len(ids) - WINDOW) // share
         found += [ids[i * step : i * step + WINDOW].long() for i in range(share)]
     return found
@@ -145,9 +140,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def report(found: dict[str, Any]) -> str:
-    lines = [
-        found["machine"],
+def lines(found: dict[str, Any]) -> list[str]:
+    text = [
         f"{found['tokens']:,} tokens that count, windows of {WINDOW}; perplexity, and by how many "
         "% it is higher than exact (+- standard error)",
         "",
@@ -155,11 +149,11 @@ def report(found: dict[str, Any]) -> str:
     ]
     for row in found["rows"]:
         higher, error = 100 * math.expm1(row["more_nll"]), 100 * row["more_nll_error"]
-        lines.append(
+        text.append(
             f"{row['mode']:>10} {row['score']:>8} {row['keep']:>5.2f} {row['kept']:>6.3f} "
             f"{row['perplexity']:>11.2f} {higher:>8.2f} +- {error:.2f}"
         )
-    return "\n".join(lines)
+    return text
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
@@ -192,29 +186,16 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    corpus = expert_store.ROOT.parent / "shared" / "data" / "classics"
-    parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
+    parser = parser_of(__doc__)
     parser.add_argument("--windows", type=int, default=24, help="of 512 tokens, over two books")
     parser.add_argument("--thresholds", type=Path, help="of penstock calibrate; none: the model's")
     parser.add_argument("--scores", nargs="+", default=[*MOE_SCORES, "by lot"])
-    parser.add_argument("--out", type=Path, help="path without a suffix")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     rows = measure(args)
-    found = {
-        "machine": expert_store.machine(),
-        "command": " ".join(sys.argv),
-        "tokens": args.windows * (WINDOW - NUM_EXACT - 1),
-        "rows": rows,
-    }
-    text = report(found)
-    print(text)
+    found = {"tokens": args.windows * (WINDOW - NUM_EXACT - 1), "rows": rows}
+    finish(args.out, found, lines)
     if args.out is not None:
-        args.out.with_name(args.out.name + ".json").write_text(json.dumps(found, indent=1) + "\n")
-        args.out.with_name(args.out.name + ".txt").write_text(text + "\n")
         plot(found, args.out.with_name(args.out.name + ".png"))
 
 

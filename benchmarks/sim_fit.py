@@ -22,7 +22,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
-from penstock.workers.scheduler import Plan
+from penstock.workers.step_plan import Plan
 
 
 @dataclass

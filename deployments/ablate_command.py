@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from penstock.deployments import bench_report
 from penstock.deployments.bench_ablate import Call, Recipe, Run, ablate, parts_of, pool_gb
-from penstock.deployments.bench_command import jobs_of, plain
+from penstock.deployments.bench_command import compute_of, jobs_of, plain
 from penstock.deployments.bench_load import WORDS, Job
 from penstock.workers.config import ConfigError, EngineConfig
 
@@ -27,18 +26,12 @@ LONGER = 4  # times the longest answer: what clients ask for who do not know
 
 def run_ablate(args: argparse.Namespace) -> int:
     """`penstock bench ablate`; the exit status. Raises ConfigError, or LoadError."""
-    import torch  # takes seconds, and `serve` does without
-
     from penstock.workers.models.folder import resolve_model
     from penstock.workers.models.loader import load_model
     from penstock.workers.tokenizer import Tokenizer
 
     jobs = jobs_of(args)
-    threads = args.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, threads = compute_of(args)
     folder = resolve_model(args.model_path)
 
     @functools.cache

@@ -136,18 +136,12 @@ def _draw(bar: Any, progress: bench_serve.Progress) -> None:
 
 def run_offline(args: argparse.Namespace) -> int:
     """`penstock bench offline`; the exit status. Raises ConfigError, or LoadError."""
-    import torch  # takes seconds, and `serve` does without
-
     from penstock.deployments.bench_offline import drain_all
     from penstock.workers.engine import Engine
     from penstock.workers.models.loader import load_model
 
     jobs = jobs_of(args)
-    threads = args.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, threads = compute_of(args)
     model = load_model(
         args.model_path, weights=args.weights, device=device, progress=not args.no_progress
     )
@@ -183,6 +177,18 @@ def run_offline(args: argparse.Namespace) -> int:
         rows = bench_report.request_rows(outcomes)
         bench_report.write_json(args.json, {**content, "requests": rows})
     return 0
+
+
+def compute_of(args: argparse.Namespace) -> tuple[str, int]:
+    """Device and CPU threads as the flags have them, or what is here; this process has them set."""
+    import torch  # takes seconds, and `serve` does without
+
+    threads = args.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, threads
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:

@@ -19,12 +19,13 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from penstock.deployments.app import wants_gpus, wire
+from penstock.deployments.app import wire
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.expert_link import remove_all
 from penstock.deployments.gate import end_gate
 from penstock.deployments.processes import descendants, end
 from penstock.deployments.registry import NAMESPACE, ClusterView, RegistryClient
+from penstock.deployments.replicas import wants_gpus
 
 log = logging.getLogger("penstock.serve")
 

@@ -29,7 +29,7 @@ from penstock.workers.config import (
 )
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.models.folder import BUILTIN
-from penstock.workers.quantization import weight_plan
+from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -257,11 +257,21 @@ def check_before_start(config: ServeConfig) -> None:
     check_model(config.engine.model)
     folder = Path(config.engine.model).expanduser()
     if folder.is_dir():
-        weight_plan(read_stored_scheme(folder), config.engine.weights)
+        scheme = read_stored_scheme(folder)
+        weight_plan(scheme, config.engine.weights)
+        _check_experts(config.engine, scheme)
     if config.api_keys_file is not None:
         read_api_keys(config.api_keys_file)
     for name in ("http_port", "grpc_port"):
         check_port_free(name, config.host, getattr(config, name))
+
+
+def _check_experts(engine: EngineConfig, scheme: StoredScheme | None) -> None:
+    """Raise ConfigError where experts are wanted by neurons that cannot be had so."""
+    if engine.moe_mode != "exact":
+        check_neurons(scheme, engine.weights, f"moe_mode {engine.moe_mode}")
+    elif engine.expert_cache_gb is not None and engine.moe_thresholds is not None:
+        check_neurons(scheme, engine.weights, "moe_thresholds")
 
 
 def check_model(model: str) -> None:

@@ -25,7 +25,7 @@ class RemoteExperts:
         self._client = client
 
     def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
-        """Some rows of each (layer, expert, neurons): one question for all.
+        """Some rows of each (layer, expert, rows): one question for all.
 
         Waits for a store that is being restarted. Raises CorruptedExpert, or LoadError if the store
         does not come back.
@@ -41,7 +41,7 @@ class RemoteExperts:
         return found
 
     def rows(self, layer: int, expert: int) -> Bytes:
-        return self.gather([(layer, expert, np.arange(self.manifest.inner))])[0]
+        return self.gather([(layer, expert, np.arange(self.manifest.num_rows))])[0]
 
     def at(self, manifest: Manifest) -> RemoteExperts:
         """The same experts in another epoch."""

@@ -21,16 +21,13 @@ import ray
 
 from penstock.deployments.expert_link import Hot, StoreSpec, app_folder
 from penstock.workers.experts.arena import Arena, Bytes, Manifest, Places
-from penstock.workers.experts.opening import check_weights
-from penstock.workers.experts.writer import (
-    DTYPES,
-    CheckpointExperts,
-    read_manifest,
-    remove_arena,
-    write_arena,
-)
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
+from penstock.workers.experts.packed import PackedExperts
+from penstock.workers.experts.writer import read_manifest, remove_arena, write_arena
 from penstock.workers.models.folder import LoadError
 from penstock.workers.models.loader import open_model
+from penstock.workers.models.weight_sources import DTYPES
+from penstock.workers.quantization import check_neurons, weight_plan
 from penstock.workers.stats import ExpertStats
 
 log = logging.getLogger("penstock.experts")
@@ -119,7 +116,7 @@ class ExpertStore:
         return sorted(total, key=lambda key: -total[key])
 
     def pack(self, wanted: Sequence[tuple[int, int, Places]]) -> Bytes:
-        """Neuron rows, one behind the other, as bytes: of each (layer, expert, neurons). For nodes
+        """Rows, one behind the other, as bytes: of each (layer, expert, rows). For nodes
         that cannot map the arena: one call for many experts. Raises CorruptedExpert."""
         parts = [rows.reshape(-1) for rows in self._arena_now().gather(wanted)]
         packed = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
@@ -159,8 +156,11 @@ class ExpertStore:
     def _experts(self) -> tuple[CheckpointExperts, Any]:
         spec = self._spec
         folder, config, tensors = open_model(spec.model, spec.weights, spec.device)
-        check_weights(spec.weights, config)
-        return CheckpointExperts(folder, config, tensors), DTYPES[config.dtype]
+        weight_plan(config.stored_scheme, spec.weights)
+        if spec.has_twins:
+            check_neurons(config.stored_scheme, spec.weights, "moe_mode quantized")
+        experts = CheckpointExperts(folder, config, tensors, spec.weights, spec.device)
+        return experts, DTYPES[config.dtype]
 
     def _found(self) -> Arena | None:
         """What an earlier life of this store wrote, of the same files; others are removed."""
@@ -171,6 +171,8 @@ class ExpertStore:
                 manifest = read_manifest(path)
                 if manifest.checkpoint != identity:
                     raise LoadError(f"{path} is of other files")
+                if experts.is_packed:
+                    PackedExperts(experts, compute).check(manifest)
                 arena = Arena(manifest)
             except LoadError as error:
                 log.info("an older arena is of no use: %s", error)

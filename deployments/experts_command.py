@@ -40,7 +40,7 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
     yield (
         f"  experts needed {lookups:,}: there {_percent(figures['num_hits'], lookups)}, in part "
         f"{_percent(figures['num_partial'], lookups)}, absent "
-        f"{_percent(figures['num_misses'], lookups)}; of their neurons there "
+        f"{_percent(figures['num_misses'], lookups)}; of their rows there "
         f"{_percent(figures['num_neurons_there'], figures['num_neurons_wanted'])}"
     )
     yield (

@@ -280,12 +280,19 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _generates(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
     """How a generation route is documented."""
     chunk = ChatCompletionChunk if answer is ChatCompletion else answer
-    event = {"$ref": SCHEMA_REF.format(model=chunk.__name__)}
     return {
         "response_model": answer,
         "responses": {
-            200: {"content": {"text/event-stream": {"schema": event}}},
+            200: {"content": {"text/event-stream": {"schema": _event(chunk)}}},
             **_errors(400, 401, 404, 413, 415, 429, 500, 503, 504),
         },
         "openapi_extra": takes(body),
     }
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One event of a stream: its data is a chunk, or an error, as JSON, or the mark of the end."""
+    models = [{"$ref": SCHEMA_REF.format(model=each.__name__)} for each in (chunk, ErrorBody)]
+    spelt = {"contentMediaType": "application/json", "contentSchema": {"anyOf": models}}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, spelt]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}

@@ -27,6 +27,7 @@ from penstock.deployments.responses_types import (
 from penstock.deployments.tools import MAX_TOOLS
 from penstock.workers import structured
 from penstock.workers.request import (
+    LEAST_REPETITION_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_CHARS,
@@ -117,7 +118,7 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
         "seed": _number(-(2**63), 2**63 - 1),
         **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), answer),
         "min_tokens": _number(0, longest),
-        "repetition_penalty": _number(0, 100, open_low=True),
+        "repetition_penalty": _number(LEAST_REPETITION_PENALTY, 100),
         **dict.fromkeys(("presence_penalty", "frequency_penalty"), penalty),
         "n": _number(1, MAX_CHOICES),
         **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), top),

@@ -79,7 +79,7 @@ class _GenerationRequest(ShapeFields):
     max_tokens: int | None = Field(None, description="most tokens of the answer")
     min_tokens: int | None = Field(None, description="nothing ends the answer before; default 0")
     ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
-    repetition_penalty: float | None = Field(None, description="(0, 100]; default 1: off")
+    repetition_penalty: float | None = Field(None, description="[0.01, 100]; default 1: off")
     presence_penalty: float | None = Field(None, description="[-2, 2]; default 0")
     frequency_penalty: float | None = Field(None, description="[-2, 2]; default 0")
     logit_bias: dict[str, float] | None = Field(

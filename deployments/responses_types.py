@@ -113,7 +113,7 @@ class ResponsesRequest(Strict):
     top_k: int | None = Field(None, description="0 or -1: off, as by default")
     min_p: float | None = Field(None, description="[0, 1]; default 0")
     seed: int | None = Field(None, description="64 bits; the same seed draws the same tokens")
-    repetition_penalty: float | None = Field(None, description="(0, 100]; default 1")
+    repetition_penalty: float | None = Field(None, description="[0.01, 100]; default 1")
     presence_penalty: float | None = Field(None, description="[-2, 2]; default 0")
     frequency_penalty: float | None = Field(None, description="[-2, 2]; default 0")
     stop: str | list[str] | None = Field(None, description="up to 16 strings of up to 256 chars")

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
-from penstock.workers.scheduler import Chunk, Plan
 from penstock.workers.sequence import Sequence
+from penstock.workers.step_plan import Chunk, Plan
 
 Ints = NDArray[np.int64]
 Put = Callable[[NDArray[np.generic]], torch.Tensor]

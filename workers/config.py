@@ -164,7 +164,8 @@ class EngineConfig:
     expert_cache_gb: float | None = option(
         None,
         "GiB of device memory for the experts of a mixture-of-experts model, which then come from "
-        "one copy in the node's shared memory (docs/experts.md); none: all are on the device",
+        "one copy in the node's shared memory, in the format that weights says (docs/experts.md); "
+        "none: all are on the device",
     )
     expert_prefetch: bool = option(
         False, "load the experts that the next layer is likely to want while one computes"
@@ -182,7 +183,7 @@ class EngineConfig:
         "exact",
         "what a cached expert gives; exact: what the plain model does, bit for bit; quantized: its "
         "int8 twin, half the bytes; sparse: of the answer's tokens, the neurons that matter most. "
-        "Requests may ask for exact",
+        "Requests may ask for exact. With quantised weights, exact is all there is",
         MOE_MODES,
     )
     moe_keep: float = option(

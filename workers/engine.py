@@ -8,39 +8,26 @@ from __future__ import annotations
 
 import logging
 import random
-import secrets
 import time
-from functools import partial
 
 import torch
 
 from penstock.workers.config import EngineConfig
-from penstock.workers.decode_graphs import Capture, CudaCapture, captured, graph_sizes
+from penstock.workers.decode_graphs import Capture
 from penstock.workers.deferral import (
     Rule,
-    deferral_of,
-    num_scratch_blocks,
-    rule_of,
-    scratch_bytes,
-    scratch_views,
 )
-from penstock.workers.engine_memory import log_memory, step_memory
+from penstock.workers.engine_parts import build_parts
 from penstock.workers.engine_stats import Totals, stats_of
-from penstock.workers.executor import Executor, Launched
 from penstock.workers.grammar import GrammarMatcher
 from penstock.workers.intake import Intake
-from penstock.workers.kv_cache import KVCache
-from penstock.workers.kv_format import kv_format
-from penstock.workers.memory import BlockLayout
+from penstock.workers.launch import Launched
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.policies import ContextSettings, obstacle_of
-from penstock.workers.rates import PROBE_ROWS
-from penstock.workers.replay import DecodeReplay
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
-from penstock.workers.scheduler import Plan, Scheduler
 from penstock.workers.sequence import Sequence, SequenceState
 from penstock.workers.stats import EngineStats
-from penstock.workers.swap import host_swap
+from penstock.workers.step_plan import Plan
 
 log = logging.getLogger("penstock.engine")
 
@@ -62,76 +49,19 @@ class Engine:
 
         `capture` makes the decode graphs; None: CUDA does, where the configuration wants it.
         """
+        parts = build_parts(config, model, commit_rule, capture)
         self.config = config
         self.model = model
-        facts = model.config
-        kv = kv_format(config.kv, config.kv_group, facts.head_dim, model.dtype)
-        layout = BlockLayout(
-            num_layers=facts.num_layers,
-            num_kv_heads=facts.num_kv_heads,
-            block_size=config.block_size,
-            head_dim=facts.head_dim,
-            dtype=kv.dtype,
-            group=kv.group,
-        )
-        sizes = graph_sizes(config, model, capture is not None)
-        input_bytes = 0 if sizes is None else sizes.num_bytes
-        self.memory = step_memory(config, layout, model, input_bytes)
-        self.arena, self.pool = self.memory.arena, self.memory.pool
-        log_memory(config, self.memory)
-        self.cache = KVCache(
-            self.pool,
-            config.block_size,
-            prefix_cache=config.prefix_cache,
-            salt=secrets.token_bytes(32) + str(kv).encode(),
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            tokens_that_fit=self.memory.tokens_that_fit,
-            merges=config.merge_steps,
-        )
-        kv_layers = self.arena.kv_layers()
-        if config.kv_commit == "deferred":
-            scratch = scratch_views(config, layout, self.memory.rest)
-            kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
-        self.max_model_len = min(
-            config.max_model_len or facts.max_position_embeddings,
-            self.arena.num_blocks * config.block_size,
-        )
-        replay = None
-        if model.device.type == "cpu":
-            longest = -(-self.max_model_len // config.block_size) + num_scratch_blocks(config)
-            replay = DecodeReplay(model, kv_layers, config.max_num_seqs, longest)
-        self.executor = Executor(model, kv_layers, config.block_size, self.memory, replay)
-        run_rows, most_rows = self.executor.run_rows, self.memory.tokens_that_fit(PROBE_ROWS)
-        if config.kv_commit == "deferred":
-            is_cuda = model.device.type == "cuda"
-            rule = commit_rule or rule_of(
-                config,
-                facts,
-                run_rows,
-                most_rows=most_rows,
-                is_cuda=is_cuda,
-                weights=model.weights.format,
-                layout=layout,
-            )
-            self.scheduler.deferral = deferral_of(config, rule)
-        if sizes is not None:
-            inputs = self.memory.rest[scratch_bytes(config, layout) :]
-            make = partial(self.executor.capture, sizes, capture or CudaCapture(), inputs)
-            self.executor.graphs = captured(make, is_needed=config.cuda_graphs == "on")
-        self.totals = Totals()
-        if config.host_kv_gb is not None:
-            self.cache.swap, self.totals.rates = host_swap(config, self.arena, run_rows, most_rows)
-            self.pool.on_evict = self.cache.swap.keep
+        self.memory, self.cache, self.scheduler = parts.memory, parts.cache, parts.scheduler
+        self.arena, self.pool = parts.memory.arena, parts.memory.pool
+        self.executor, self.max_model_len = parts.executor, parts.max_model_len
+        self.totals = Totals(rates=parts.rates)
         self.times = self.executor.times
         self.looks_ahead = looks_ahead(config, model.device, model.routed is not None)
         self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
-        contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(facts))
+        contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(model.config))
         moe_mode = "exact" if model.routed is None else config.moe_mode
-        self.intake = Intake(facts.vocab_size, contexts, self.pool.num_blocks, moe_mode)
+        self.intake = Intake(model.config.vocab_size, contexts, self.pool.num_blocks, moe_mode)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)

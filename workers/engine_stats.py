@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine_memory import saved_bytes
-from penstock.workers.executor import Executor, Launched
+from penstock.workers.executor import Executor
 from penstock.workers.histogram import Histogram
+from penstock.workers.launch import Launched
 from penstock.workers.rates import Rates
 from penstock.workers.request import FinishReason
-from penstock.workers.scheduler import Chunk, Scheduler
+from penstock.workers.scheduler import Scheduler
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats
 from penstock.workers.step_model import StepModel
+from penstock.workers.step_plan import Chunk
 
 
 @dataclass(slots=True)

@@ -85,6 +85,21 @@ def weight_plan(
     return WeightPlan()
 
 
+def check_neurons(scheme: StoredScheme | None, weights: str, who: str) -> None:
+    """Raise ConfigError unless experts are plain numbers, which alone can be had by neurons: codes
+    of a down matrix share scales across them. `who` wants neurons, for the message."""
+    if scheme is not None:
+        raise ConfigError(
+            f"{who} takes experts apart by neurons, and this checkpoint is quantised, its experts "
+            "moved whole: leave it out, or give the original checkpoint"
+        )
+    if weights in QUANTIZED_FORMATS:
+        raise ConfigError(
+            f"{who} takes experts apart by neurons, and weights is {weights}, whose experts are "
+            "moved whole: leave one of them out, or choose weights auto, fp32 or bf16"
+        )
+
+
 def read_scheme(stated: Any) -> StoredScheme | None:
     """The scheme of the `quantization_config` of a config.json; None where there is none.
 

@@ -43,6 +43,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+LEAST_REPETITION_PENALTY = 0.01  # a logit divided by next to nothing is infinite
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 64
 MAX_SINKS = 1024
@@ -142,7 +143,7 @@ class SamplingParams:
             raise RequestError(f"{self.structured.param} {problem}", param=self.structured.param)
 
     def _check_edits(self, vocab_size: int) -> None:
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

@@ -54,7 +54,7 @@ class ExpertStats:
     num_hits: int  # experts that a step needed and that were there, all of their neurons
     num_partial: int  # those of which some neurons were missing
     num_misses: int
-    num_neurons_wanted: int
+    num_neurons_wanted: int  # or pieces, of packed experts
     num_neurons_there: int
     num_prefetched: int  # experts that a prefetch was begun for
     num_prefetch_used: int  # of those, needed before they were evicted

@@ -87,7 +87,7 @@ VALUES: dict[str, Value] = {
     **number("max_tokens", -1, -(2**31)),
     **number("max_tokens", FAR, code="context_length_exceeded"),
     **number("min_tokens", -1, FAR),
-    **number("repetition_penalty", 0.0, -1.0, 1e6),
+    **number("repetition_penalty", 0.0, 5e-324, -1.0, 1e6),
     **number("presence_penalty", -2.5, 1e30),
     **number("frequency_penalty", 2.5, -1e30),
     **number("n", 0, -1, 9, FAR),

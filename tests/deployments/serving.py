@@ -11,9 +11,12 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+import grpc
+import httpx
 import torch
 import uvicorn
 
@@ -212,3 +215,40 @@ class Serving:
         self._started.set()
         await serving
         await grpc_server.stop(0)
+
+
+@contextlib.contextmanager
+def scripted(*script: Step, **options: Any) -> Iterator[tuple[Serving, httpx.Client]]:
+    """Servers over a script, and a plain client for them."""
+    with (
+        Serving(ScriptedBackend(*script), **options) as servers,
+        httpx.Client(base_url=servers.base_url, timeout=30) as plain,
+    ):
+        yield servers, plain
+
+
+class ScriptedGrpc:
+    """A server over a script, and a stub for it. A context manager."""
+
+    def __init__(self, stub_type: Callable[[grpc.Channel], Any], *script: Step, **options: Any):
+        self.backend = ScriptedBackend(*script)
+        self._serving = Serving(self.backend, **options)
+        self._stub_type = stub_type
+
+    def __enter__(self) -> ScriptedGrpc:
+        self._serving.__enter__()
+        self.channel = grpc.insecure_channel(self._serving.grpc_target)
+        self.stub = self._stub_type(self.channel)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.channel.close()
+        self._serving.__exit__(*error)
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until it is so."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "did not come true in time"
+        time.sleep(0.01)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import EngineBackend, ScriptedBackend, Serving, new_engine
+from serving import ScriptedBackend, Serving, new_engine
 
 from penstock.deployments.bench_http import HttpConnections, HttpError
 from penstock.deployments.bench_load import Job, WordPrompts
@@ -28,14 +28,6 @@ from penstock.workers.request import FinishReason
 
 NUM = 12
 LOAD = ("--num-requests", str(NUM), "--rate", "200", "--input-len", "5:40", "--output-len", "2:9")
-
-
-@pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
 
 
 def url_of(serving: Serving, scheme: str) -> str:

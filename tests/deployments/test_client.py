@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from contextlib import aclosing, closing
 
 import grpc
 import pytest
-from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
+from serving import (
+    MODEL,
+    ScriptedBackend,
+    Serving,
+    eventually,
+    reference_ids,
+    tokenizer,
+)
 
 from penstock.deployments.client import AsyncClient, Client, ClientError, Model
 from penstock.workers.request import FinishReason
@@ -20,24 +26,9 @@ SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
-
-
-@pytest.fixture(scope="module")
 def client(serving):
     with Client(serving.grpc_target) as opened:
         yield opened
-
-
-def eventually(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.01)
 
 
 def test_whole_answers(client):

@@ -18,6 +18,7 @@ from serving import (
     EngineBackend,
     ScriptedBackend,
     core_over,
+    eventually,
     model,
     reference_ids,
     tokenizer,
@@ -172,13 +173,6 @@ def test_many_answers_side_by_side(engine_backend):
     texts, turns = asyncio.run(run())
     assert texts == alone
     assert turns != sorted(turns), "one after the other instead of side by side"
-
-
-def eventually(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.01)
 
 
 # What an engine cannot be asked for

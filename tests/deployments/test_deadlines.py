@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from serving import MODEL, EngineBackend, Serving, model, tokenizer
+from serving import MODEL, EngineBackend, Serving, eventually, model, tokenizer
 
 from penstock.deployments.channel import WorkerPool
 from penstock.deployments.client import Client, ClientError
@@ -102,13 +102,6 @@ def test_who_waits_too_long_is_never_computed(
     after = backend.engine.stats()
     num_read = after.num_prompt_tokens - before.num_prompt_tokens
     assert num_read == len(tokenizer().encode(PROMPT)) - 1  # the last one is sampled from
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "did not come true in time"
-        time.sleep(0.01)
 
 
 def test_the_worker_keeps_deadlines_by_itself() -> None:

@@ -27,12 +27,13 @@ from penstock.deployments.experts_command import table
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.experts.arena import Arena, CorruptedExpert
 from penstock.workers.experts.opening import ExpertSettings
+from penstock.workers.models.folder import LoadError
 from penstock.workers.models.loader import load_model
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 from checkpoints import make_checkpoint
-from test_expert_arena import _flip
+from moe_cases import flip
 
 STATS = ExpertStats(4, 15, 1, 1, *[0] * 9, 0.0, 0.0, 0)
 
@@ -50,7 +51,13 @@ def stats(**changes):
     return dataclasses.replace(STATS, **changes)
 
 
-def test_loads_once_and_finds_its_file_again(spec):
+def refuse(*_: object) -> None:
+    raise LoadError("packed otherwise")
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int4"])
+def test_loads_once_and_finds_its_file_again(spec, weights, monkeypatch):
+    spec = dataclasses.replace(spec, weights=weights)
     store = ExpertStore(spec)
     manifest = store.manifest()
     assert store.manifest() is manifest
@@ -58,6 +65,10 @@ def test_loads_once_and_finds_its_file_again(spec):
     assert (view.num_loads, view.epoch, view.pid) == (1, 1, os.getpid())
     reborn = ExpertStore(spec)
     assert reborn.manifest() == manifest and reborn.view().num_loads == 0
+    assert manifest.is_packed == (weights == "int4")
+    if manifest.is_packed:  # a release that packs otherwise does not believe it
+        monkeypatch.setattr(expert_store.PackedExperts, "check", refuse)
+        assert ExpertStore(spec).view().num_loads == 1
     assert app_folder(spec.folder, spec.app_name).parent == Path(spec.folder), "no way out of it"
     remove_all(spec.folder, spec.app_name)
     assert not list(Path(spec.folder).iterdir())
@@ -94,7 +105,7 @@ def test_damage_that_a_worker_tells_of_is_mended(spec):
     clock = [100.0]
     store = ExpertStore(spec, clock=lambda: clock[0])
     manifest = store.manifest()
-    _flip(Path(manifest.path), manifest.entries[3].offset)
+    flip(Path(manifest.path), manifest.entries[3].offset)
     key = manifest.entries[3].layer, manifest.entries[3].expert
     with pytest.raises(CorruptedExpert):
         Arena(manifest).rows(*key)
@@ -147,12 +158,15 @@ class Near:
         return getattr(self.store, method)(*args)
 
 
-@pytest.mark.parametrize("mode", ["exact", "quantized"])
-def test_a_worker_on_another_node(spec, mode, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "weights"), [("exact", "fp32"), ("quantized", "fp32"), ("exact", "int4")]
+)
+def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
     """The same bits as from a map; one question brings all that a layer waits for."""
     from test_expert_modes import teacher_forced
 
-    store = ExpertStore(dataclasses.replace(spec, has_twins=mode == "quantized"))
+    twins = mode == "quantized"
+    store = ExpertStore(dataclasses.replace(spec, has_twins=twins, weights=weights))
     client = Near(store)
     remote = RemoteExperts(client, store.manifest())
 
@@ -160,7 +174,7 @@ def test_a_worker_on_another_node(spec, mode, monkeypatch):
         settings = ExpertSettings(
             num_slots=15, prefetch=False, mode=mode, manifest=store.manifest(), **options
         )
-        model = load_model(spec.model, weights="fp32", progress=False, experts=settings)
+        model = load_model(spec.model, weights=weights, progress=False, experts=settings)
         got = teacher_forced(model, list(range(3, 17)), mode, 14)
         model.routed.close()
         return got
@@ -168,8 +182,8 @@ def test_a_worker_on_another_node(spec, mode, monkeypatch):
     assert torch.equal(run(source=remote), run())
     # From one to five experts a layer, each of one chunk: never a question for each of them alone.
     assert max(client.asked) > 1 and sum(client.asked) > len(client.asked)
-    assert len(remote.at(store.reload()).rows(1, 1)) == 112
-    _flip(Path(store.manifest().path), store.manifest().entries[0].offset)
+    assert len(remote.at(store.reload()).rows(1, 1)) == store.manifest().num_rows
+    flip(Path(store.manifest().path), store.manifest().entries[0].offset)
     monkeypatch.setattr(store, "_arena", Arena(store.manifest()))
     with pytest.raises(CorruptedExpert, match="layer 0, expert 0 is corrupted"):
         remote.rows(0, 0)
@@ -188,10 +202,13 @@ def test_table():
     assert text.splitlines()[-1].split() == ["1", "70.0", "%", "50.0", "%", "75.0", "%"]
 
 
-def test_a_dense_model(spec):
+def test_models_that_have_no_such_experts(spec):
     dense = dataclasses.replace(spec, model="builtin")
     with pytest.raises(ConfigError, match="this one is dense"):
         ExpertStore(dense).manifest()
+    twice = dataclasses.replace(spec, weights="int8", has_twins=True)
+    with pytest.raises(ConfigError, match=r"moe_mode quantized .*weights is int8"):
+        ExpertStore(twice).manifest()
 
 
 def test_killed_under_load():

@@ -93,7 +93,7 @@ class World:
         if fate < 0.1:
             rows = [Running(n, t) for n, (w, t, _) in self.running.items() if w == ticket.worker]
             assert self.gate.declined(name, now)
-            if fate < 0.05:  # the worker had listed it; that report was slower than its way back
+            if fate < 0.05:  # the worker had listed it, in a report that was slower
                 self.sequence += 1
                 epoch = self.gate.ledgers[ticket.worker].spec.epoch
                 late = Report(epoch, self.sequence, (*rows, Running(name, 0)), 1.0)

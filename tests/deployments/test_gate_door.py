@@ -309,12 +309,13 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
                     await asyncio.sleep(0.01)
             new = made.gate.keeper
             assert new is not broken and new.learner.predictor is predictor
+            made.client._passes = NoPasses()
             later = request(9, max_tokens=8)
             answer = await collect(made.pool, later)
             async with asyncio.timeout(20):
                 while new.counts.admitted == 0:
                     await asyncio.sleep(0.01)
-            assert new.counts.admitted == 1
+            assert new.counts.admitted >= 1
             return [*zip(asked, answers), (later, answer)]
 
     for asked, (ids, last) in run(scenario()):

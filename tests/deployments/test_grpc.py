@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -14,7 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
+from serving import (
+    MODEL,
+    ScriptedGrpc,
+    eventually,
+    reference_ids,
+    tokenizer,
+)
 
 import penstock.protos as generated
 from penstock.deployments.core import MAX_BODY_BYTES
@@ -27,50 +33,12 @@ PROMPT = "It was a bright morning, and"
 SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "What feeds the turbine?"}]
 Code = grpc.StatusCode
-
-
-@pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
-
-
-@pytest.fixture(scope="module")
-def channel(serving):
-    with grpc.insecure_channel(serving.grpc_target) as opened:
-        yield opened
+Scripted = partial(ScriptedGrpc, inference_pb2_grpc.InferenceServiceStub)
 
 
 @pytest.fixture(scope="module")
 def stub(channel):
     return inference_pb2_grpc.InferenceServiceStub(channel)
-
-
-class Scripted:
-    """A server over a script, and a stub for it."""
-
-    def __init__(self, *script, **options):
-        self.backend = ScriptedBackend(*script)
-        self._serving = Serving(self.backend, **options)
-
-    def __enter__(self):
-        self._serving.__enter__()
-        self.channel = grpc.insecure_channel(self._serving.grpc_target)
-        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        return self
-
-    def __exit__(self, *error):
-        self.channel.close()
-        self._serving.__exit__(*error)
-
-
-def eventually(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.01)
 
 
 def refused(call):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -12,7 +11,15 @@ import time
 import httpx
 import openai
 import pytest
-from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
+from serving import (
+    MODEL,
+    ScriptedBackend,
+    Serving,
+    eventually,
+    reference_ids,
+    scripted,
+    tokenizer,
+)
 
 from penstock.deployments.core import MAX_BODY_BYTES
 from penstock.deployments.openai_answers import (
@@ -35,39 +42,11 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
-
-
-@pytest.fixture(scope="module")
 def client(serving):
     with openai.OpenAI(
         base_url=f"{serving.base_url}/v1", api_key="none", max_retries=0
     ) as official:
         yield official
-
-
-@pytest.fixture(scope="module")
-def raw(serving):
-    with httpx.Client(base_url=serving.base_url, timeout=30) as plain:
-        yield plain
-
-
-def scripted(*script):
-    """Servers over a script, and a plain client for them."""
-
-    @contextlib.contextmanager
-    def running():
-        with (
-            Serving(ScriptedBackend(*script)) as servers,
-            httpx.Client(base_url=servers.base_url, timeout=30) as plain,
-        ):
-            yield servers, plain
-
-    return running()
 
 
 def expected_text(prompt_ids, num_new=24):
@@ -79,13 +58,6 @@ def expected_text(prompt_ids, num_new=24):
 def chat_ids():
     rendered = tokenizer().render_chat(MESSAGES)
     return tokenizer().encode(rendered, add_special_tokens=False)
-
-
-def eventually(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.01)
 
 
 def events_of(text):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import anthropic
-import httpx
 import pytest
-from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
+from serving import (
+    MODEL,
+    reference_ids,
+    scripted,
+    tokenizer,
+)
 
 from penstock.deployments.anthropic_answers import AnthropicError, MessageBody
 from penstock.deployments.anthropic_types import UNSUPPORTED
@@ -21,32 +24,9 @@ MESSAGES = "/v1/messages"
 
 
 @pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
-
-
-@pytest.fixture(scope="module")
 def client(serving):
     with anthropic.Anthropic(base_url=serving.base_url, api_key="none", max_retries=0) as official:
         yield official
-
-
-@pytest.fixture(scope="module")
-def raw(serving):
-    with httpx.Client(base_url=serving.base_url, timeout=30) as plain:
-        yield plain
-
-
-@contextlib.contextmanager
-def scripted(*script, **options):
-    with (
-        Serving(ScriptedBackend(*script), **options) as servers,
-        httpx.Client(base_url=servers.base_url, timeout=30) as plain,
-    ):
-        yield servers, plain
 
 
 def prompt_ids(turns=TURNS, system=SYSTEM):

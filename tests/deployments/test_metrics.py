@@ -19,7 +19,8 @@ from penstock.deployments import errors
 from penstock.deployments.calls import Usage
 from penstock.deployments.client import Client
 from penstock.deployments.gate_client import GateClient
-from penstock.deployments.metrics import MetricsServer, PenstockCollector
+from penstock.deployments.metrics import PenstockCollector
+from penstock.deployments.metrics_server import MetricsServer
 from penstock.deployments.request_metrics import (
     DISCONNECT,
     FORGET_S,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import struct
 import time
+from functools import partial
 
 import grpc
 import pytest
@@ -13,7 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
+from serving import (
+    MODEL,
+    ScriptedGrpc,
+    reference_ids,
+    tokenizer,
+)
 
 from penstock.deployments.oip_ingress import SERVICE
 from penstock.protos.inference import open_inference_pb2 as pb
@@ -46,43 +52,12 @@ STANDARD = {
     "ServerMetadataResponse": {"name": 1, "version": 2, "extensions": 3},
     "ModelReadyRequest": {"name": 1, "version": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
-
-
-@pytest.fixture(scope="module")
-def channel(serving):
-    with grpc.insecure_channel(serving.grpc_target) as opened:
-        yield opened
+Scripted = partial(ScriptedGrpc, open_inference_pb2_grpc.GRPCInferenceServiceStub)
 
 
 @pytest.fixture(scope="module")
 def stub(channel):
     return open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-
-class Scripted:
-    """A server over a script, and a stub for it."""
-
-    def __init__(self, *script, **options):
-        self.backend = ScriptedBackend(*script)
-        self._serving = Serving(self.backend, **options)
-
-    def __enter__(self):
-        self._serving.__enter__()
-        self.channel = grpc.insecure_channel(self._serving.grpc_target)
-        self.stub = open_inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
-        return self
-
-    def __exit__(self, *error):
-        self.channel.close()
-        self._serving.__exit__(*error)
 
 
 def param(value):
@@ -294,7 +269,11 @@ def test_deadline_and_cancellation():
 
 
 def test_every_method_wants_a_key():
-    with Scripted([5], FinishReason.STOP, api_keys=["secret"]) as server:
+    with Scripted(
+        [5],
+        FinishReason.STOP,
+        api_keys=["secret"],
+    ) as server:
         stub = server.stub
         calls = [
             (stub.ServerLive, pb.ServerLiveRequest()),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from serving import ScriptedBackend, Serving
 
@@ -114,3 +116,22 @@ def test_names_and_roles_are_stated(schemas: Any) -> None:
     prompts = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
     lists = [each for each in prompts if each["type"] == "array"]
     assert [each.get("maxItems") for each in lists] == [64, None, 64]
+
+
+@pytest.mark.parametrize("kind", ["ChatCompletionRequest", "CompletionRequest"])
+def test_events_are_as_the_document_has_them(raw: httpx.Client, kind: str) -> None:
+    path, body = REQUESTS[kind]
+    document = raw.get("/openapi.json").json()
+    answers = document["paths"][path]["post"]["responses"]["200"]["content"]
+    event = answers["text/event-stream"]["schema"]
+    mark, spelt = event["properties"]["data"]["anyOf"]
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = raw.post(path, json=asked).text.splitlines()
+    datas = [line.removeprefix("data: ") for line in lines if line]
+    assert len(datas) >= 3 and datas[-1] == mark["const"]
+    content = {**spelt["contentSchema"], "components": document["components"]}
+    for data in datas[:-1]:
+        jsonschema.validate({"data": data}, {**event, "components": document["components"]})
+        jsonschema.validate(json.loads(data), content)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"object": "text_completion"}, content)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 
-import httpx
 import openai
 import pytest
-from serving import MODEL, EngineBackend, ScriptedBackend, Serving, reference_ids, tokenizer
+from serving import (
+    MODEL,
+    reference_ids,
+    scripted,
+    tokenizer,
+)
 
 from penstock.deployments.openai_answers import ErrorBody
 from penstock.deployments.responses_answers import ResponseBody
@@ -23,36 +26,13 @@ RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
-
-
-@pytest.fixture(scope="module")
 def client(serving):
     with official(serving) as opened:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def raw(serving):
-    with httpx.Client(base_url=serving.base_url, timeout=30) as plain:
-        yield plain
-
-
 def official(servers, key="none"):
     return openai.OpenAI(base_url=f"{servers.base_url}/v1", api_key=key, max_retries=0)
-
-
-@contextlib.contextmanager
-def scripted(*script, **options):
-    with (
-        Serving(ScriptedBackend(*script), **options) as servers,
-        httpx.Client(base_url=servers.base_url, timeout=30) as plain,
-    ):
-        yield servers, plain
 
 
 def expected_text(messages, num_new):

@@ -10,7 +10,7 @@ import functools
 import openai
 import pytest
 import torch
-from serving import MODEL, EngineBackend, Serving, new_engine, tokenizer
+from serving import MODEL, new_engine, tokenizer
 from transformers import AutoModelForCausalLM
 
 from penstock.deployments.choices import nth_choice
@@ -24,14 +24,6 @@ PROMPT = "It was a bright morning, and"
 FOREIGN = "She wrote 水门 and 👩‍👩‍👧 upon the naïve wall"  # characters of several tokens
 SEEDED = {"temperature": 1.0, "seed": 11}
 TOLERANCE = 2e-4
-
-
-@pytest.fixture(scope="module")
-def serving():
-    backend = EngineBackend()
-    with Serving(backend) as running:
-        yield running
-    backend.stop()
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import grpc
 import pytest
-from serving import EngineBackend, Serving
+from serving import EngineBackend, Serving, eventually
 
 from penstock.deployments.client import Client
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -56,13 +55,6 @@ def over_grpc(channel: grpc.Channel) -> grpc.Call:
     call = stub.Generate(pb.GenerateRequest(text=PROMPT, sampling=sampling))
     next(call)
     return call
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "did not come true in time"
-        time.sleep(0.02)
 
 
 def test_neighbours_of_slow_readers_are_served_and_nothing_stays_behind(serving: Serving) -> None:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from answers import answers
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, random_prompt
 
 from penstock.kernels import native
@@ -22,14 +23,6 @@ from penstock.workers.workspace import Array, BufferPlan, Workspace
 BUILTIN = ("builtin", "builtin-moe")
 NUM_NEW = 8
 CANARY = 0xA5
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -77,16 +70,18 @@ def requests_for(lengths: list[int], *, prompt_logprobs: int | None = None) -> l
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list]:
     """Everything that came out of each request, logprobs included."""
-    found: dict[str, list] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work():
-        for delta in engine.step():
-            assert delta.error is None, delta
-            found[delta.request_id] += [delta.token_ids, delta.logprobs, delta.prompt_logprobs]
-        engine.check()
+
+    def all_is_back() -> None:
         assert not engine.pool.num_lent
-    return found
+
+    return {
+        request_id: [
+            part
+            for delta in deltas
+            for part in (delta.token_ids, delta.logprobs, delta.prompt_logprobs)
+        ]
+        for request_id, deltas in answers(engine, requests, all_is_back).items()
+    }
 
 
 def ids(found: dict[str, list]) -> list[list]:

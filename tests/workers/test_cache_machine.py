@@ -26,8 +26,9 @@ from penstock.workers.policies import FULL, SinkWindow
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.restore import RestoreRule
 from penstock.workers.ridge import Decision
-from penstock.workers.scheduler import Chunk, Scheduler
+from penstock.workers.scheduler import Scheduler
 from penstock.workers.sequence import Sequence
+from penstock.workers.step_plan import Chunk
 from penstock.workers.swap import HostSwap
 
 ALPHABET = 2  # few tokens, so that prompts begin alike

@@ -21,7 +21,7 @@ from penstock.workers.batch import HostBatch
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.decode_graphs import MOST_KEYS, MOST_ROWS, DecodeGraphs, GraphSizes
 from penstock.workers.engine import Engine
-from penstock.workers.executor import Prepared, PromptRows
+from penstock.workers.launch import Prepared, PromptRows
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.ridge import Decision

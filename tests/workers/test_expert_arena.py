@@ -12,27 +12,21 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from moe_cases import experts_of, flip
 from safetensors.torch import load_file, save_file
 
 from penstock.workers.experts.arena import Arena, CorruptedExpert, Manifest
 from penstock.workers.experts.writer import (
-    DTYPES,
-    CheckpointExperts,
     manifest_path,
     read_manifest,
     remove_arena,
     write_arena,
 )
-from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.checkpoint import open_checkpoint
 from penstock.workers.models.folder import LoadError
+from penstock.workers.models.weight_sources import DTYPES
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-
-
-def experts_of(folder: Path) -> CheckpointExperts:
-    return CheckpointExperts(folder, ModelConfig.from_pretrained(folder), open_checkpoint(folder))
 
 
 @functools.cache
@@ -145,7 +139,7 @@ def test_a_damaged_row_is_named(place, tmp_path):
     path = tmp_path / "a"
     manifest = write_arena(experts_of(make_checkpoint("mixtral")), path, FP32)
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (2, 3))
-    _flip(path, entry.offset + place * manifest.row_bytes + 5)
+    flip(path, entry.offset + place * manifest.row_bytes + 5)
     arena = Arena(manifest)
     with pytest.raises(CorruptedExpert, match=r"layer 2, expert 3 is corrupted: 1 of its 112"):
         arena.rows(2, 3)
@@ -162,16 +156,8 @@ def test_a_damaged_checksum_or_digest(tmp_path):
     arena = Arena(dataclasses.replace(manifest, entries=(lying, *manifest.entries[1:])))
     with pytest.raises(CorruptedExpert, match="though the checksums of its rows do"):
         arena.rows(first.layer, first.expert)
-    _flip(path, first.offset + first.num_bytes)  # a checksum: the rows are what the digest says
+    flip(path, first.offset + first.num_bytes)  # a checksum: the rows are what the digest says
     assert len(Arena(manifest).rows(first.layer, first.expert)) == 112
-
-
-def _flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_files_that_are_not_used(tmp_path):
@@ -232,7 +218,7 @@ def test_a_damaged_twin_is_named(tmp_path):
     manifest = write_arena(experts, path, FP32, has_twins=True)
     assert Manifest.from_json(manifest.to_json()) == manifest
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 5 + 3))
-    _flip(path, entry.offset + 7 * manifest.row_bytes_of(8) + 1)
+    flip(path, entry.offset + 7 * manifest.row_bytes_of(8) + 1)
     arena = Arena(manifest)
     with pytest.raises(CorruptedExpert, match="layer 1, expert 3, its int8 twin, is corrupted"):
         arena.rows(1, 8)

@@ -5,51 +5,33 @@ One copier thread runs in each test, as in a worker. Slots are full of NaN at fi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
-import threading
 import time
-import types
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint, random_prompt, reference_greedy
+from checkpoints import make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_expert_arena import _flip, experts_of
-from test_models import Paged, Tokens, folder_of
+from moe_cases import NUM_EXPERTS, NUM_LAYERS, experts_of, flip, poison
 
 from penstock.kernels.experts import write_neurons
 from penstock.kernels.matmul import pack_linear
-from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.engine import Engine
+from penstock.workers.config import ConfigError
 from penstock.workers.experts.arena import Arena, CorruptedExpert
 from penstock.workers.experts.budget import slots_within
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.opening import ExpertSettings
+from penstock.workers.experts.forms import NeuronForm
 from penstock.workers.experts.slots import Residence
 from penstock.workers.experts.writer import write_arena
 from penstock.workers.models.folder import LoadError
-from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, SamplingParams
 
 FP32, BF16, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
-MOE = [name for name in FAMILIES if name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")]
-NUM_LAYERS, NUM_EXPERTS = 3, 5
 CHUNK = 7 * 3 * 64 * 4  # seven neurons
-NUM_NEW = 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -66,19 +48,16 @@ def packed(layer: int, expert: int) -> tuple:
     return pack_linear(torch.cat([gate, up])), pack_linear(down.T.contiguous())
 
 
+def form_of(arena: Arena) -> NeuronForm:
+    return NeuronForm(arena.manifest, FP32, CPU)
+
+
 def make_cache(num_slots: int, **options) -> ExpertCache:
-    cache = ExpertCache(shared_arena(), num_slots, FP32, CPU, chunk_bytes=CHUNK, **options)
+    cache = ExpertCache(
+        shared_arena(), num_slots, form_of(shared_arena()), chunk_bytes=CHUNK, **options
+    )
     poison(cache)
     return cache
-
-
-def poison(cache: ExpertCache) -> None:
-    """Rows that nobody wrote are NaN; what pads the layout stays zero, as it is made."""
-    facts = cache.manifest
-    shape = facts.inner, 3 * facts.hidden
-    for slot in cache.table:
-        nan = torch.full(shape, float("nan"), dtype=cache.dtype)
-        write_neurons(slot.expert, nan, torch.arange(facts.inner))
 
 
 def visit(cache: ExpertCache, layer: int, needed: Sequence[int]) -> list[int]:
@@ -266,8 +245,9 @@ def test_corruption_ends_the_visit_that_needs_the_expert(tmp_path):
     path = tmp_path / "a"
     manifest = write_arena(experts_of(make_checkpoint("olmoe")), path, FP32)
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 3))
-    _flip(path, entry.offset + 9)
-    cache = ExpertCache(Arena(manifest), 4, FP32, CPU)
+    flip(path, entry.offset + 9)
+    arena = Arena(manifest)
+    cache = ExpertCache(arena, 4, form_of(arena))
     cache.prefetch(1, [3])
     wait_for(lambda: is_quiet(cache))
     for _ in range(2):
@@ -290,170 +270,8 @@ def test_other_experts_are_no_new_source(tmp_path):
 
 
 def test_budget():
-    manifest = shared_arena().manifest
-    size = ExpertCache(shared_arena(), 1, FP32, CPU).slot_bytes
-    assert slots_within(3.5 * size / 2**30, manifest, FP32, CPU) == 3
-    assert slots_within(1.0, manifest, FP32, CPU) == 15
+    size = form_of(shared_arena()).num_bytes
+    assert slots_within(3.5 * size / 2**30, size, 15) == 3
+    assert slots_within(1.0, size, 15) == 15
     with pytest.raises(ConfigError, match=r"expert_cache_gb .* holds 1 of the 15 experts"):
-        slots_within(1.9 * size / 2**30, manifest, FP32, CPU)
-
-
-# -- the model
-
-
-@functools.cache
-def plain(name: str, weights: str = "fp32"):
-    return load_model(folder_of(name), weights=weights, progress=False)
-
-
-class Garbage:
-    """A predictor that is always wrong or worse, of experts and of neurons."""
-
-    num_experts = NUM_EXPERTS
-
-    def __init__(self, seed: int):
-        self.random = np.random.default_rng(seed)
-        self.accuracy: dict = {}
-
-    def wants_all(self, num_rows: int) -> bool:
-        return bool(self.random.integers(0, 2))
-
-    def observe(self, *_: object) -> None: ...
-
-    def forget(self, *_: object) -> None: ...
-
-    def next_of(self, _: int) -> int:
-        return int(self.random.integers(-1, NUM_LAYERS + 1))
-
-    def foresee(self, *_: object) -> list[int]:
-        return self.random.integers(-2, NUM_EXPERTS + 2, self.random.integers(0, 9)).tolist()
-
-    def foresee_neurons(self, *_: object) -> dict[int, np.ndarray]:
-        some = self.random.random((NUM_EXPERTS, 40)) < self.random.random()
-        return {
-            e: np.flatnonzero(some[e]) for e in range(NUM_EXPERTS) if self.random.random() < 0.8
-        }
-
-
-@torch.inference_mode()
-def logits_of(decoder, prompt: Sequence[int], num_new: int) -> torch.Tensor:
-    """Of a prefill, and of greedy decoding after it."""
-    paged, seq = Paged(decoder), Tokens(list(prompt))
-    rows = [*paged.step((seq, len(prompt)))[0]]
-    for _ in range(num_new):
-        seq.ids.append(int(rows[-1].argmax()))
-        rows += [*paged.step((seq, 1), num_decode=1)[0]]
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("name", MOE)
-@settings(max_examples=6, deadline=None)
-@given(
-    num_slots=st.sampled_from([1, 2, 3, 4, 7, 15]),
-    prefetch=st.sampled_from(["off", "on", "garbage", "neurons of garbage"]),
-    is_fair=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_exact_is_the_plain_model(name, num_slots, prefetch, is_fair, seed):
-    """Bit for bit, with any capacity, and whatever is prefetched."""
-    experts = ExpertSettings(num_slots=num_slots, prefetch=prefetch != "off", is_fair=is_fair)
-    model = load_model(folder_of(name), weights="fp32", progress=False, experts=experts)
-    if "garbage" in prefetch:
-        model.routed.predictor = Garbage(seed)
-    if "neurons" in prefetch:
-        model.routed.choice = types.SimpleNamespace(active=None)
-    poison(model.routed.cache)
-    try:
-        prompt = random_prompt(9, seed)
-        got = logits_of(model, prompt, 5)
-        model.routed.cache.check()
-    finally:
-        model.routed.close()
-    assert torch.equal(got, logits_of(plain(name), prompt, 5))
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_ids_of_transformers(name):
-    """Through the engine, several sequences at once, preempted and all."""
-    folder, num_slots = make_checkpoint(name), 2
-    experts = ExpertSettings(num_slots=num_slots)
-    model = load_model(folder, weights="fp32", progress=False, experts=experts)
-    engine = Engine(
-        EngineConfig(num_blocks=14, block_size=4, max_num_seqs=3, max_num_batched_tokens=16), model
-    )
-    prompts = {str(n): random_prompt(n) for n in (3, 8, 21)}
-    for request_id, prompt in prompts.items():
-        params = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
-        engine.add(Request(request_id, tuple(prompt), params))
-    got: dict[str, list[int]] = {request_id: [] for request_id in prompts}
-    while engine.has_work():
-        for delta in engine.step():
-            assert delta.error is None
-            got[delta.request_id] += delta.token_ids
-    stats = engine.stats().experts
-    engine.close()
-    for request_id, prompt in prompts.items():
-        assert got[request_id] == reference_greedy(folder, prompt, NUM_NEW)
-    assert stats.num_misses and stats.demand_bytes and stats.num_slots == num_slots
-    assert not [t for t in threading.enumerate() if t.name == "penstock-experts"]
-
-
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_built_in(weights):
-    """A bf16 checkpoint: its own bytes in the arena, whatever the model computes in."""
-    experts = ExpertSettings(num_slots=5)
-    model = load_model("builtin-moe", weights=weights, progress=False, experts=experts)
-    poison(model.routed.cache)
-    assert model.routed.cache.manifest.dtype == "bf16"
-    prompt = random_prompt(13)
-    got = logits_of(model, prompt, 5)
-    model.routed.close()
-    assert torch.equal(got, logits_of(plain("builtin-moe", weights), prompt, 5))
-
-
-def test_a_corrupted_expert_ends_those_that_need_it(tmp_path, caplog):
-    """With an error that the log explains; who is not routed there goes on, and ids are right."""
-    folder, path = make_checkpoint("olmoe"), tmp_path / "a"
-    manifest = write_arena(experts_of(folder), path, FP32)
-    prompts = {n: random_prompt(1, seed=n) for n in range(8)}
-    routes = {n: _routes(folder, prompt) for n, prompt in prompts.items()}
-    key = next(k for k in routes[0] if any(k not in routes[n] for n in prompts))
-    entry = next(e for e in manifest.entries if (e.layer, e.expert) == key)
-    _flip(path, entry.offset + 77)
-    experts = ExpertSettings(num_slots=4, manifest=manifest)
-    model = load_model(folder, weights="fp32", progress=False, experts=experts)
-    engine = Engine(EngineConfig(num_blocks=64, block_size=4, max_num_seqs=8), model)
-    for n, prompt in prompts.items():
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        engine.add(Request(str(n), tuple(prompt), params))
-    got = {}
-    while engine.has_work():
-        got.update({int(delta.request_id): delta for delta in engine.step()})
-    engine.close()
-    for n, prompt in prompts.items():
-        if key in routes[n]:
-            assert got[n].error == "internal_error"
-        else:
-            assert got[n].token_ids == reference_greedy(folder, prompt, 1)
-    assert 0 < sum(key in routes[n] for n in prompts) < len(prompts)
-    assert f"layer {key[0]}, expert {key[1]} is corrupted" in caplog.text
-    assert engine.stats().experts.num_corrupted
-
-
-def _routes(folder: Path, prompt: Sequence[int]) -> set[tuple[int, int]]:
-    """The experts that one token goes through."""
-    experts = ExpertSettings(num_slots=15, prefetch=False)
-    model = load_model(folder, weights="fp32", progress=False, experts=experts)
-    logits_of(model, prompt, 0)
-    model.routed.close()
-    return {slot.key for slot in model.routed.cache.table if slot.key is not None}
-
-
-def test_what_cannot_be_served(tmp_path):
-    experts = ExpertSettings(cache_gb=1.0)
-    with pytest.raises(ConfigError, match="mixture-of-experts models, and this one is dense"):
-        load_model("builtin", progress=False, experts=experts)
-    manifest = write_arena(experts_of(make_checkpoint("olmoe")), tmp_path / "a", FP32)
-    other = dataclasses.replace(experts, manifest=manifest)
-    with pytest.raises(LoadError, match="made of other files"):
-        load_model(make_checkpoint("mixtral"), weights="fp32", progress=False, experts=other)
+        slots_within(1.9 * size / 2**30, size, 15)

@@ -7,29 +7,23 @@ by the same scores, and a product over those alone.
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from answers import answers, ids_of
 from checkpoints import make_checkpoint, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_expert_arena import experts_of
-from test_expert_cache import MOE, plain
+from moe_cases import MOE, experts_of, plain
 from test_models import Paged, Tokens, folder_of
 
 from penstock.kernels.expert_twin import dequantize_neurons, quantize_neurons
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.arena import TWIN_GROUP
-from penstock.workers.experts.calibrate import calibrate
-from penstock.workers.experts.calibration import KEEPS, Calibration, ScoreHistograms
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.opening import ExpertSettings
 from penstock.workers.experts.routed import CachedExperts
-from penstock.workers.models.folder import LoadError
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import (
     Delta,
@@ -43,27 +37,6 @@ from penstock.workers.wire import delta_from, delta_message, request_from, submi
 CPU = torch.device("cpu")
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PROMPT, NUM_NEW = 7, 8
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@functools.cache
-def thresholds_of(name: str, root: str) -> str:
-    path = Path(root, f"{name}.json")
-    calibrate(str(make_checkpoint(name)), None, 640, weights="fp32", folder=root).save(path)
-    return str(path)
-
-
-@pytest.fixture(scope="session")
-def thresholds(tmp_path_factory):
-    root = tmp_path_factory.mktemp("thresholds")
-    return lambda name: thresholds_of(name, str(root))
 
 
 def load(name: str, **options):
@@ -244,16 +217,12 @@ def serve(model, mode: str, asked: dict[str, str | None], **options):
         ),
         model,
     )
-    last, ids = {}, {name: [] for name in asked}
-    for name, wish in asked.items():
-        params = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True, moe_mode=wish)
-        engine.add(Request(name, tuple(random_prompt(PROMPT)), params))
-    while engine.has_work():
-        for delta in engine.step():
-            last[delta.request_id] = delta
-            ids[delta.request_id] += delta.token_ids
-    engine.check()
-    return last, ids
+    params = functools.partial(SamplingParams, max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
+    prompt = tuple(random_prompt(PROMPT))
+    requests = [Request(name, prompt, params(moe_mode=wish)) for name, wish in asked.items()]
+    found = answers(engine, requests)
+    last = {name: deltas[-1] for name, deltas in found.items()}
+    return last, {name: ids_of(deltas) for name, deltas in found.items()}
 
 
 @pytest.mark.parametrize("mode", ["sparse", "quantized"])
@@ -325,80 +294,3 @@ def test_a_request_only_becomes_more_exact():
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
-
-
-def test_thresholds_that_are_not_used(thresholds, tmp_path):
-    with pytest.raises(LoadError, match=r"neuron_thresholds\.json is not there"):
-        load("olmoe", mode="sparse")
-    with pytest.raises(LoadError, match="is of another model"):
-        load("olmoe", mode="sparse", thresholds=thresholds("qwen3_moe"))
-    good = json.loads(Path(thresholds("olmoe")).read_text())
-    for name, change in {
-        "keeps": [0, 1],
-        "format": "int3",
-        "thresholds": {},
-        "layers": [0],
-    }.items():
-        (tmp_path / "bad").write_text(json.dumps({**good, name: change}))
-        with pytest.raises(LoadError, match="no file of neuron thresholds"):
-            load("olmoe", mode="sparse", thresholds=str(tmp_path / "bad"))
-
-
-def test_thresholds_are_quantiles():
-    """Against numpy's, within the width of a bin; an expert that saw little has its layer's."""
-    random = np.random.default_rng(0)
-    scores = {(0, e): random.exponential(10.0**e, (1200, 30)) for e in range(2)}
-    scores[0, 2] = random.exponential(5.0, (20, 30))
-    found = ScoreHistograms(1, 3)
-    for (place, expert), values in scores.items():
-        kinds = {kind: torch.from_numpy(values) for kind in ("gate", "up", "product")}
-        found.add(place, expert, kinds)
-    table = found.table("up")[0]
-    pooled = np.concatenate([values.ravel() for values in scores.values()])
-    for expert, values in enumerate((scores[0, 0], scores[0, 1], pooled)):
-        for keep, threshold in zip(KEEPS[1:-1], table[expert][1:-1], strict=True):
-            assert threshold == pytest.approx(np.quantile(values, 1 - keep), rel=0.03)
-        assert table[expert][-1] == 0
-    made = Calibration.of(found, routers="", format="int8", text="", num_tokens=0, layers=[3])
-    at = made.at("up", 0.5)
-    assert at[3, 1] == table[1][10]
-    assert table[1][11] < made.at("up", 0.525)[3, 1] < table[1][10]
-
-
-def test_the_file_comes_back_as_it_was(thresholds, tmp_path):
-    made = Calibration.load(Path(thresholds("olmoe")))
-    made.save(tmp_path / "again")
-    assert Calibration.load(tmp_path / "again") == made
-    assert made.num_tokens >= 640 and made.layers == (0, 1, 2)
-
-
-def test_kept_shares_are_those_asked_for():
-    """On text that the thresholds were not made from: within a few per cent of the neurons."""
-    model = load("builtin-moe", mode="sparse", keep=0.5, num_slots=32)
-    seen = []
-    ids = random_prompt(96)
-    rows = StepRows.of([("sparse", 0, 0, len(ids))], CPU)
-    paged, seq = Paged(model), Tokens(list(ids))
-    model.forward = functools.partial(model.forward, moe_rows=rows)
-    with torch.inference_mode():
-        paged.step((seq, len(ids)))
-    model.routed.close()
-    seen = 1 - rows.num_skipped.sum().item() / rows.num_neurons.sum().item()
-    assert 0.35 < seen < 0.65
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 150), st.integers(0, 99), st.booleans())
-def test_twins(num_rows, size, seed, zeros):
-    """Within half a step of each group's scale; zeros stay zeros; each row is its own."""
-    torch.manual_seed(seed)
-    rows = torch.randn(num_rows, 3 * size) * 10 ** torch.randn(num_rows, 1)
-    rows[0] *= not zeros
-    twins = quantize_neurons(rows, TWIN_GROUP)
-    assert twins.shape == (num_rows, 3 * (size + 4 * -(-size // TWIN_GROUP)))
-    back = dequantize_neurons(twins, size, TWIN_GROUP)
-    for part, got in zip(rows.view(-1, 3, size).unbind(1), back.view(-1, 3, size).unbind(1)):
-        for want, have in zip(part.split(TWIN_GROUP, 1), got.split(TWIN_GROUP, 1), strict=True):
-            step = want.abs().amax(1, keepdim=True) / 127
-            assert ((want - have).abs() <= 0.5001 * step + 1e-30).all()
-    assert torch.equal(quantize_neurons(rows[-1:], TWIN_GROUP), twins[-1:])

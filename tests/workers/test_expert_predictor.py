@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import random_prompt
-from test_expert_cache import MOE, logits_of
+from moe_cases import MOE, logits_of
 from test_models import folder_of
 
 from penstock.workers.experts.link import WINDOW_S, LinkCounts, LinkMeter

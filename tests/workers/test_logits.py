@@ -92,6 +92,7 @@ def test_logprobs_and_ranks(logits):
     ("fields", "param"),
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": math.nan}, "frequency_penalty"),
         ({"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from penstock.workers.config import ConfigError, EngineConfig
 from penstock.workers.engine import Engine, looks_ahead
 from penstock.workers.engine_thread import EngineThread
-from penstock.workers.executor import Executor, Launched
+from penstock.workers.executor import Executor
+from penstock.workers.launch import Launched, prepare
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
 from penstock.workers.ridge import Decision
@@ -77,7 +78,7 @@ class LateExecutor(Executor):
     """
 
     def launch(self, plan, before=None):
-        step = self.prepare(plan, before)
+        step = prepare(plan, before, self.block_size)
         with self.memory.lease(plan.num_tokens) as workspace:
             return LateLaunched(plan, step, before, self, workspace)
 

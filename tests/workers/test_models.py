@@ -37,14 +37,6 @@ NUM_NEW = 40
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 BUILTIN = ("builtin", "builtin-moe")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from answers import answers, ids_of
 from checkpoints import ALL, make_checkpoint, random_model, random_prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -38,14 +39,6 @@ CASES = [(name, f) for name in ("llama", "mixtral") for f in QUANTIZED_FORMATS] 
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @functools.cache
 def decoder_of(name: str, weights: str) -> Decoder:
     return load_model(make_checkpoint(name), weights=weights, progress=False)
@@ -57,14 +50,8 @@ def greedy(model: Decoder, prompts: list[list[int]], **settings) -> list[list[in
         EngineConfig(num_blocks=64, block_size=4, prefix_cache=False, **settings), model
     )
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(f"r{i}", tuple(prompt), params))
-    found: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
-    while engine.has_work():
-        for delta in engine.step():
-            assert delta.error is None
-            found[delta.request_id] += delta.token_ids
-    return list(found.values())
+    requests = [Request(f"r{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)]
+    return [ids_of(deltas) for deltas in answers(engine, requests).values()]
 
 
 def rounded_rows(x: Tensor, format: str) -> Tensor:

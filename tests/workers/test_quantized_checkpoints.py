@@ -31,14 +31,6 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 EXPERTS = ("w1", "w2", "w3")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def words_of(nibbles: list[int]) -> list[int]:
     """Eight codes a word of 32 bits, the first in the lowest four; as signed numbers."""
     words = []

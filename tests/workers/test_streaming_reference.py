@@ -47,14 +47,6 @@ from streaming_score import Policy, TorchScorer
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def logits_of(model: Any, ids: Sequence[int], window: SinkWindow | None, **more: Any) -> Tensor:
     reference = StreamingReference(model, window, **more)
     return torch.stack([reference.step(token_id) for token_id in ids])

@@ -1,10 +1,11 @@
 """Experts of a MoE checkpoint in one shared file: its manifest, and its reader.
 
-An expert is a block of neuron rows [Wg[j] | Wu[j] | Wd[:, j]], in the order of the neurons, and
-behind them a CRC-32 of each row; blocks begin on pages. Expert e of E may have an int8 twin, which
-goes by the number E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file
-lies in memory (/dev/shm), and every process of the node maps it read-only: one copy a node. Knows
-nothing of devices, slots, or how the file came to be (writer.py), and loads no torch.
+An expert is a block of rows, and behind them a CRC-32 of each; blocks begin on pages. A row is a
+neuron, [Wg[j] | Wu[j] | Wd[:, j]], in their order; or, where experts are quantised, a piece of the
+bytes that a device multiplies (packed.py). Plain expert e of E may have an int8 twin, which goes by
+the number E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file lies in
+memory (/dev/shm), and every process of the node maps it read-only: one copy a node. Knows nothing
+of devices, slots, or how the file came to be (writer.py), and loads no torch.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import numpy.typing as npt
 from penstock.workers.models.folder import LoadError
 
 Bytes = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.int64]  # neurons
+Places = npt.NDArray[np.int64]  # rows of an expert: neurons, or pieces of packed ones
 
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
 TWIN_GROUP = 64  # numbers of a row that share a scale
+PIECE_BYTES = 1024  # a row of a packed expert
 NAMED_ROWS = 8  # of a damaged expert, in its error
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
 
@@ -74,10 +76,20 @@ class Manifest:
     entries: tuple[ExpertEntry, ...]
     has_twins: bool = False
     routers: str = ""  # a digest of the model's routers: the same on every node
+    packed_bytes: int = 0  # of an expert that lies as it is multiplied; 0: rows are neurons
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed_bytes > 0
+
+    @property
+    def num_rows(self) -> int:
+        """Of an expert."""
+        return math.ceil(self.packed_bytes / PIECE_BYTES) if self.is_packed else self.inner
 
     @property
     def row_bytes(self) -> int:
-        return 3 * self.hidden * ITEM_BYTES[self.dtype]
+        return PIECE_BYTES if self.is_packed else 3 * self.hidden * ITEM_BYTES[self.dtype]
 
     @property
     def num_all(self) -> int:
@@ -132,12 +144,12 @@ class Manifest:
         end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
             row_bytes = self.row_bytes_of(entry.expert)
-            if entry.num_bytes != self.inner * row_bytes or entry.offset < end:
+            if entry.num_bytes != self.num_rows * row_bytes or entry.offset < end:
                 raise LoadError(
                     f"{self.path}: the manifest's entry of layer {entry.layer}, expert "
                     f"{entry.expert} does not fit the others"
                 )
-            end = entry.offset + block_bytes(self.inner, row_bytes)
+            end = entry.offset + block_bytes(self.num_rows, row_bytes)
         if end > self.num_bytes:
             raise LoadError(f"{self.path}: its experts end at byte {end} of {self.num_bytes}")
 
@@ -153,10 +165,10 @@ class RowSource(Protocol):
         once: by `gather`. Else `rows` costs nothing."""
 
     def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
-        """Some rows of each (layer, expert, neurons), in that order. Raises CorruptedExpert."""
+        """Some rows of each (layer, expert, rows), in that order. Raises CorruptedExpert."""
 
     def rows(self, layer: int, expert: int) -> Bytes:
-        """All rows, read-only [inner, row_bytes_of(expert)]. Raises CorruptedExpert."""
+        """All rows, read-only [num_rows, row_bytes_of(expert)]. Raises CorruptedExpert."""
 
     def at(self, manifest: Manifest) -> RowSource:
         """The same in another epoch. Raises LoadError if it cannot be opened."""
@@ -179,14 +191,14 @@ class Arena:
         return Arena(manifest)
 
     def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
-        """Copies of some rows of each (layer, expert, neurons)."""
+        """Copies of some rows of each (layer, expert, rows)."""
         return [self.rows(layer, expert)[places] for layer, expert, places in wanted]
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """All rows of one expert. The first time, their digest is checked."""
         entry = self._entries[layer, expert]
         rows = self._all[entry.offset : entry.offset + entry.num_bytes]
-        rows = rows.reshape(self.manifest.inner, self.manifest.row_bytes_of(expert))
+        rows = rows.reshape(self.manifest.num_rows, self.manifest.row_bytes_of(expert))
         if (layer, expert) not in self._checked:
             self._check(entry, rows)
             with self._lock:
@@ -197,13 +209,14 @@ class Arena:
         if digest_of(rows) == entry.digest:
             return
         end = entry.offset + entry.num_bytes
-        stored = self._all[end : end + CHECKSUM_BYTES * self.manifest.inner].view(np.uint32)
+        stored = self._all[end : end + CHECKSUM_BYTES * self.manifest.num_rows].view(np.uint32)
         bad = np.flatnonzero(checksums_of(rows) != stored).tolist()
         if not bad:
             where = "its digest does not match, though the checksums of its rows do"
         else:
             some = ", ".join(map(str, bad[:NAMED_ROWS])) + (", ..." if bad[NAMED_ROWS:] else "")
-            where = f"{len(bad)} of its {len(rows)} neurons are not what was written: {some}"
+            what = f"pieces of {PIECE_BYTES} bytes" if self.manifest.is_packed else "neurons"
+            where = f"{len(bad)} of its {len(rows)} {what} are not what was written: {some}"
         raise CorruptedExpert(
             f"expert store {self.manifest.path} (epoch {self.manifest.epoch}): layer "
             f"{entry.layer}, {self.manifest.name_of(entry.expert)} is corrupted: {where}",
@@ -233,9 +246,9 @@ def _map(manifest: Manifest) -> Bytes:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-def block_bytes(inner: int, row_bytes: int) -> int:
+def block_bytes(num_rows: int, row_bytes: int) -> int:
     """Bytes of one expert in the file, a multiple of the page."""
-    return math.ceil(inner * (row_bytes + CHECKSUM_BYTES) / PAGE_BYTES) * PAGE_BYTES
+    return math.ceil(num_rows * (row_bytes + CHECKSUM_BYTES) / PAGE_BYTES) * PAGE_BYTES
 
 
 def digest_of(rows: Bytes) -> str:

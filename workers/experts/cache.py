@@ -12,45 +12,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from penstock.kernels.moe import Expert
 from penstock.workers.experts.arena import Places, RowSource
-from penstock.workers.experts.budget import slot_bytes
 from penstock.workers.experts.copier import CHUNK_BYTES, Copier
-from penstock.workers.experts.slots import (
-    Key,
-    Load,
-    Residence,
-    Slot,
-    SlotTable,
-    make_slots,
-)
+from penstock.workers.experts.forms import Form
+from penstock.workers.experts.lookups import CacheCounts, Wanted
+from penstock.workers.experts.slots import Key, Load, Slot, SlotTable, make_slots
 from penstock.workers.models.folder import LoadError
 
 log = logging.getLogger("penstock.experts")
 
-Wanted = Mapping[int, Places]  # neurons by expert; of those that it lacks, all are wanted
 Held = deque[tuple[int, Slot]]  # experts in use or waited for
 ALL: Wanted = {}
 CHECK_S = 5.0  # while an expert is waited for, between two looks at who loads it
-
-
-@dataclass(slots=True)
-class CacheCounts:
-    """Lookups by experts that had tokens, and what became of prefetches."""
-
-    num_hits: int = 0  # all neurons were there
-    num_partial: int = 0  # some were
-    num_misses: int = 0
-    num_rows_wanted: int = 0  # neurons
-    num_rows_there: int = 0
-    num_prefetched: int = 0  # experts that a prefetch was begun for
-    num_prefetch_used: int = 0  # of those, asked for before they were evicted
-    stall_s: float = 0.0  # time that computing waited for experts
 
 
 class ExpertCache:
@@ -60,39 +38,34 @@ class ExpertCache:
         self,
         source: RowSource,
         num_slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        form: Form,
         *,
         is_fair: bool = True,
         bytes_per_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ):
-        """`num_slots`, at least 1, are at most as many as there are experts. With `is_fair`, layers
-        that have more than their share of the slots lose some first; else the least recently used
-        expert of all goes. `bytes_per_s` imitates a slow link."""
+        """`num_slots`, at least 1, are at most as many as there are experts; `form` says how those
+        of `source` lie in them. With `is_fair`, layers that have more than their share of the slots
+        lose some first; else the least recently used expert of all goes. `bytes_per_s` imitates a
+        slow link."""
         facts = source.manifest
         assert num_slots >= 1
         num_slots = min(num_slots, facts.num_all)
         share = max(1, num_slots // len(facts.layers)) if is_fair else None
-        slots = make_slots(num_slots, facts.hidden, facts.inner, dtype, device)
         self.manifest = facts
-        self.dtype, self.device = dtype, device
-        self.table = SlotTable(slots, share)
+        self.form = form
+        self.table = SlotTable(make_slots(num_slots, facts.num_rows, form), share)
         self.counts = CacheCounts()
-        self.uses: dict[Key, int] = {}  # steps that needed an expert
-        self.slot_bytes = slot_bytes(facts, dtype, device)
         self._known = set(facts.digests())
         self._changed = threading.Condition()
-        self._wishes: deque[tuple[Key, Places | None]] = (
-            deque()
-        )  # to prefetch as soon as there is room
+        # To prefetch as soon as there is room.
+        self._wishes: deque[tuple[Key, Places | None]] = deque()
         self._predicted: set[Key] = set()  # those and the others that were to be there next
         self._held: list[Slot] = []
         self.copier = Copier(
             source,
             facts,
-            dtype,
-            device,
+            form,
             self._changed,
             bytes_per_s,
             chunk_bytes,
@@ -112,8 +85,8 @@ class ExpertCache:
     ) -> Iterator[tuple[int, Expert]]:
         """Each of the `needed` experts of a layer once, those that are there first.
 
-        Of an expert that `wanted` has, these neurons are there; what lies in the place of others is
-        no part of it: zeros, or neurons of whoever had the slot before. `meanwhile` is called once,
+        Of an expert that `wanted` has, these rows are there; what lies in the place of others is
+        no part of it: zeros, or rows of whoever had the slot before. `meanwhile` is called once,
         when all misses that have room are on their way. An expert is in use until the next one is
         asked for. Raises what the copier met: CorruptedExpert names it.
         """
@@ -122,7 +95,8 @@ class ExpertCache:
         with self._changed:
             self._let_go()
             self._drop_stale(layer, set(needed))
-            self._count_lookups(layer, needed, wanted)
+            num_rows = self.manifest.num_rows
+            self.counts.look_up(self.table, layer, needed, wanted, num_rows)
             self._claim_residents(layer, waiting, held, wanted)
             self._claim_misses(layer, waiting, held, wanted)
         if meanwhile is not None:
@@ -138,7 +112,7 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], wanted: Wanted = ALL) -> None:
         """Load these experts of `layer` if there is room, the first ones first; of those that
-        `wanted` has, these neurons.
+        `wanted` has, these rows.
 
         Only warms the cache: nothing that is in use or on its way gives way to it, and nothing is
         evicted for it before the link has time for it. On a link that never rests, it does nothing.
@@ -212,22 +186,6 @@ class ExpertCache:
         if load.slot.is_idle and not load.slot.num_has:
             self.table.give_back(load.slot)
 
-    def _count_lookups(self, layer: int, needed: Sequence[int], wanted: Wanted) -> None:
-        counts, inner = self.counts, self.manifest.inner
-        for expert in needed:
-            self.uses[layer, expert] = self.uses.get((layer, expert), 0) + 1
-            some = wanted.get(expert)
-            found, slot = self.table.lookup((layer, expert), some)
-            counts.num_hits += found is Residence.WHOLE
-            counts.num_partial += found is Residence.PARTIAL
-            counts.num_misses += found is Residence.ABSENT
-            num_wanted = inner if some is None else len(some)
-            counts.num_rows_wanted += num_wanted
-            if slot is not None:
-                counts.num_rows_there += num_wanted - len(slot.missing(some))
-                counts.num_prefetch_used += slot.was_prefetched
-                slot.was_prefetched = False
-
     def _claim_residents(self, layer: int, waiting: deque[int], held: Held, wanted: Wanted) -> None:
         """Hold the experts that have slots, and ask for what is missing of them."""
         for expert in list(waiting):
@@ -295,9 +253,9 @@ class ExpertCache:
     def _release(self, slot: Slot) -> None:
         slot.num_users -= 1
         self._held.remove(slot)
-        if self.device.type == "cuda":
+        if self.form.device.type == "cuda":
             slot.last_use = slot.last_use or torch.cuda.Event()
-            slot.last_use.record(torch.cuda.current_stream(self.device))
+            slot.last_use.record(torch.cuda.current_stream(self.form.device))
 
     def _grant_wishes(self) -> None:
         """Begin the next prefetch, if the link is idle and there is room."""

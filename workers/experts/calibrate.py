@@ -14,10 +14,11 @@ from penstock.kernels.quant import WeightFormat
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.experts.calibration import Calibration, ScoreHistograms
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
 from penstock.workers.experts.neurons import NeuronScores
 from penstock.workers.experts.opening import ExpertSettings
-from penstock.workers.experts.writer import CheckpointExperts
 from penstock.workers.models.loader import load_model, open_model
+from penstock.workers.quantization import check_neurons
 from penstock.workers.request import Request, SamplingParams
 
 WINDOW = 512  # tokens of one text
@@ -47,6 +48,7 @@ def calibrate(
     `on_tokens` hears of tokens that were run. Raises ConfigError and LoadError as loading does.
     """
     experts = CheckpointExperts(*open_model(model, weights, device))
+    check_neurons(experts.config.stored_scheme, weights, "penstock calibrate")
     settings = ExpertSettings(cache_gb=expert_cache_gb, prefetch=False, folder=folder)
     decoder = load_model(model, weights=weights, device=device, progress=False, experts=settings)
     assert decoder.routed is not None

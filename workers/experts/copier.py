@@ -1,6 +1,6 @@
-"""A background copier: neuron rows from host memory into expert slots, what is waited for first.
+"""A background copier: rows of experts from host memory into slots, what is waited for first.
 
-Rows go over in chunks: gathered into a staging buffer, copied once, and unpacked into the slot. A
+Rows go over in chunks: gathered into a staging buffer, copied once, and written to the slot. A
 demand begins at the next chunk, whatever prefetch is under way. Knows nothing of who is evicted or
 what will be needed. The path over CUDA (pinned staging, a stream of its own) has not yet been run
 on a GPU.
@@ -19,19 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_twin import dequantize_neurons
-from penstock.kernels.experts import write_neurons
-from penstock.workers.experts.arena import (
-    TWIN_GROUP,
-    Bytes,
-    CorruptedExpert,
-    Manifest,
-    Places,
-    RowSource,
-)
+from penstock.workers.experts.arena import Bytes, CorruptedExpert, Manifest, Places, RowSource
+from penstock.workers.experts.forms import Form
 from penstock.workers.experts.link import LinkCounts
 from penstock.workers.experts.slots import Load
-from penstock.workers.experts.writer import DTYPES
 from penstock.workers.link_thread import Throttle
 
 log = logging.getLogger("penstock.experts")
@@ -45,8 +36,7 @@ class Copier:
 
     source: RowSource
     facts: Manifest  # of the rows
-    slot_dtype: torch.dtype
-    device: torch.device
+    form: Form
     changed: threading.Condition
     bytes_per_s: float | None = None  # slows the copies down to that, for benchmarks and tests
     chunk_bytes: int = CHUNK_BYTES
@@ -67,7 +57,7 @@ class Copier:
         self.changed.notify_all()
 
     def promote(self, load: Load, missing: Places) -> None:
-        """Somebody waits for these neurons now: behind the chunk under way, they go and no others.
+        """Somebody waits for these rows now: behind the chunk under way, they go and no others.
 
         `missing`, at least one, are not there yet.
         """
@@ -199,9 +189,10 @@ class Lane:
         self._copier = copier
         most = max(map(copier.facts.row_bytes_of, (0, copier.facts.num_known - 1)))
         shape = (max(most, copier.chunk_bytes),)
-        is_cuda = copier.device.type == "cuda"
+        device = copier.form.device
+        is_cuda = device.type == "cuda"
         self._throttle = None if copier.bytes_per_s is None else Throttle(copier.bytes_per_s)
-        self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=copier.device)
+        self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=device)
         self._host_bytes = (
             torch.empty(shape, dtype=torch.uint8, pin_memory=True)
             if is_cuda
@@ -209,14 +200,14 @@ class Lane:
                 self._device_bytes  # on a CPU, gathering the rows is the copy
             )
         )
-        self._stream = torch.cuda.Stream(copier.device) if is_cuda else None
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
 
     def rows_at_once(self, load: Load) -> int:
-        """Neurons of a chunk."""
+        """Rows of a chunk."""
         return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
 
     def copy(self, rows: Bytes, part: Places, load: Load) -> None:
-        """Neurons `part` of `rows` into their slot; they are there when it returns."""
+        """Of `rows`, those of `part` into their slot; they are there when it returns."""
         part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
         gathered, until_s = self._staging(len(part), rows.shape[1])
         first = int(part[0])
@@ -227,7 +218,7 @@ class Lane:
         self._send(gathered, part, load, until_s)
 
     def unpack(self, rows: Bytes, part: Places, load: Load) -> None:
-        """The same, where `rows` are those neurons alone, in ascending order."""
+        """The same, where `rows` are those alone, in ascending order."""
         gathered, until_s = self._staging(*rows.shape)
         np.copyto(gathered.numpy(), rows)
         self._send(gathered, part, load, until_s)
@@ -243,22 +234,18 @@ class Lane:
         slot, num_bytes = load.slot, gathered.numel()
         places = torch.from_numpy(part)
         if self._stream is None:
-            self._unpack(gathered, places, load)
+            self._write(gathered, places, load)
         else:
             with torch.cuda.stream(self._stream):
                 if slot.last_use is not None:
                     self._stream.wait_event(slot.last_use)
                 arrived = self._device_bytes[:num_bytes].view(len(part), -1)
                 arrived.copy_(gathered, non_blocking=True)
-                self._unpack(arrived, places.to(self._copier.device), load)
+                self._write(arrived, places.to(self._copier.form.device), load)
             self._stream.synchronize()
         if (left_s := until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def _unpack(self, arrived: Tensor, places: Tensor, load: Load) -> None:
-        facts = self._copier.facts
-        if facts.is_twin(load.key[1]):
-            rows = dequantize_neurons(arrived, facts.hidden, TWIN_GROUP)
-        else:
-            rows = arrived.view(DTYPES[facts.dtype])
-        write_neurons(load.slot.expert, rows.to(self._copier.slot_dtype), places)
+    def _write(self, arrived: Tensor, places: Tensor, load: Load) -> None:
+        slot, is_twin = load.slot, self._copier.facts.is_twin(load.key[1])
+        self._copier.form.write(slot.memory, slot.expert, arrived, places, is_twin)

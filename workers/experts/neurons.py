@@ -20,7 +20,7 @@ from penstock.kernels.matmul import PackedLinear, linear, pack_linear
 from penstock.kernels.quant import WeightFormat, quantize_weight
 from penstock.workers.experts.arena import RowSource
 from penstock.workers.experts.slots import Key
-from penstock.workers.experts.writer import DTYPES
+from penstock.workers.models.weight_sources import DTYPES
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "int4")
 
@@ -29,8 +29,9 @@ class NeuronScores:
     """Scores of all experts' neurons, `kind` of them, from copies in `format`."""
 
     def __init__(self, source: RowSource, kind: str, format: WeightFormat, device: torch.device):
-        """Reads every expert of `source` once. Raises CorruptedExpert."""
+        """Reads every expert of `source`, of neurons, once. Raises CorruptedExpert."""
         facts = source.manifest
+        assert not facts.is_packed
         self.kind, self.format, self.inner = kind, format, facts.inner
         hidden, dtype = facts.hidden, DTYPES[facts.dtype]
         self._copies: dict[Key, PackedLinear] = {}

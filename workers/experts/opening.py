@@ -13,22 +13,22 @@ from pathlib import Path
 
 import torch
 
-from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.config import EngineConfig
 from penstock.workers.experts.arena import Arena, Manifest, RowSource
 from penstock.workers.experts.budget import slots_within
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.calibration import FILE_NAME, Calibration
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
+from penstock.workers.experts.forms import Form, NeuronForm, PackedForm
 from penstock.workers.experts.neurons import NeuronChoice, NeuronScores
+from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.experts.writer import (
-    DTYPES,
-    CheckpointExperts,
-    remove_arena,
-    write_arena,
-)
+from penstock.workers.experts.writer import remove_arena, write_arena
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import StoredTensor
 from penstock.workers.models.folder import LoadError
+from penstock.workers.models.weight_sources import DTYPES
+from penstock.workers.quantization import check_neurons
 
 log = logging.getLogger("penstock.experts")
 
@@ -70,70 +70,73 @@ def settings_of(
     )
 
 
-def check_weights(weights: str, config: ModelConfig) -> None:
-    """Raise ConfigError unless experts are plain numbers: the store knows no quantised ones."""
-    if config.stored_scheme is not None:
-        raise ConfigError(
-            "expert_cache_gb takes checkpoints that are not quantised; this one is: leave it out, "
-            "or give the original checkpoint"
-        )
-    if weights not in ("auto", *DTYPES):
-        raise ConfigError(
-            f"expert_cache_gb keeps experts in the checkpoint's own numbers, and weights is "
-            f"{weights}: leave one of them out, or choose weights auto, fp32 or bf16"
-        )
-
-
 def open_experts(
     settings: ExpertSettings,
     folder: Path,
     config: ModelConfig,
     tensors: dict[str, StoredTensor],
     device: torch.device,
+    weights: str = "auto",
 ) -> tuple[RoutedExperts, set[str]]:
     """The experts of the checkpoint in `folder` behind a cache, and the names of their tensors.
 
-    `config` says in which dtype the model computes. Raises ConfigError for a dense model or a
-    budget that is too small, and LoadError if the store's arena is another checkpoint's.
+    `weights` is the format that they are served in, and `config` says in which dtype the model
+    computes. Raises ConfigError for a dense model, a budget that is too small or a mode that the
+    format does not have, and LoadError if the store's arena is another checkpoint's.
     """
     compute = DTYPES[config.dtype]
-    experts = CheckpointExperts(folder, config, tensors)
-    arena: RowSource
-    if settings.manifest is not None:
-        _check_manifest(settings.manifest, experts, compute, is_far=settings.source is not None)
-        arena = settings.source or Arena(settings.manifest)
+    experts = CheckpointExperts(folder, config, tensors, weights, device.type)
+    if settings.mode != "exact" or settings.thresholds is not None:
+        who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
+        check_neurons(config.stored_scheme, weights, who)
+    packed = PackedExperts(experts, compute) if experts.is_packed else None
+    arena = _arena_of(settings, experts, compute)
+    form: Form
+    if packed is None:
+        form = NeuronForm(arena.manifest, compute, device)
     else:
-        has_twins = settings.mode == "quantized"
-        arena = _own_arena(experts, compute, Path(settings.folder), has_twins)
-    if settings.mode == "quantized" and not arena.manifest.has_twins:
-        raise LoadError(
-            f"the expert store {arena.manifest.path} has no int8 twins, and moe_mode quantized "
-            "needs them; restart the cluster"
-        )
-    num_slots = settings.num_slots
-    if num_slots is None:
-        assert settings.cache_gb is not None
-        num_slots = slots_within(settings.cache_gb, arena.manifest, compute, device)
-    cache = ExpertCache(
-        arena,
-        num_slots,
-        compute,
-        device,
-        is_fair=settings.is_fair,
-        bytes_per_s=settings.bytes_per_s,
-    )
-    log.info(
-        "%d of %d experts fit into their cache: %d slots of %.2f MiB",
-        cache.num_slots,
-        arena.manifest.num_all,
-        cache.num_slots,
-        cache.slot_bytes / 2**20,
-    )
+        packed.check(arena.manifest)
+        form = PackedForm(packed.image, device)
+    cache = _cache_of(settings, arena, form)
     choice = None
     if settings.mode == "sparse" or settings.thresholds is not None:
         choice = _choice(settings, experts, arena, device)
     routed = RoutedExperts(cache, config, prefetch=settings.prefetch, choice=choice)
     return routed, experts.names()
+
+
+def _arena_of(
+    settings: ExpertSettings, experts: CheckpointExperts, compute: torch.dtype
+) -> RowSource:
+    """The store's, or one of this process. Raises LoadError if it is not of these experts."""
+    needs_twins = settings.mode == "quantized"
+    if settings.manifest is None:
+        return _own_arena(experts, compute, Path(settings.folder), needs_twins)
+    _check_manifest(settings.manifest, experts, compute, is_far=settings.source is not None)
+    if needs_twins and not settings.manifest.has_twins:
+        raise LoadError(
+            f"the expert store {settings.manifest.path} has no int8 twins, and moe_mode quantized "
+            "needs them; restart the cluster"
+        )
+    return settings.source or Arena(settings.manifest)
+
+
+def _cache_of(settings: ExpertSettings, arena: RowSource, form: Form) -> ExpertCache:
+    num_slots, num_experts = settings.num_slots, arena.manifest.num_all
+    if num_slots is None:
+        assert settings.cache_gb is not None
+        num_slots = slots_within(settings.cache_gb, form.num_bytes, num_experts)
+    cache = ExpertCache(
+        arena, num_slots, form, is_fair=settings.is_fair, bytes_per_s=settings.bytes_per_s
+    )
+    log.info(
+        "%d of %d experts fit into their cache: %d slots of %.2f MiB",
+        cache.num_slots,
+        num_experts,
+        cache.num_slots,
+        form.num_bytes / 2**20,
+    )
+    return cache
 
 
 def _check_manifest(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from penstock.kernels.moe import Visited
 from penstock.workers.experts.arena import Places
-from penstock.workers.experts.cache import ExpertCache, Wanted
+from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.link import LinkMeter
+from penstock.workers.experts.lookups import Wanted
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons import NeuronChoice
 from penstock.workers.experts.predictor import Predictor, RoutedLayer
@@ -120,7 +121,7 @@ class RoutedExperts:
         return ExpertStats(
             num_slots=cache.num_slots,
             num_experts=cache.manifest.num_all,
-            slot_bytes=cache.slot_bytes,
+            slot_bytes=cache.form.num_bytes,
             epoch=cache.manifest.epoch,
             num_hits=counts.num_hits,
             num_partial=counts.num_partial,
@@ -153,7 +154,7 @@ class RoutedExperts:
 
     def hottest(self, at_most: int) -> list[tuple[int, int, int]]:
         """(layer, expert, steps that needed it), the most wanted first; from any thread."""
-        uses = sorted(self.cache.uses.copy().items(), key=lambda item: -item[1])
+        uses = sorted(self.cache.counts.uses.copy().items(), key=lambda item: -item[1])
         return [(*key, count) for key, count in uses[:at_most]]
 
     def close(self) -> None:

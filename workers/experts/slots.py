@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.kernels.experts import empty_expert, expert_bytes
 from penstock.kernels.moe import Expert
 from penstock.workers.experts.arena import Places
+from penstock.workers.experts.forms import Form
 
 Key = tuple[int, int]  # layer, expert
 
@@ -33,8 +33,9 @@ class Residence(Enum):
 class Slot:
     """Device memory of one expert. It may be given to another one only while it `is_idle`."""
 
-    expert: Expert  # the packed weights, always in the same place
-    has: npt.NDArray[np.bool_]  # the neuron bitmap, [inner]
+    memory: torch.Tensor  # uint8
+    expert: Expert  # the packed weights in it, always in the same place
+    has: npt.NDArray[np.bool_]  # which rows are there: neurons, or pieces of a packed expert
     key: Key | None = None
     num_has: int = 0
     num_users: int = 0
@@ -170,13 +171,7 @@ class SlotTable:
         return fallback
 
 
-def make_slots(
-    num_slots: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device
-) -> list[Slot]:
-    """Slots in one zeroed allocation."""
-    size = expert_bytes(hidden, inner, dtype, device)
-    memory = torch.zeros(num_slots, size, dtype=torch.uint8, device=device)
-    return [
-        Slot(empty_expert(hidden, inner, dtype, part), np.zeros(inner, dtype=bool))
-        for part in memory
-    ]
+def make_slots(num_slots: int, num_rows: int, form: Form) -> list[Slot]:
+    """Slots for experts of `num_rows` rows, in one zeroed allocation."""
+    memory = torch.zeros(num_slots, form.num_bytes, dtype=torch.uint8, device=form.device)
+    return [Slot(part, form.place(part), np.zeros(num_rows, dtype=bool)) for part in memory]

@@ -15,9 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from penstock.kernels.matmul import PackedLinear, pack_linear
-from penstock.kernels.quant import QuantizedWeight, quantize_weight
+from penstock.kernels.quant import QuantizedWeight
 from penstock.workers.config import ConfigError
-from penstock.workers.experts.opening import ExpertSettings, check_weights, open_experts
+from penstock.workers.experts.opening import ExpertSettings, open_experts
 from penstock.workers.experts.predictor import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.model_config import ModelConfig
@@ -32,6 +32,7 @@ from penstock.workers.models.weight_sources import (
     CheckpointWeights,
     RandomWeights,
     WeightSource,
+    planned,
 )
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
@@ -71,8 +72,9 @@ def load_model(
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     routed, in_arena = None, set[str]()
     if experts is not None:
-        check_weights(weights, config)
-        routed, in_arena = open_experts(experts, folder, config, tensors, torch.device(device))
+        routed, in_arena = open_experts(
+            experts, folder, config, tensors, torch.device(device), weights
+        )
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(
         total=total,
@@ -274,12 +276,7 @@ class _Builder:
     def _packed(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, format: QuantizedFormat | None
     ) -> PackedLinear:
-        """Quantised in `format` unless it is already; else in the dtype of the model."""
-        if isinstance(weight, QuantizedWeight):
-            return pack_linear(weight, bias)
-        if format is not None:
-            return pack_linear(quantize_weight(weight, format), bias)
-        return pack_linear(weight.to(self.dtype), bias)
+        return pack_linear(planned(weight, format, self.dtype), bias)
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:

@@ -13,7 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import QuantizedWeight, dequantize_weight
+from penstock.kernels.quant import (
+    QuantizedWeight,
+    WeightFormat,
+    dequantize_weight,
+    quantize_weight,
+)
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.checkpoint import StoredTensor, find_tensor
 from penstock.workers.models.folder import LoadError
@@ -25,6 +30,16 @@ log = logging.getLogger("penstock.loader")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Left by older versions of transformers; computed, not learned.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+
+
+def planned(
+    weight: Tensor | QuantizedWeight, format: WeightFormat | None, dtype: torch.dtype
+) -> Tensor | QuantizedWeight:
+    """A weight as it is to be packed: quantised in `format` unless it is already; else in `dtype`,
+    the model's."""
+    if isinstance(weight, QuantizedWeight):
+        return weight
+    return weight.to(dtype) if format is None else quantize_weight(weight, format)
 
 
 class WeightSource(Protocol):

@@ -1,0 +1,105 @@
+"""Quantised experts as an arena keeps them: each as the bytes that its device multiplies.
+
+What makes an expert of a checkpoint is what makes it without a cache: the same codes, from the same
+weights, packed by the same function. So a copy of the bytes gives the same bits. Codes of a down
+matrix share scales across neurons, so that an expert is cut into pieces of equal size, not into
+neurons. Knows checkpoints and pieces; nothing of files, slots, or who reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.moe import Expert
+from penstock.kernels.packed_image import ExpertImage, pack_for
+from penstock.kernels.quant import QuantizedWeight
+from penstock.workers.experts.arena import PIECE_BYTES, Bytes, Manifest, digest_of
+from penstock.workers.experts.checkpoint_experts import CheckpointExperts
+from penstock.workers.models.folder import LoadError
+from penstock.workers.models.stored_weights import joined
+from penstock.workers.models.weight_sources import DTYPES, CheckpointWeights, planned
+from penstock.workers.quantization import weight_plan
+
+ZEROS = (".qzeros", ".weight_zero_point")  # stored beside the codes of an int4 weight
+
+
+@dataclass(eq=False)
+class PackedExperts:
+    """`experts` for models that compute in `compute`. Raises LoadError as reading does."""
+
+    experts: CheckpointExperts
+    compute: torch.dtype
+    image: ExpertImage = field(init=False)  # of every one of them
+
+    def __post_init__(self) -> None:
+        experts, config = self.experts, self.experts.config
+        self._format = weight_plan(config.stored_scheme, experts.weights).format
+        self._has_zeros = any(name.endswith(ZEROS) for name in experts.names())
+        self._source = CheckpointWeights(
+            experts.folder,
+            experts.tensors,
+            config.dtype,
+            "cpu",
+            lambda _: None,
+            scheme=config.stored_scheme,
+            dequantize=experts.weights in DTYPES,
+        )
+        self._first = self.packed(experts.layers[0], 0)
+        self.image = ExpertImage(self._first)
+
+    def packed(self, layer: int, expert: int) -> Expert:
+        """One expert as the loader would pack it."""
+        device = torch.device(self.experts.device)
+        gate_up, down = (
+            pack_for(self._uniform(planned(weight, self._format, self.compute)), device)
+            for weight in self._weights(layer, expert)
+        )
+        return gate_up, down
+
+    def rows(self, layer: int, expert: int) -> Bytes:
+        """Its bytes in pieces, [num_rows, PIECE_BYTES]; zeros behind the end. Raises LoadError for
+        an expert that is stored otherwise than the first one."""
+        packed = self._first
+        if (layer, expert) != (self.experts.layers[0], 0):
+            packed = self.packed(layer, expert)
+        try:
+            image = self.image.bytes_of(packed)
+        except ValueError as error:
+            raise LoadError(
+                f"{self.experts.folder}: layer {layer}, expert {expert} is {error}; a cache takes "
+                "experts that are all stored alike: leave expert_cache_gb out, or quantise the "
+                "original checkpoint with penstock quantize"
+            ) from error
+        spare = -self.image.num_bytes % PIECE_BYTES
+        return torch.nn.functional.pad(image, (0, spare)).view(-1, PIECE_BYTES).numpy()
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise LoadError unless the arena of `manifest` holds what would be packed here."""
+        layer = self.experts.layers[0]
+        known = manifest.digests().get((layer, 0))
+        if manifest.packed_bytes != self.image.num_bytes or digest_of(self.rows(layer, 0)) != known:
+            raise LoadError(
+                f"the expert store {manifest.path} packed its experts for another CPU or another "
+                f"release than this one: a worker here reads {self.image}; restart the cluster, "
+                "with expert_store each if its nodes are not alike"
+            )
+
+    def _weights(self, layer: int, expert: int) -> tuple[Tensor | QuantizedWeight, ...]:
+        """gate_up [2 * inner, hidden] and down [hidden, inner], as stored."""
+        if self.experts.is_fused(layer):
+            plain = [part.read() for part in self.experts.parts(layer, expert)]
+            return torch.cat(plain[:2]), plain[2]
+        modules = self.experts.modules(layer, expert).items()
+        found = [self._source.take_linear(module, *shape) for module, shape in modules]
+        return joined(found[:2]), found[2]
+
+    def _uniform(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        """With zero points of its own, if some experts have them: 8 is what no zero point means."""
+        if not self._has_zeros or isinstance(weight, Tensor) or weight.format != "int4":
+            return weight
+        if weight.zeros is not None:
+            return weight
+        return replace(weight, zeros=torch.full_like(weight.scales, 8, dtype=torch.uint8))
