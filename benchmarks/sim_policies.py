@@ -18,7 +18,7 @@ from sim_worker import Job, SimWorker, WorkerShape
 
 from penstock.deployments.future_peak import sampled_peaks
 from penstock.deployments.gate_core import Gate
-from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_demand import Report, Running, WorkerSpec
 from penstock.deployments.gate_types import GateRequest, GateSettings, Ticket
 from penstock.deployments.length_distribution import (
     NUM_BINS,
@@ -210,6 +210,7 @@ class Gated(Policy):
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings, seed=self.seed)
         self.predictor = LengthPredictor()
+        self.told_after: float | None = None  # seconds that the last one refused is to stay away
         self.jobs: dict[str, Job] = {}
         self.watches: dict[str, Watch] = {}
         self.indices = {f"worker-{each.index}": each.index for each in self.workers}
@@ -233,7 +234,13 @@ class Gated(Policy):
             holding = self.predictor.predict(job.features, with_cancels=True)
         request = GateRequest(job.job_id, job.prompt, job.tenant)
         refusal = self.gate.offer(request, law, now, holding=holding)
+        self.told_after = None if refusal is None else refusal.retry_after_s
         return None if refusal is None else refusal.reason
+
+    def would_wait(self, job: Job, now: float) -> float:
+        """Seconds, if it came now; asked by who measures, nothing is changed."""
+        request = GateRequest(job.job_id, job.prompt, job.tenant)
+        return self.gate.would_wait(request, self.predictor.predict(job.features), now)
 
     def tick(self, now: float) -> list[Decision]:
         decisions: list[Decision] = []

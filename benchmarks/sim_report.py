@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sim_fairness import fairness, jain
 from sim_loads import Slo
 from sim_worker import Job
 
@@ -27,6 +28,12 @@ COLUMNS = (
     ("tpot_p50_ms", "TPOT p50, ms", "{:.0f}"),
     ("tpot_p99_ms", "p99", "{:.0f}"),
     ("gap_p99", "longest gap p99, s", "{:.2f}"),
+)
+
+BY_TENANT = (
+    ("jain", "Jain, tokens", "{:.2f}"),
+    ("fairness", "Jain, of fair shares", "{:.3f}"),
+    ("least_good_pct", "least good of a tenant, %", "{:.0f}"),
 )
 
 
@@ -49,6 +56,14 @@ def figures(
     for each in done:
         if each.last_at <= window[1]:
             served[each.tenant] += each.prompt + each.generated
+    asked: dict[str, float] = defaultdict(float)
+    num_asked: dict[str, int] = defaultdict(int)
+    num_good: dict[str, int] = defaultdict(int)
+    for each in counted:
+        asked[each.tenant] += each.prompt + each.length
+        num_asked[each.tenant] += 1
+    for each, is_good in zip(done, good):
+        num_good[each.tenant] += bool(is_good)
     return {
         "preempted_100": 100 * sum(e.num_preemptions for e in counted) / max(len(done), 1),
         "recomputed_pct": 100 * again / max(computed, 1),
@@ -63,14 +78,10 @@ def figures(
         "tpot_p99_ms": 1e3 * _quantile(pace, 0.99),
         "gap_p99": _quantile(gaps, 0.99),
         "jain": jain(list(served.values())),
+        "fairness": fairness(served, asked),
+        "least_good_pct": min(100 * num_good[t] / n for t, n in num_asked.items()),
         "service_gap": max(served.values(), default=0.0) - min(served.values(), default=0.0),
     }
-
-
-def jain(values: Sequence[float]) -> float:
-    """Jain's index of fairness: 1 if all are equal, 1 / n if one has everything."""
-    squares = sum(each * each for each in values)
-    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def _quantile(values: Any, level: float) -> float:
@@ -90,7 +101,7 @@ def spread(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def table(told: dict[str, dict[str, dict[str, float]]], *, by_tenant: bool = False) -> str:
     """Policies in rows; means and, in brackets, standard deviations over seeds."""
-    columns = [*COLUMNS, *([("jain", "Jain", "{:.3f}")] if by_tenant else [])]
+    columns = [*COLUMNS, *(BY_TENANT if by_tenant else ())]
     lines = ["| policy | " + " | ".join(name for _, name, _ in columns) + " | CPU ms/request |"]
     lines.append("|" + "---|" * (len(columns) + 2))
     for policy, each in told.items():

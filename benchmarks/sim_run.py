@@ -78,12 +78,16 @@ class Simulation:
             self._end(job, "refused")
             return
         if self._ask(self.policy.arrive, job, self.now) is not None:
-            self._end(job, "refused")
+            self._refused(job)
             return
         self.most_waiting = max(self.most_waiting, self.policy.num_waiting)
         if math.isfinite(job.patience):
             self._at(self.now + job.patience, self._leave, job)
         self._wish()
+
+    def _refused(self, job: Job) -> None:
+        """For good; sim_retry has another opinion."""
+        self._end(job, "refused")
 
     def _wish(self) -> None:
         """Somebody may go in now: the policy is asked soon, once for all that happens meanwhile."""

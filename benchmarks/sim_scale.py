@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from penstock.deployments.gate_core import Gate
-from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_demand import Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import QueueSettings
 from penstock.deployments.gate_types import GateRequest, GateSettings, Ticket
 from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard

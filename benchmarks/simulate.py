@@ -97,6 +97,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     loads = {name: LOADS[name] for name in args.load}
     if args.requests:
         loads = {name: replace(each, num_requests=args.requests) for name, each in loads.items()}
+    if args.longest_wait:
+        loads = {n: replace(each, longest_wait_s=args.longest_wait) for n, each in loads.items()}
     each_run = sum(each.num_requests for each in loads.values()) * args.workers
     told: dict[str, Any] = {}
     with tqdm(
@@ -167,6 +169,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, help="for each worker (default: the load's own)")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--longest-wait", type=float, help="seconds; the gate refuses whoever would wait longer"
+    )
     parser.add_argument("--pace", type=float, default=1.0, help="times the load's own rate")
     parser.add_argument("--gpu", choices=GPUS, help="another machine than the load's own")
     parser.add_argument("--blocks", type=int, help="another pool, in blocks of 16 tokens")

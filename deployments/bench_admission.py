@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.deployments.gate_core import Gate
-from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_demand import Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import QueueSettings
 from penstock.deployments.gate_types import GateRequest, GateSettings, Refusal, Ticket
 from penstock.deployments.length_features import Features

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import hmac
 import logging
 import os
@@ -39,6 +40,7 @@ WAITING_TICK_S = 0.05  # so often it is looked whether whoever waits fits by now
 REST = 3.0  # times as long as a look took, before the next: a quarter of a core at most
 INLINE_S = 0.005  # what takes longer is answered with "queued" first
 SLICE_S = 0.008  # then other messages have their turn
+HELD_S = 0.02  # after which those are judged that were let in unseen
 LABELS_S = 0.05
 SNAPSHOT_S = 60.0
 FAULT_REST_S = 1.0  # after a fault of its own
@@ -86,6 +88,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
                 asyncio.ensure_future(self._always(each))
                 for each in (self._work, self._beat, self._learn, self._save)
             ]
+            # What is here by now stays; looking through it again and again would cost each offer.
+            gc.collect()
+            gc.freeze()
             log.info("the gate listens on %s", self._address)
 
     def _open_books(self, setup: GateSetup, predictor: LengthPredictor) -> None:
@@ -165,7 +170,11 @@ class GateServer(gate_pb2_grpc.GateServicer):
                 keeper.joins(link.ingress)
             with self._judging():
                 keeper.take(link.ingress, message, time.monotonic())
-            asking = [each.request_id for each in message.offers if not each.HasField("entered")]
+            asking = [
+                each.request_id
+                for each in message.offers
+                if not (each.HasField("entered") or each.text_follows)
+            ]
             takes_s = len(keeper.inbox) * self._offer_s + self._tick_s
             if asking and takes_s <= INLINE_S and self._rest_s() <= 0:
                 self._turn()
@@ -173,8 +182,10 @@ class GateServer(gate_pb2_grpc.GateServicer):
             if asking:
                 keeper.told_waiting(asking, link.ingress)
                 link.filled.set()
-            if keeper.num_waiting or keeper.inbox:
+            if keeper.num_waiting:
                 self._wake.set()
+            elif keeper.inbox:  # they are in: their worker's first step goes before the books
+                asyncio.get_running_loop().call_later(HELD_S, self._wake.set)
 
     async def _write(self, link: _Link, context: Any) -> None:
         while True:

@@ -12,8 +12,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from penstock.deployments.gate_demand import Demand
 from penstock.deployments.gate_grid import GridRoom
-from penstock.deployments.gate_ledger import Demand, Ledger
+from penstock.deployments.gate_ledger import Ledger
 from penstock.deployments.gate_room import Candidate, Room
 from penstock.deployments.gate_types import GateSettings
 from penstock.deployments.length_distribution import Floats

@@ -38,6 +38,7 @@ SILENCE_TICKS = (
 TICK_S = 0.25
 REPORT_GATHER_S = 0.02
 TELL_S = 0.002  # after which the gate hears of who came in with a pass
+TEXT_S = 0.05  # and of the texts of those that came in: the first step goes before the books
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 1.0)
 WAIT_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -97,6 +98,7 @@ class GateClient:
         self._clock = clock
         self._asking: dict[str, _Asking] = {}
         self._entered: list[tuple[AskedRequest, int]] = []  # with a pass; the gate is to be told
+        self._unread: list[tuple[AskedRequest, int]] = []  # came in; what the text says is to come
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs of which the gate has not the newest
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
@@ -137,7 +139,7 @@ class GateClient:
         epoch: int | None
         if not again and (epoch := self._pass(request, epochs, now)) is not None:
             self.num_passed += 1
-            # Told after the request itself has gone: reading its text takes a moment.
+            # Told after the request itself has gone.
             self._entered.append((request, epoch))
             if len(self._entered) == 1:
                 asyncio.get_running_loop().call_later(TELL_S, self._tell_entered)
@@ -147,9 +149,8 @@ class GateClient:
         asking = self._asking[request.request_id] = _Asking()
         if again:
             self._outgoing.declined.append(request.request_id)
-        self._offer(request)
         try:
-            if not await self._is_answered(asking):
+            if not await self._ask(request, asking, again):
                 self.breaker.fault(self._clock())
                 self.num_fallback += 1
                 self.ended(request.request_id, 0)
@@ -167,6 +168,7 @@ class GateClient:
     def ended(self, request_id: str, num_generated: int) -> None:
         """A request is over, whatever became of it: its memory is free."""
         self._tell_entered()  # an end behind its beginning
+        self._tell_texts()
         if self._is_connected:
             self._outgoing.ended.add(request_id=request_id, generated=num_generated)
             self._filled.set()
@@ -252,7 +254,28 @@ class GateClient:
                 self._features.popitem(last=False)
         return message
 
-    async def _is_answered(self, asking: _Asking) -> bool:
+    async def _ask(self, request: AskedRequest, asking: _Asking, again: bool) -> bool:
+        """Whether the gate says a word in time.
+
+        Where it had room when it last told, there may be some for this one, whatever its text says:
+        it is asked without, and the text is read while it answers.
+        """
+        if self._passes.has_any and not again:
+            self._offer(request, text_follows=True)
+            await asyncio.sleep(0)  # it goes out
+            self._features_of(request)
+            if not await self._hears(asking):
+                return False
+            if asking.decided.done():
+                if not asking.decided.exception() and (epoch := asking.decided.result()):
+                    self._tell_text(request, epoch)
+                return True
+            asking.answered.clear()
+        self._offer(request)
+        return await self._hears(asking)
+
+    async def _hears(self, asking: _Asking) -> bool:
+        """Whether the gate says a word in time."""
         try:
             async with asyncio.timeout(self._answer_s):
                 await asking.answered.wait()
@@ -263,20 +286,36 @@ class GateClient:
     def _tell_entered(self) -> None:
         entered, self._entered = self._entered, []
         for request, epoch in entered:
+            self._offer(request, epoch, text_follows=True)
+            self._tell_text(request, epoch)
+
+    def _tell_text(self, request: AskedRequest, epoch: int) -> None:
+        """Soon."""
+        self._unread.append((request, epoch))
+        if len(self._unread) == 1:
+            asyncio.get_running_loop().call_later(TEXT_S, self._tell_texts)
+
+    def _tell_texts(self) -> None:
+        unread, self._unread = self._unread, []
+        for request, epoch in unread:
             self._offer(request, epoch)
 
-    def _offer(self, request: AskedRequest, entered: int | None = None) -> None:
+    def _offer(
+        self, request: AskedRequest, entered: int | None = None, *, text_follows: bool = False
+    ) -> None:
         if not self._is_connected:
             return
         left_s = request.deadline_s
+        features = request.features
         self._outgoing.offers.add(
             request_id=request.request_id,
-            features=self._features_of(request),
+            features=features_message(features) if text_follows else self._features_of(request),
             priority=-request.priority,
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
             entered=entered,
             prefix=request.prefix,
+            text_follows=text_follows,
         )
         self._filled.set()
 

@@ -11,16 +11,18 @@ goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
-from penstock.deployments.gate_choice import Choice, best_of
-from penstock.deployments.gate_ledger import Demand, Ledger, Report, Running, WorkerSpec
+from penstock.deployments.gate_choice import Choice
+from penstock.deployments.gate_demand import Demand, Report, WorkerSpec
+from penstock.deployments.gate_dice import Demands
+from penstock.deployments.gate_ledger import Ledger
+from penstock.deployments.gate_place import Places
 from penstock.deployments.gate_queue import GateQueue, Waiting
-from penstock.deployments.gate_room import Candidate
+from penstock.deployments.gate_retry import Returns
 from penstock.deployments.gate_types import (
     Expiry,
     GateRequest,
@@ -30,11 +32,7 @@ from penstock.deployments.gate_types import (
     Ticket,
     Wait,
 )
-from penstock.deployments.length_distribution import Floats, LengthDistribution, cumulative_hazard
-from penstock.deployments.length_histogram import length_prior
-from penstock.deployments.prefix_book import PrefixBook
-
-TABLE = 1024  # rows of dice: a million requests have different ones
+from penstock.deployments.length_distribution import LengthDistribution
 
 
 class Gate:
@@ -48,20 +46,15 @@ class Gate:
         self.queue = GateQueue(self.settings.queue)
         self.ledgers: dict[str, Ledger] = {}
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
-        self._prefixes: PrefixBook[tuple[str, str]] = PrefixBook()  # by worker and epoch
-        rng, samples = np.random.default_rng(seed), self.settings.num_samples
-        # A generator for each request would cost 50 us.
-        self._strata = rng.permuted(np.tile(np.arange(samples), (TABLE, 1)), axis=1)
-        self._places = rng.random((TABLE, samples))
+        self._returns = Returns(self._would_wait)
+        self._places = Places(self.ledgers)
+        self._demands = Demands(seed, self.settings.num_samples)
         self._number = 0
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
         self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
         self._strangers: set[str] = set()  # running, and came past the gate
-        self._first_fits_at: float | None = None
-        self._reserved: tuple[str, str, float] | None = None  # request, worker, and when
-        self._stranger = LengthDistribution(cumulative_hazard(length_prior()))
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
         """A worker, or a new life of one; returns what was admitted to the old life."""
@@ -78,7 +71,7 @@ class Gate:
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
-        self._prefixes.forget((name, ledger.spec.epoch))
+        self._places.forget(ledger)
         self._pace_s = None
         self._strangers = {each for each in self._strangers if each not in ledger}
         lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
@@ -105,21 +98,19 @@ class Gate:
         name = request.request_id
         if name in self.queue or name in self._admitted or name in self._strangers:
             raise ValueError(f"request_id {name!r} is already here: give each request its own")
-        demand = Demand(
-            name, request.prompt_tokens, holding or law, self._dice(name), request.ceiling
-        )
+        demand = self._demands.of(request, holding or law)
         entry = self._entry(request, demand, law, now)
-        if self.ledgers and not self._could_fit(demand):
+        if self.ledgers and not self._places.could_fit(demand):
             return _never(entry, max(each.spec.capacity for each in self.ledgers.values()))
-        fixed = max((self._first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
-        ahead = self.queue.area_ahead(entry, now) / Gate.SHARE
+        fixed, ahead = self._foretold(entry, now)
         wait = fixed + self.wait_factor * ahead
         room_s = self.settings.longest_wait_s
         if request.deadline is not None:
             room_s = min(room_s, request.deadline - now)
         if wait > room_s:
             text = f"it would wait {wait:.1f} s, and may {max(room_s, 0.0):.1f} s"
-            return self._refuse(entry, "too_long", text, wait - room_s / 2)
+            lasting_s = room_s if request.deadline is None else None
+            return self._refuse(entry, "too_long", text, wait - room_s / 2, lasting_s)
         if len(self.queue) >= self.settings.queue.max_waiting:
             leaves = self.queue.displaced_by(request.tenant)
             if leaves is None:
@@ -131,6 +122,11 @@ class Gate:
         entry.predicted_wait, entry.told_s = (fixed, ahead), wait
         self.queue.add(entry)
         return None
+
+    def would_wait(self, request: GateRequest, law: LengthDistribution, now: float) -> float:
+        """Seconds that it would wait if it came now, as `offer` judges it. Nothing is changed."""
+        demand = self._demands.of(request, law)
+        return self._would_wait(self._entry(request, demand, law, now), now)
 
     def entered(
         self,
@@ -145,16 +141,44 @@ class Gate:
         name, ledger = request.request_id, self.ledgers.get(worker)
         if ledger is None or name in self.queue or name in self._admitted:
             return
-        demand = Demand(
-            name, request.prompt_tokens, holding or law, self._dice(name), request.ceiling
-        )
+        demand = self._demands.of(request, holding or law)
         entry = self._entry(request, demand, law, now)
         ledger.withdraw(name)  # a report was faster, and knows less
         self._strangers.discard(name)
         ledger.lease(demand, now + self.settings.lease_s)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[name] = (worker, entry)
-        self._sent(entry, ledger)
+        self._places.sent(entry, ledger)
+
+    def let_in(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
+        """Come in unseen: with nobody waiting, where there is room whatever its length becomes.
+
+        No law is needed for that, and so it takes a moment. On its worker it is held by the broad
+        law until `entered` tells its own. None: it has to be judged, by `offer`.
+        """
+        name = request.request_id
+        if len(self.queue) or self.is_admitted(name):
+            return None
+        demand = self._demands.unseen(request, max_tokens)
+        rooms = Choice(self.ledgers, self.settings, now)
+        worker = self._places.unseen(demand, request.prefix, rooms)
+        if worker is None:
+            return None
+        ledger, until = self.ledgers[worker], now + self.settings.lease_s
+        ledger.lease(demand, until)
+        self._strangers.add(name)
+        return Ticket(name, ledger.spec.name, ledger.spec.epoch, 0.0, until)
+
+    def hold(self, request: GateRequest, max_tokens: int | None, worker: str, now: float) -> bool:
+        """One went in without asking: the books have it by the broad law until `entered`."""
+        name, ledger = request.request_id, self.ledgers.get(worker)
+        if name in self._strangers and ledger is not None and name in ledger:
+            return True  # since it was let in, or a report listed it
+        if ledger is None or name in self.queue or self.is_admitted(name):
+            return False
+        ledger.lease(self._demands.unseen(request, max_tokens), now + self.settings.lease_s)
+        self._strangers.add(name)
+        return True
 
     def is_admitted(self, request_id: str) -> bool:
         """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
@@ -175,6 +199,11 @@ class Gate:
 
     def declined(self, request_id: str, now: float) -> bool:
         """The worker had no room: back to the queue, and no more for it until it reports."""
+        if request_id in self._strangers:  # let in, and not judged yet: it comes as a new one
+            self._strangers.remove(request_id)
+            for ledger in self.ledgers.values():
+                if ledger.ended(request_id, now):
+                    ledger.is_open = False
         if request_id not in self._admitted:
             return False
         worker, entry = self._admitted.pop(request_id)
@@ -210,7 +239,7 @@ class Gate:
         if ledger is None:
             return
         self._pace_s = None
-        strangers = {each.request_id: self._adopt(each) for each in ledger.unknown(report)}
+        strangers = {e.request_id: self._demands.adopted(e) for e in ledger.unknown(report)}
         self._strangers.update(strangers)
         for gone in ledger.report(report, now, strangers):
             self._strangers.discard(gone)
@@ -220,14 +249,17 @@ class Gate:
         """Whatever was decided by now: tickets, and those that leave the queue without one."""
         outcomes: list[Outcome] = [*self._displaced]
         self._displaced = []
+        self._returns.look(now)
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
         for ledger in self.ledgers.values():
             for name in ledger.expire(now):
-                _, entry = self._admitted.pop(name)
-                self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+                self._strangers.discard(name)
+                if name in self._admitted:
+                    _, entry = self._admitted.pop(name)
+                    self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
         if not len(self.queue):
-            self._first_fits_at = None
+            self._places.first_fits_at = None
         elif self.ledgers:
             outcomes.extend(self._admit(now))
         return outcomes
@@ -240,7 +272,7 @@ class Gate:
         for position, entry in enumerate(islice(self.queue.order(now), limit)):
             waited = now - entry.arrived
             if position == 0:
-                wait = self._explain_first(entry, rooms, now)
+                wait = self._places.explain(entry, rooms, now)
                 first_s = wait.expected_s
             else:
                 expected = None
@@ -256,16 +288,16 @@ class Gate:
         outcomes: list[Outcome] = []
         rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         order = self.queue.order(now)
-        self._first_fits_at = None
+        self._places.first_fits_at = None
         for entry in order:
-            if not self._could_fit(entry.demand):  # the worker that could is gone
+            if not self._places.could_fit(entry.demand):  # the worker that could is gone
                 self.queue.remove(entry.request_id)
                 largest = max(each.spec.capacity for each in self.ledgers.values())
                 outcomes.append(_never(entry, largest))
                 continue
-            [able] = self._able([entry], rooms)
+            [able] = self._places.able([entry], rooms)
             if able:
-                worker = best_of(able, self._hits(entry))
+                worker = self._places.best(able, entry)
                 outcomes.append(self._grant(entry, worker, rooms, now))
                 continue
             outcomes.extend(self._backfill(entry, order, rooms, now))
@@ -276,84 +308,31 @@ class Gate:
         self, first: Waiting, order: Iterator[Waiting], rooms: Choice, now: float
     ) -> list[Outcome]:
         """Later ones that fit and leave the first one's reservation alone."""
-        reserved = self._reservation(first, rooms, now)
+        reserved = self._places.reserve(first, rooms, now)
         if reserved is None:
             return []
         steps, kept = reserved
-        self._first_fits_at = now + steps * self.ledgers[kept].step_s
-        self._reserved = (first.request_id, kept, self._first_fits_at)
         outcomes: list[Outcome] = []
-        own = self._candidate(first, kept)
+        own = self._places.candidate(first, kept)
         max_wait_s = self.settings.queue.max_wait_s
         later = list(islice(order, self.settings.max_passes))
-        all_able = self._able(later, rooms)
+        all_able = self._places.able(later, rooms)
         for i, entry in enumerate(later):
             if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
                 break
             able = all_able[i]
             for place, name in enumerate(each[1] for each in able):
                 if name == kept:
-                    joined = rooms[kept].joined_by(self._candidate(entry, kept))
+                    joined = rooms[kept].joined_by(self._places.candidate(entry, kept))
                     if not joined.admits_after(steps, own):
                         del able[place]
                     break
             if able:
                 first.num_passed += 1
-                worker = best_of(able, self._hits(entry))
+                worker = self._places.best(able, entry)
                 outcomes.append(self._grant(entry, worker, rooms, now))
-                all_able[i + 1 :] = self._able(later[i + 1 :], rooms)
+                all_able[i + 1 :] = self._places.able(later[i + 1 :], rooms)
         return outcomes
-
-    def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
-        """Where the first one will fit, and after how many steps: the soonest that is found.
-
-        What was reserved before is asked again. The rule is not monotone in time, and a search
-        that skips a moment it had found would let later ones delay it.
-        """
-        found = self._soonest(first, rooms)
-        request_id, worker, at = self._reserved or ("", "", 0.0)
-        if request_id != first.request_id or worker not in self.ledgers:
-            return found
-        step_s = self.ledgers[worker].step_s
-        steps = max(round((at - now) / step_s), 0)
-        if found is not None and found[0] * self.ledgers[found[1]].step_s <= steps * step_s:
-            return found
-        holds = rooms[worker].admits_after(steps, self._candidate(first, worker))
-        return (steps, worker) if holds else found
-
-    def _able(self, entries: Sequence[Waiting], rooms: Choice) -> list[list[tuple[float, str]]]:
-        """For each: workers with room for it, with its predicted peak as a share."""
-        able: list[list[tuple[float, str]]] = [[] for _ in entries]
-        near: dict[str, list[int]] = {}  # by worker: places in `entries` for which it is looked at
-        for i, entry in enumerate(entries):
-            for name in rooms.near(entry.demand, self._hits(entry)):
-                near.setdefault(name, []).append(i)
-        for name, places in near.items():
-            room = rooms[name]
-            peaks = room.peaks_if_admitted([self._candidate(entries[i], name) for i in places])
-            for i, peak in zip(places, peaks):
-                if peak is not None:
-                    able[i].append((peak / room.capacity, name))
-        return able
-
-    def _hits(self, entry: Waiting) -> dict[str, int]:
-        """By worker: tokens of the prompt that it probably has in its prefix cache."""
-        found = self._prefixes.hits(entry.prefix) if len(self.ledgers) > 1 else {}
-        return {name: tokens for (name, _), tokens in found.items()}
-
-    def _sent(self, entry: Waiting, ledger: Ledger) -> None:
-        spec, tokens = ledger.spec, entry.demand.prompt_tokens + round(entry.expected)
-        self._prefixes.note(entry.prefix, (spec.name, spec.epoch), tokens, spec.capacity)
-
-    def _soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
-        """Where it fits soonest, and after how many steps there."""
-        best: tuple[float, int, str] | None = None
-        for name in rooms.near(entry.demand):
-            steps = rooms[name].fits_after(self._candidate(entry, name))
-            if steps is not None:
-                found = (steps * self.ledgers[name].step_s, steps, name)
-                best = min(best, found) if best is not None else found
-        return None if best is None else best[1:]
 
     def _grant(self, entry: Waiting, worker: str, rooms: Choice, now: float) -> Ticket:
         ledger = self.ledgers[worker]
@@ -362,11 +341,11 @@ class Gate:
             ledger.withdraw(entry.request_id)
             self._strangers.discard(entry.request_id)
         ledger.lease(entry.demand, until)
-        rooms.grant(worker, self._candidate(entry, worker))
+        rooms.grant(worker, self._places.candidate(entry, worker))
         self.queue.remove(entry.request_id)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[entry.request_id] = (worker, entry)
-        self._sent(entry, ledger)
+        self._places.sent(entry, ledger)
         waited = now - entry.arrived
         fixed, ahead = entry.predicted_wait
         if ahead > 0:
@@ -374,21 +353,6 @@ class Gate:
             self.wait_factor += Gate.STEP * (ratio - self.wait_factor)
         epoch = ledger.spec.epoch
         return Ticket(entry.request_id, worker, epoch, waited, until, entry.told_s)
-
-    def _explain_first(self, entry: Waiting, rooms: Choice, now: float) -> Wait:
-        waited = now - entry.arrived
-        soonest = self._soonest(entry, rooms)
-        if soonest is None:
-            reason = "slots" if rooms else "no_worker"
-            return Wait(entry.request_id, entry.tenant, 0, reason, waited, None)
-        steps, name = soonest
-        room = rooms[name]
-        peak = room.peak_with(self._candidate(entry, name))
-        reason = "slots" if room.slots < 1 else "memory"
-        seconds = steps * self.ledgers[name].step_s
-        return Wait(
-            entry.request_id, entry.tenant, 0, reason, waited, seconds, name, peak, room.limit
-        )
 
     def _entry(
         self, request: GateRequest, demand: Demand, law: LengthDistribution, now: float
@@ -414,33 +378,27 @@ class Gate:
             remaining=remaining,
         )
 
-    def _candidate(self, entry: Waiting, worker: str) -> Candidate:
-        return entry.candidate(self.ledgers[worker].spec.block_size)
+    def _would_wait(self, entry: Waiting, now: float) -> float:
+        fixed, ahead = self._foretold(entry, now)
+        return fixed + self.wait_factor * ahead
 
-    def _could_fit(self, demand: Demand) -> bool:
-        return any(
-            demand.longest(each.spec.block_size) <= each.spec.capacity
-            for each in self.ledgers.values()
-        )
+    def _foretold(self, entry: Waiting, now: float) -> tuple[float, float]:
+        """Seconds until the first one fits, and of all memory that is served before `entry`."""
+        fixed = max((self._places.first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
+        return fixed, self.queue.area_ahead(entry, now) / Gate.SHARE
 
-    def _dice(self, request_id: str) -> Floats:
-        """[samples] stratified uniform numbers of a request's own: they do not hang on others."""
-        drawn = zlib.crc32(request_id.encode())
-        strata, places = self._strata[drawn % TABLE], self._places[drawn // TABLE % TABLE]
-        u: Floats = (strata + places) / self.settings.num_samples
-        return u
+    def _refuse(
+        self, entry: Waiting, reason: str, text: str, after_s: float, room_s: float | None = None
+    ) -> Refusal:
+        """Its own dice spread the time to stay away by a fifth: not all come back at once.
 
-    def _adopt(self, running: Running) -> Demand:
-        """A demand for an answer that came past the gate: the broad law of the beginning."""
-        law = LengthDistribution(self._stranger.cumulative, running.max_tokens)
-        name = running.request_id
-        return Demand(name, running.prompt_tokens, law, self._dice(name))
-
-    def _refuse(self, entry: Waiting, reason: str, text: str, after_s: float) -> Refusal:
-        """Its own dice spread the time to stay away by a fifth: not all come back at once."""
+        `room_s`: that it may wait; of such it is learnt how soon they would have been let in.
+        """
         least, most = self.settings.retry_s
         spread = 0.8 + 0.4 * float(entry.demand.u[0])
-        after = min(max(after_s, least), most) * spread
+        if room_s is not None:
+            self._returns.refused(entry, after_s, room_s)
+        after = min(max(self._returns.factor * after_s, least), most) * spread
         return Refusal(entry.request_id, reason, f"refused for now: {text}", after)
 
 

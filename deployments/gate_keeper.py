@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.deployments.calibration import LEVELS
 from penstock.deployments.gate_core import Gate
+from penstock.deployments.gate_counts import KeeperCounts
+from penstock.deployments.gate_inbox import Inbox, Offered
 from penstock.deployments.gate_learner import GateLearner
 from penstock.deployments.gate_queue import QueueSettings
 from penstock.deployments.gate_room import UNBOUNDED
@@ -36,7 +36,7 @@ from penstock.deployments.gate_wire import (
     spec_from,
     wait_message,
 )
-from penstock.deployments.length_distribution import NUM_BINS, LengthDistribution
+from penstock.deployments.length_distribution import MAX_LENGTH, NUM_BINS, LengthDistribution
 from penstock.deployments.length_features import Features
 from penstock.deployments.predictor import LengthPredictor
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -70,29 +70,6 @@ class _Worker:
     heard_s: float
 
 
-@dataclass(slots=True)
-class _Offer:
-    ingress: str
-    message: pb.Offer
-    came_s: float
-
-
-@dataclass(slots=True)
-class KeeperCounts:
-    """Totals of this life, for metrics."""
-
-    admitted: int = 0
-    expired: int = 0
-    declined: int = 0
-    completed: int = 0
-    preemptions: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    waits: int = 0  # of those that waited: how many, what they were told, what it was
-    predicted_wait_s: float = 0.0
-    actual_wait_s: float = 0.0
-    wait_error_s: float = 0.0
-
-
 class GateKeeper:
     """One gate and one predictor, and who is to be told what.
 
@@ -111,7 +88,7 @@ class GateKeeper:
         self.gate = Gate(setup.gate_settings(), seed=SEED)
         self.life = secrets.randbits(64)
         self.counts = KeeperCounts()
-        self.inbox: OrderedDict[str, _Offer] = OrderedDict()
+        self.inbox = Inbox()
         self._send = send
         self._owners: dict[str, str] = {}  # of what waits or runs: its ingress
         self._last_messages: dict[str, int] = {}  # by ingress: newest that is counted in
@@ -123,12 +100,12 @@ class GateKeeper:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.gate.queue) + len(self.inbox)
+        return len(self.gate.queue) + self.inbox.num_unheld
 
     def are_all_judged(self, now: float) -> bool:
         """Whether nobody who has just come is yet to be compared with those that wait."""
-        first = next(iter(self.inbox.values()), None)
-        return first is None or now - first.came_s > JUDGE_S
+        came_s = self.inbox.waits_since()
+        return came_s is None or now - came_s > JUDGE_S
 
     def is_rebuilt(self, now: float) -> bool:
         """Whether all workers that ingresses know have said what they run."""
@@ -143,32 +120,41 @@ class GateKeeper:
         for name in [each for each, owner in self._owners.items() if owner == ingress]:
             del self._owners[name]
             self.learner.ended(name)
-            self.inbox.pop(name, None)
+            self.inbox.pop(name)
             self.gate.cancel(name, 0.0)
 
     def take(self, ingress: str, message: pb.FromIngress, now: float) -> None:
-        """All that is quick. Offers go to the inbox: `work` takes them."""
+        """All that is quick. Offers go to the inbox: `work` takes them.
+
+        With nobody there and room whatever happens, one that asks has its ticket at once, before
+        its text has come; the books have it by a broad law until it is judged.
+        """
         for report in message.reports:
             self._report(report, now)
         for name in message.declined:
             self.counts.declined += self.gate.declined(name, now)
-        for ended in message.ended:
-            self._ended(ended, now)
         for offer in message.offers:
             self._owners[offer.request_id] = ingress
             if offer.request_id in self.gate.queue:  # it has just come back from a worker
                 continue
-            self.inbox[offer.request_id] = _Offer(ingress, offer, now)
+            is_held = self._holds(offer, now)
+            if not offer.text_follows:
+                self.inbox.put(Offered(ingress, offer, now, is_held))
+            elif not is_held and not offer.HasField("entered"):
+                self._send(ingress).queued.append(offer.request_id)
+        for ended in message.ended:  # an end behind its beginning
+            self._ended(ended, now)
         self.learner.labels.extend(message.labels)
         self._last_messages[ingress] = max(message.number, self._last_messages.get(ingress, 0))
 
     def work(self, now: float) -> bool:
         """One offer out of the inbox; False if there was none."""
-        if not self.inbox:
+        offered = self.inbox.next()
+        if offered is None:
             return False
-        name, offer = self.inbox.popitem(last=False)
+        name = offered.message.request_id
         try:
-            self._offer(name, offer, now)
+            self._offer(name, offered, now)
         except ValueError as error:  # a request that cannot be judged goes its own way
             log.warning("request %s cannot be judged: %s", name, error)
             self._tell(Refusal(name, "never_fits", str(error)))
@@ -207,24 +193,7 @@ class GateKeeper:
         return message
 
     def figures(self) -> pb.Figures:
-        counts = self.counts
-        return pb.Figures(
-            life=self.life,
-            num_waiting=self.num_waiting,
-            num_admitted=counts.admitted,
-            num_expired=counts.expired,
-            num_declined=counts.declined,
-            num_refused=counts.refused,
-            num_learnt=self.learner.num_learnt,
-            levels=LEVELS,
-            coverage=self.learner.coverage.tolist(),
-            num_waits=counts.waits,
-            predicted_wait_s=counts.predicted_wait_s,
-            actual_wait_s=counts.actual_wait_s,
-            wait_error_s=counts.wait_error_s,
-            num_preemptions=counts.preemptions,
-            num_completed=counts.completed,
-        )
+        return self.counts.figures(self.life, self.num_waiting, self.learner)
 
     def explain(self, now: float, limit: int) -> pb.ExplainResponse:
         books = []
@@ -272,32 +241,44 @@ class GateKeeper:
         name = ended.request_id
         self._owners.pop(name, None)
         self.learner.ended(name)
-        if self.inbox.pop(name, None) is not None or self.gate.cancel(name, now):
+        offered = self.inbox.pop(name)
+        if (offered is not None and not offered.is_held) or self.gate.cancel(name, now):
             return
+        self.counts.admitted += offered is not None  # it is over before it was judged
         self.counts.completed += 1
         self.gate.completed(name, ended.generated, now)
 
-    def _offer(self, name: str, offer: _Offer, now: float) -> None:
-        message = offer.message
+    def _holds(self, message: pb.Offer, now: float) -> bool:
+        """Whether the books have it, by a broad law; one that asks has its ticket then."""
+        is_in = message.HasField("entered")
+        is_late = message.HasField("remaining_s") and message.remaining_s <= 0
+        if not is_in and (self.num_waiting or is_late or not self.is_rebuilt(now)):
+            return False
+        try:
+            request = self._request(message, now)
+        except ValueError:
+            return False  # `work` says what is wrong with it
+        features = message.features
+        limit = features.max_tokens if features.HasField("max_tokens") else None
+        if self.setup.admission == "reserve_max":
+            limit = 0  # all of it is in the prompt
+        if is_in:
+            worker = self._name_of(message.entered)
+            return worker is not None and self.gate.hold(request, limit, worker, now)
+        ticket = self.gate.let_in(request, limit, now)
+        if ticket is None:
+            return False
+        message.entered = int(ticket.epoch, 16)
+        told = pb.Ticket(request_id=request.request_id, epoch=message.entered)
+        self._send(self._owners[request.request_id]).tickets.append(told)
+        return True
+
+    def _offer(self, name: str, offered: Offered, now: float) -> None:
+        message = offered.message
         features = features_from(message.features)
         self.learner.watch(name, features)
         law, holding = self._laws(features)
-        prompt, ceiling = message.features.prompt_tokens, message.ceiling or None
-        if self.setup.admission == "reserve_max":
-            # All that it may need is held from the beginning, and it grows no more.
-            whole = min(prompt + law.ceiling, ceiling or UNBOUNDED)
-            size = max((each.spec.block_size for each in self.gate.ledgers.values()), default=16)
-            prompt = ceiling = -(-whole // size) * size
-        deadline = offer.came_s + message.remaining_s if message.HasField("remaining_s") else None
-        request = GateRequest(
-            name,
-            prompt,
-            message.features.tenant,
-            message.priority,
-            deadline,
-            ceiling,
-            tuple(message.prefix),
-        )
+        request = self._request(message, offered.came_s)
         if message.HasField("entered"):
             worker = self._name_of(message.entered)
             if worker is not None:
@@ -313,6 +294,26 @@ class GateKeeper:
             self._tell(refusal)
         else:
             self._has_new = True
+
+    def _request(self, message: pb.Offer, came_s: float) -> GateRequest:
+        features = message.features
+        prompt, ceiling = features.prompt_tokens, message.ceiling or None
+        if self.setup.admission == "reserve_max":
+            # All that it may need is held from the beginning, and it grows no more.
+            longest = features.max_tokens if features.HasField("max_tokens") else MAX_LENGTH
+            whole = min(prompt + longest, ceiling or UNBOUNDED)
+            size = max((each.spec.block_size for each in self.gate.ledgers.values()), default=16)
+            prompt = ceiling = -(-whole // size) * size
+        deadline = came_s + message.remaining_s if message.HasField("remaining_s") else None
+        return GateRequest(
+            message.request_id,
+            prompt,
+            features.tenant,
+            message.priority,
+            deadline,
+            ceiling,
+            tuple(message.prefix),
+        )
 
     def _laws(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         law, holding = self.learner.predictor.predict_both(features)
@@ -332,12 +333,7 @@ class GateKeeper:
         name, counts = outcome.request_id, self.counts
         ingress = self._owners.get(name)
         if isinstance(outcome, Ticket):
-            counts.admitted += 1
-            if outcome.predicted_s > 0:
-                counts.waits += 1
-                counts.predicted_wait_s += outcome.predicted_s
-                counts.actual_wait_s += outcome.waited_s
-                counts.wait_error_s += abs(outcome.waited_s - outcome.predicted_s)
+            counts.admits(outcome)
             if ingress is not None:
                 epoch = int(outcome.epoch, 16)
                 self._send(ingress).tickets.append(pb.Ticket(request_id=name, epoch=epoch))

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from penstock.deployments.calibration import LEVELS, coverage
-from penstock.deployments.gate_ledger import Running
+from penstock.deployments.gate_demand import Running
 from penstock.deployments.gate_wire import features_from
 from penstock.deployments.length_features import Features
 from penstock.deployments.predictor import LengthPredictor, Watch

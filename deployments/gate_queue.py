@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from penstock.deployments.gate_ledger import Demand
+from penstock.deployments.gate_demand import Demand
 from penstock.deployments.gate_room import Candidate
 from penstock.deployments.length_distribution import Ints
 

@@ -5,7 +5,7 @@ Knows nothing of sockets, streams or queues.
 
 from __future__ import annotations
 
-from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_demand import Report, Running, WorkerSpec
 from penstock.deployments.gate_types import Refusal, Wait
 from penstock.deployments.length_features import Features
 from penstock.deployments.length_text import TextDigest

@@ -11,7 +11,7 @@ long-running answers live: the conditional law P(L > t + s | L > t) is a differe
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -116,15 +116,19 @@ class LengthDistribution:
         """The expected length."""
         if self.ceiling == self.generated:
             return float(self.generated)
-        start = min(max(self.generated, self.min_tokens), self.ceiling)
-        first, last = np.searchsorted(KNOTS, start, "right"), np.searchsorted(KNOTS, self.ceiling)
-        points = np.array([start, *KNOTS[first:last], self.ceiling])
-        ends = (self._hazard_at(self._now), self._hazard_at(min(self.ceiling, MAX_LENGTH)))
-        alive = np.exp(ends[0] - np.array([ends[0], *self.cumulative[first:last], ends[1]]))
-        # Sum of P(L > s) over whole s, which is linear between points.
-        steps = np.diff(points)
-        inside = steps * (alive[:-1] + alive[1:]) / 2 + (alive[:-1] - alive[1:]) / 2
-        return start + float(inside.sum())
+        start, end = min(max(self.generated, self.min_tokens), self.ceiling), self.ceiling
+        first, last = bisect_right(_KNOT_LIST, start), bisect_left(_KNOT_LIST, end)
+        now = self._hazard_at(self._now)
+        left = math.exp(now - self._hazard_at(min(end, MAX_LENGTH)))
+        # Sum of P(L > s) over whole s, which is linear between knots.
+        total = start + (1.0 - left) / 2
+        if first >= last:
+            return total + (end - start) * (1.0 + left) / 2
+        alive = np.exp(now - self.cumulative[first:last])
+        before, after = _KNOT_LIST[first] - start, end - _KNOT_LIST[last - 1]
+        outer = before * (1.0 + float(alive[0])) + after * (float(alive[-1]) + left)
+        inner = float((_WIDTHS[first : last - 1] * (alive[:-1] + alive[1:])).sum())
+        return total + (outer + inner) / 2
 
     @property
     def _now(self) -> int:

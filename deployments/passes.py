@@ -24,6 +24,11 @@ class Passes:
     _given_at: float = 0.0
     _used: deque[tuple[int, int, int]] = field(default_factory=deque)  # message, epoch, tokens
 
+    @property
+    def has_any(self) -> bool:
+        """Whether the gate had room, whatever happens, when it last told."""
+        return bool(self._given)
+
     def renew(self, as_of: int, given: dict[int, tuple[int, int]], now: float) -> None:
         """New ones, in which all up to message `as_of` is counted."""
         while self._used and self._used[0][0] <= as_of:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_gate_room import quantile
 
 from penstock.deployments.gate_core import Gate
-from penstock.deployments.gate_ledger import Report, Running, WorkerSpec
+from penstock.deployments.gate_demand import Report, Running, WorkerSpec
 from penstock.deployments.gate_queue import QueueSettings
 from penstock.deployments.gate_room import UNBOUNDED
 from penstock.deployments.gate_types import Expiry, GateRequest, GateSettings, Refusal, Ticket
@@ -505,6 +505,50 @@ def test_a_new_gate_learns_from_reports_what_runs():
     assert gate.tick(0.0) == []
     gate.completed("x", 10, 1.0)
     assert [t.request_id for t in gate.tick(1.0)] == ["a"]
+
+
+def test_with_room_whatever_happens_one_comes_in_unseen():
+    gate = gate_with(100)
+    assert gate.let_in(ask("long", 10), 91, 0.0) is None  # it fits nowhere at its longest
+    assert gate.let_in(ask("a", 10), 39, 0.0).worker == "w0"
+    assert gate.let_in(ask("a", 10), 1, 0.0) is None  # it is here
+    assert gate.let_in(ask("b", 10), 40, 0.0) is None  # 49 + 50 and their last blocks
+    assert gate.let_in(ask("b", 10), 37, 0.0).worker == "w0"
+    gate.entered(ask("a", 10), certain(5), "w0", 0.1)  # its own law: no more than 15 tokens
+    assert gate.spare()["w0"][0] == 100 - 16 - 48
+    gate.completed("b", 3, 0.2)
+    gate.offer(ask("waits", 90), certain(5), 0.3)
+    assert gate.let_in(ask("c", 1), 1, 0.3) is None  # nobody goes before one that waits
+
+
+def test_one_that_came_in_unseen_ends_like_others():
+    gate = gate_with(100)
+    for end in ("completed", "declined", "lease", "worker"):
+        assert gate.let_in(ask(end, 10), 40, 0.0) is not None
+        assert gate.spare()["w0"][0] < 100 and gate.is_admitted(end)
+        if end == "completed":
+            gate.completed(end, 3, 0.1)
+        elif end == "declined":
+            assert not gate.declined(end, 0.1)  # it does not wait: it has not been judged
+            assert gate.let_in(ask("other", 1), 1, 0.1) is None  # until that worker reports
+            gate.report("w0", Report("1", 1, (), 1.0), 0.2)
+        elif end == "lease":
+            gate.tick(2.1)
+        else:
+            gate.remove_worker("w0")
+            gate.add_worker(WorkerSpec("w0", "2", 100, 1, 64))
+        assert not gate.is_admitted(end) and gate.spare()["w0"] == (100, 64)
+
+
+def test_the_books_hear_of_one_with_a_pass_before_its_law():
+    gate = gate_with(100)
+    assert gate.hold(ask("a", 10), 40, "w0", 0.0)
+    assert gate.spare()["w0"][0] == 100 - 51
+    assert gate.hold(ask("a", 10), 40, "w0", 0.0)  # told twice, held once
+    assert not gate.hold(ask("b", 10), 40, "gone", 0.0)
+    gate.entered(ask("a", 10), certain(5), "w0", 0.1)
+    assert not gate.hold(ask("a", 10), 40, "w0", 0.2)  # judged by now
+    assert gate.spare()["w0"][0] == 100 - 16
 
 
 def test_the_same_id_twice():

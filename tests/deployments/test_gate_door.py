@@ -119,8 +119,8 @@ def node(model: Any) -> Iterator[Node]:
 
 
 class NoPasses(Passes):
-    def renew(self, *_: Any) -> None:
-        """None are taken."""
+    def take(self, *_: Any) -> None:
+        """None is taken."""
 
 
 def request(
@@ -303,6 +303,8 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
             asked = [request(n, max_tokens=8) for n in range(1, 5)]
             answers = await asyncio.gather(*(collect(made.pool, each) for each in asked))
             async with asyncio.timeout(20):
+                while made.gate.keeper is broken:
+                    await asyncio.sleep(0.01)
                 while not made.client.is_connected or not made.gate.keeper._workers:
                     await asyncio.sleep(0.01)
             new = made.gate.keeper
@@ -310,6 +312,9 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
             made.client._passes = NoPasses()
             later = request(9, max_tokens=8)
             answer = await collect(made.pool, later)
+            async with asyncio.timeout(20):
+                while new.counts.admitted == 0:
+                    await asyncio.sleep(0.01)
             assert new.counts.admitted >= 1
             return [*zip(asked, answers), (later, answer)]
 
@@ -325,7 +330,8 @@ def test_a_gate_that_stands_still_is_gone_past(node, run):
             client, keeper = made.client, made.gate.keeper
             client._passes = NoPasses()  # everybody asks
             keeper.work = keeper.tick = lambda now: False  # nothing is decided any more
-            made.gate.keeper.told_waiting = lambda names, ingress: None
+            keeper.told_waiting = lambda names, ingress: None
+            keeper.take = lambda ingress, message, now: None
             took_s = []
             for n in range(5):
                 began_s = time.monotonic()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from penstock.deployments.gate_choice import Choice
+from penstock.deployments.gate_demand import Demand, WorkerSpec
 from penstock.deployments.gate_grid import HORIZONS
-from penstock.deployments.gate_ledger import Demand, Ledger, WorkerSpec
+from penstock.deployments.gate_ledger import Ledger
 from penstock.deployments.gate_types import GateSettings
 from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.length_histogram import length_prior

@@ -8,9 +8,9 @@ import numpy as np
 
 from penstock.deployments import gate
 from penstock.deployments.gate import GateServer
+from penstock.deployments.gate_demand import Running
 from penstock.deployments.gate_keeper import GateKeeper, GateSetup
 from penstock.deployments.gate_learner import GateLearner
-from penstock.deployments.gate_ledger import Running
 from penstock.deployments.gate_wire import features_message
 from penstock.deployments.length_features import Features
 from penstock.deployments.length_text import digest_text

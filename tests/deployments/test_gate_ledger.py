@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.deployments.gate_ledger import (
-    Demand,
-    Headroom,
-    Ledger,
-    Report,
-    Running,
-    WorkerSpec,
-)
+from penstock.deployments.gate_demand import Demand, Report, Running, WorkerSpec
+from penstock.deployments.gate_ledger import Headroom, Ledger
 from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.length_histogram import length_prior
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.gate_ledger import Demand
+from penstock.deployments.gate_demand import Demand
 from penstock.deployments.gate_queue import GateQueue, QueueSettings, TenantCounters, Waiting
 from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.length_histogram import length_prior

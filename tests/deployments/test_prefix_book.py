@@ -15,7 +15,7 @@ from test_gate_door import ENGINE, Node, NoPasses, Run, collect, house
 from penstock.deployments.asked import AskedRequest
 from penstock.deployments.gate_choice import LEEWAY, best_of
 from penstock.deployments.gate_core import Gate
-from penstock.deployments.gate_ledger import WorkerSpec
+from penstock.deployments.gate_demand import WorkerSpec
 from penstock.deployments.gate_types import GateRequest, GateSettings
 from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.length_features import Features
@@ -101,8 +101,8 @@ def test_of_many_workers_the_one_with_the_prefix_is_looked_at():
     assert {place(f"same{i}", marks) for i in range(3)} == {first}
     gate.remove_worker(first)
     gate.add_worker(WorkerSpec(first, "2", capacity=20_000))  # a new life has an empty cache
-    assert gate._hits(gate._admitted["other0"][1]) == {}
-    assert first not in gate._prefixes.hits(marks)
+    assert gate._places.hits(gate._admitted["other0"][1].prefix) == {}
+    assert first not in gate._places._prefixes.hits(marks)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from sim_fairness import fair_shares, fairness, jain
 from sim_fit import fit
 from sim_loads import GPUS, LOADS, jobs_of
 from sim_policies import Gated, Policy, ReserveMax
-from sim_report import jain
 from sim_run import Simulation
 from sim_worker import Job, SimWorker, StepModel, WorkerShape
 from simulate import POLICIES, run_one
@@ -206,3 +206,11 @@ def test_coefficients_of_known_steps_are_found():
 def test_jain():
     assert jain([3, 3, 3]) == pytest.approx(1.0)
     assert jain([1, 0, 0, 0]) == pytest.approx(0.25)
+
+
+def test_fair_shares():
+    asked = {"a": 1.0, "b": 2.0, "loud": 30.0}
+    assert fair_shares(asked, 9.0) == {"a": 1.0, "b": 2.0, "loud": 6.0}
+    assert fair_shares(asked, 4.5) == {"a": 1.0, "b": 1.75, "loud": 1.75}
+    assert fairness({"a": 1.0, "b": 2.0, "loud": 6.0}, asked) == pytest.approx(1.0)  # Jain: 0.66
+    assert fairness({"a": 0.0, "b": 0.0, "loud": 9.0}, asked) == pytest.approx(1 / 3)

@@ -36,7 +36,7 @@ class WorkerReport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ..., report: _Optional[_Union[_channel_pb2.Report, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "entered", "prefix")
+    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "entered", "prefix", "text_follows")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Offer(_message.Message):
     CEILING_FIELD_NUMBER: _ClassVar[int]
     ENTERED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     features: Features
     priority: int
@@ -51,7 +52,8 @@ class Offer(_message.Message):
     ceiling: int
     entered: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., entered: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ...) -> None: ...
+    text_follows: bool
+    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., entered: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., text_follows: _Optional[bool] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("request_id", "generated")
