@@ -39,6 +39,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], l
                 env={**os.environ, "TMPDIR": folder},
                 start_new_session=True,
             )
+        before = signal.signal(signal.SIGTERM, _end)  # or the server would outlive the benchmark
         try:
             deadline_s = time.monotonic() + START_S
             while "ready after" not in log.read_text():
@@ -53,6 +54,11 @@ def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], l
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _free_port() -> int:
