@@ -246,7 +246,7 @@ class ScriptedGrpc:
         self._serving.__exit__(*error)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Wait until it is so."""
     end_s = time.monotonic() + timeout_s
     while not condition():

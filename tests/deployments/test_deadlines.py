@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-from serving import MODEL, EngineBackend, Serving, eventually, model, tokenizer
+import serving as servers
+from serving import MODEL, EngineBackend, Serving, model, tokenizer
 
 from penstock.deployments.channel import WorkerPool
 from penstock.deployments.client import Client, ClientError
@@ -31,6 +33,7 @@ ONE_SLOT = EngineConfig(num_blocks=256, max_num_seqs=1, threads=1)
 PROMPT = "It was a bright morning, and"
 LATE = "No one ever reads these words of"
 WAIT_S = 0.3
+eventually = partial(servers.eventually, timeout_s=20.0)
 
 
 @pytest.fixture(scope="module")

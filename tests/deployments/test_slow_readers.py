@@ -10,10 +10,12 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import grpc
 import pytest
-from serving import EngineBackend, Serving, eventually
+import serving as servers
+from serving import EngineBackend, Serving
 
 from penstock.deployments.client import Client
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -23,6 +25,7 @@ PROMPT = "It was a bright morning, and"
 NUM_SLOW = 3  # of each kind
 LONG = 450
 LOUD = 20  # alternatives that are told of each token: much to write for little to compute
+eventually = partial(servers.eventually, timeout_s=60.0)
 
 
 @pytest.fixture
