@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +23,12 @@ from penstock.deployments.gate_types import GateRequest, GateSettings, Ticket
 from penstock.deployments.length_distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.length_histogram import length_prior
 
+NUMBERS = (1, 10, 100, 1000)
 CAPACITY = 16_384  # tokens of a worker: some 30 answers
 STEP_S = 0.03
 LAW = LengthDistribution(cumulative_hazard(length_prior()), 2048)
 PER_WORKER = 3.5  # requests a second that a worker can serve, about
-MOST_EACH = 500  # requests of a worker: with few workers each costs much, and teaches nothing new
+MOST_EACH = 1000  # requests of a worker: with few workers each costs much, and teaches nothing new
 REPORT_S = 1.0
 TICK_S = 0.01
 
@@ -47,6 +49,7 @@ class Cost:
     num_admitted: int
     mean_waiting: float
     per_s: float  # requests of simulated time, what the gate was asked to do
+    tenths: list[float]  # us of CPU a request in each tenth of them: whether it grows with time
 
 
 @dataclass
@@ -56,8 +59,8 @@ class Costs:
     def text(self) -> str:
         lines = [
             "| rule | workers | queue | requests | waiting, mean | us/request | offer | tick "
-            "| reports | rest | one core serves, req/s | it was asked, req/s |",
-            "|" + "---|" * 12,
+            "| reports | rest | first and last tenth | one core serves, req/s | it was asked, req/s |",
+            "|" + "---|" * 13,
         ]
         for each in self.costs:
             size, parts = each.size, each.parts
@@ -66,7 +69,8 @@ class Costs:
                 f"| {size.rule} | {size.workers:,} | {size.queue or 'empty'} "
                 f"| {size.requests:,} | {each.mean_waiting:.0f} | {each.us:.0f} "
                 f"| {parts['offer']:.0f} | {parts['tick']:.0f} | {parts['report']:.0f} "
-                f"| {rest:.0f} | {1e6 / each.us:,.0f} | {each.per_s:,.0f} |"
+                f"| {rest:.0f} | {each.tenths[0]:.0f}, {each.tenths[-1]:.0f} "
+                f"| {1e6 / each.us:,.0f} | {each.per_s:,.0f} |"
             )
         return "\n".join(lines)
 
@@ -87,6 +91,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
     ends: list[tuple[float, int, int]] = []
     admitted = waiting = num_ticks = done = sequence = 0
     now, report_at, turn = 0.0, 0.0, 0
+    spent = [0.0]  # seconds, at the end of each tenth
 
     def timed(name: str, call, *args):  # type: ignore[no-untyped-def]
         start = time.thread_time()
@@ -104,6 +109,8 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
             request = GateRequest(f"r{done}", prompts[done])
             timed("offer", gate.offer, request, LAW, now)
             done += 1
+            if done * 10 >= size.requests * len(spent):
+                spent.append(sum(parts.values()))
             if bar is not None:
                 bar.update()
         while report_at <= now:  # workers in turn, each once a second
@@ -128,17 +135,17 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
         if done == size.requests:
             break  # what still waits would be served without any more coming
     each = {name: 1e6 * seconds / size.requests for name, seconds in parts.items()}
-    return Cost(size, sum(each.values()), each, admitted, waiting / num_ticks, rate)
+    tenths = (np.diff(spent) * 1e7 / size.requests).tolist()
+    return Cost(size, sum(each.values()), each, admitted, waiting / num_ticks, rate, tenths)
 
 
-def run_scale(requests: int, most_workers: int = 1000) -> Costs:
-    """A table of sizes, with a progress bar."""
+def run_scale(requests: int, numbers: Sequence[int] = NUMBERS) -> Costs:
+    """A table of sizes, by numbers of workers, with a progress bar."""
     sizes = [
         Size(rule, workers, queue, min(requests, MOST_EACH * workers))
         for rule in ("sampled", "gaussian")
-        for workers in (1, 10, 100, 1000)
+        for workers in numbers
         for queue in ((0, 512) if workers in (1, 1000) else (0,))
-        if workers <= most_workers
     ]
     found = Costs()
     with tqdm(total=sum(each.requests for each in sizes), unit="request", mininterval=1.0) as bar:

@@ -36,7 +36,7 @@ from sim_loads import DATA, GPUS, LOADS, Load, jobs_of
 from sim_policies import Gated, PastFuture, Policy, ReserveMax
 from sim_report import claims, draw, figures, spread, table
 from sim_run import Simulation
-from sim_scale import run_scale
+from sim_scale import NUMBERS, run_scale
 from sim_worker import SimWorker, StepModel, WorkerShape
 from tqdm import tqdm
 
@@ -183,6 +183,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scale-requests", type=int, default=20_000, help="of each size of --scale"
     )
+    parser.add_argument(
+        "--scale-workers", type=int, nargs="+", default=NUMBERS, help="the sizes of --scale"
+    )
     return parser
 
 
@@ -210,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.requests is not None and args.requests < 10:
         parser.error("--requests must be at least 10")
     if args.fit or args.scale:
-        found = fit_engine() if args.fit else run_scale(args.scale_requests)
+        found = fit_engine() if args.fit else run_scale(args.scale_requests, args.scale_workers)
         print("\n" + found.text())
         if args.out is not None:
             write(args.out, found.text(), asdict(found))
