@@ -59,7 +59,7 @@ class Costs:
     def text(self) -> str:
         lines = [
             "| rule | workers | queue | requests | waiting, mean | us/request | offer | tick "
-            "| reports | rest | first and last tenth | one core serves, req/s | it was asked, req/s |",
+            "| reports | rest | first, last tenth | one core serves, req/s | it was asked, req/s |",
             "|" + "---|" * 13,
         ]
         for each in self.costs:

@@ -99,9 +99,9 @@ class MessageShape:
         blocks = [_filled(block, "".join(t)) for block, t in zip(self._blocks, self._texts)]
         return {**self._head, "content": blocks, **_ending(last), "usage": _usage(last.usage)}
 
-    def add(self, piece: TextDelta, usage: Usage) -> str:
+    def add(self, piece: TextDelta, usage: Usage) -> bytes:
         """The events that tell of `piece`. `usage`: what is known of it so far."""
-        events = "" if self._is_begun else self._begin(usage)
+        events = b"" if self._is_begun else self._begin(usage)
         if piece.reasoning:
             events += self._say("thinking", piece.reasoning)
         if piece.text:
@@ -118,19 +118,19 @@ class MessageShape:
             events += _event("message_stop")
         return events
 
-    def _begin(self, usage: Usage) -> str:
+    def _begin(self, usage: Usage) -> bytes:
         self._is_begun = True
         ending = {"stop_reason": None, "stop_sequence": None}
         started = {**self._head, "content": [], **ending, "usage": _usage(usage)}
         return _event("message_start", message=started)
 
-    def _say(self, kind: str, text: str) -> str:
-        events = ""
+    def _say(self, kind: str, text: str) -> bytes:
+        events = b""
         if not self._is_open or self._blocks[-1]["type"] != kind:
             events = self._open(_empty(kind))
         return events + self._grow(text)
 
-    def _open(self, block: dict[str, Any]) -> str:
+    def _open(self, block: dict[str, Any]) -> bytes:
         events = self._close()
         self._is_open = True
         self._blocks.append(block)
@@ -139,21 +139,21 @@ class MessageShape:
         events += _event("content_block_start", index=index, content_block=block)
         return events if index else events + _event("ping")
 
-    def _grow(self, text: str) -> str:
+    def _grow(self, text: str) -> bytes:
         self._texts[-1].append(text)
         kind, name = _DELTAS[self._blocks[-1]["type"]]
         return self._delta({"type": kind, name: text})
 
-    def _close(self) -> str:
+    def _close(self) -> bytes:
         if not self._is_open:
-            return ""
+            return b""
         self._is_open = False
-        events = ""
+        events = b""
         if self._blocks[-1]["type"] == "thinking":
             events = self._delta({"type": "signature_delta", "signature": ""})
         return events + _event("content_block_stop", index=len(self._blocks) - 1)
 
-    def _delta(self, delta: dict[str, Any]) -> str:
+    def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
@@ -176,7 +176,7 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
     return {**block, "input": given if isinstance(given, dict) else {}}
 
 
-def _event(kind: str, **body: Any) -> str:
+def _event(kind: str, **body: Any) -> bytes:
     return server_sent({"type": kind, **body}, kind)
 
 

@@ -7,7 +7,6 @@ that are built from headers. Knows nothing of OpenAI's shapes but for errors.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing
@@ -17,7 +16,7 @@ from penstock.deployments import console_files
 from penstock.deployments.auth import ApiKeys
 from penstock.deployments.calls import new_request_id
 from penstock.deployments.checks import is_client_id
-from penstock.deployments.dialects import OPENAI, Dialect, dialect_of
+from penstock.deployments.dialects import OPENAI, Dialect, dialect_of, json_bytes
 from penstock.deployments.errors import ApiError, describe
 from penstock.workers.request import RequestError
 
@@ -157,7 +156,7 @@ async def until_disconnect(receive: Receive, work: Awaitable[None]) -> None:
 
 async def send_events(
     send: Send,
-    events: AsyncGenerator[str, None],
+    events: AsyncGenerator[bytes, None],
     request_id: str,
     dialect: Dialect = OPENAI,
 ) -> None:
@@ -196,14 +195,14 @@ async def send_start(
     await send({"type": "http.response.start", "status": status, "headers": all_headers})
 
 
-async def send_chunk(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+async def send_chunk(send: Send, content: bytes) -> None:
+    await send({"type": "http.response.body", "body": content, "more_body": True})
 
 
 async def send_json(
     send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    content = json.dumps(body, ensure_ascii=False).encode()
+    content = json_bytes(body)
     length = (b"content-length", str(len(content)).encode())
     await send_start(send, status, b"application/json", [length, *headers])
     await send({"type": "http.response.body", "body": content})

@@ -327,6 +327,7 @@ class _WorkerLink:
 
     def _take_step(self, step: pb.Step) -> None:
         now_s = asyncio.get_running_loop().time()
+        self._gathering.steps(now_s)
         for message in step.deltas:
             call = self._calls.get(message.stream_id)
             if call is not None:  # else it was cancelled meanwhile
@@ -350,7 +351,7 @@ class _WorkerLink:
         call.add(delta)
         if delta.finish_reason is not None:
             self._remove(call)
-            call.has_pending.set()
+            call.tell(now_s)
         elif is_first or not self._gathering.holds(call, len(self._calls), now_s):
             call.tell(now_s)
 

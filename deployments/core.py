@@ -18,7 +18,7 @@ from penstock.deployments.checks import check_ids, check_length, check_text
 from penstock.deployments.choices import check_choices, check_extras, engine_params, nth_choice
 from penstock.deployments.errors import ServiceError
 from penstock.deployments.generation import Generation
-from penstock.deployments.prompts import PromptReader
+from penstock.deployments.prompts import MAX_INLINE_SIZE, PromptReader
 from penstock.deployments.prompts import beside_the_loop as beside_the_loop
 from penstock.deployments.reasoned_answers import Reasoning
 from penstock.deployments.reasoning import Marks
@@ -184,7 +184,10 @@ class RequestCore:
                     delta = await self._next(deltas, generation)
                     times.engine = delta.engine or times.engine
                     work = generation.work_in(delta)
-                    piece = await beside_the_loop(work, generation.take, delta)
+                    if work <= MAX_INLINE_SIZE:  # as it nearly always is: no coroutine for that
+                        piece = generation.take(delta)
+                    else:
+                        piece = await beside_the_loop(work, generation.take, delta)
                     generation.has_begun.set()
                     piece = generation.read_tool_calls(piece)
                     if piece.token_ids:

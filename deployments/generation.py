@@ -58,6 +58,8 @@ class Generation:
         self._thoughts: list[str] = []  # of the piece that is being made
         self._stops = StopChecker(request.params.stop)
         self._scores = None if call.params.logprobs is None else ScoreQueue()
+        # What its tokens spell is the answer, with nothing to look for in it or to tell of it.
+        self._is_plain = not (request.params.stop or reasoning or self._scores)
         self._num_sent = 0  # characters
         self._is_first_delta = True
         tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
@@ -119,6 +121,9 @@ class Generation:
             self.usage.skipped_neurons = last.num_skipped_neurons
 
     def _answer(self, delta: Delta, echo: str) -> TextDelta:
+        if self._is_plain and delta.finish_reason is None:
+            self.usage.completion_tokens += len(delta.token_ids)
+            return self._piece(echo + self._detokenizer.feed(delta.token_ids), delta.token_ids)
         texts = [echo]
         for i, token_id in enumerate(delta.token_ids):
             is_stop = delta.stop_token_id is not None and i + 1 == len(delta.token_ids)

@@ -79,7 +79,7 @@ def whole(body: Awaitable[dict[str, Any]]) -> WhileConnected:
     return WhileConnected(work)
 
 
-def streamed(request: Request, events: AsyncGenerator[str, None]) -> WhileConnected:
+def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> WhileConnected:
     """Server-sent events as they come, in the words of the path."""
     request_id = request.scope["state"]["request_id"]
     dialect = dialect_of(request.scope["path"])

@@ -207,17 +207,20 @@ class AnswerResponse(Response):
         size = sum(choice.size for choice in choices)
         await asgi.send_json(send, 200, await beside_the_loop(size, self._shape.whole, choices))
 
-    async def _events(self) -> AsyncGenerator[str, None]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         usages: list[Usage] = []
         opened: set[int] = set()
         async with aclosing(self._core.run_many(self._generations)) as pieces:
             async for index, piece in pieces:
-                event = ""
+                event = b""
                 if self._shape.is_chat and index not in opened:
                     opened.add(index)
                     event = server_sent(self._shape.opening(index))
-                size = num_spelt(piece.scores, piece.prompt_scores)
-                event += await beside_the_loop(size, self._written, index, piece)
+                if piece.scores or piece.prompt_scores:
+                    size = num_spelt(piece.scores, piece.prompt_scores)
+                    event += await beside_the_loop(size, self._written, index, piece)
+                else:
+                    event += self._written(index, piece)
                 if event:
                     yield event
                 if piece.usage is not None:
@@ -225,8 +228,8 @@ class AnswerResponse(Response):
         if self._shape.shows_usage:
             yield server_sent(self._shape.usage_chunk(usages))
 
-    def _written(self, index: int, piece: TextDelta) -> str:
-        return "".join(map(server_sent, self._shape.chunks(index, piece)))
+    def _written(self, index: int, piece: TextDelta) -> bytes:
+        return b"".join(map(server_sent, self._shape.chunks(index, piece)))
 
 
 def _answer(

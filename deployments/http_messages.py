@@ -82,7 +82,7 @@ async def _message(
 
 async def _events(
     core: RequestCore, generation: Generation, shape: MessageShape
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(core.run(generation)) as pieces:
         async for piece in pieces:
             _refuse_aborted(piece.finish_reason)

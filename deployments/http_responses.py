@@ -189,7 +189,7 @@ class _Maker:
 
     async def _events(
         self, generation: Generation, entry: StoredResponse, *, keeps: bool
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[bytes, None]:
         """The answer for a client that waits for it; once it has begun, failures are events."""
         draft = entry.draft
         has_begun = False
@@ -246,7 +246,7 @@ class _Maker:
         return entry
 
 
-def _frames(events: list[dict[str, Any]]) -> list[str]:
+def _frames(events: list[dict[str, Any]]) -> list[bytes]:
     return [server_sent(event, event["type"]) for event in events]
 
 

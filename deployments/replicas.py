@@ -5,11 +5,13 @@ Knows nothing of what the replica is for.
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import ray
 from ray.serve._private import constants as serve_constants
 from ray.serve._private import replica as serve_replica
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 
 from penstock.deployments.config import ServeConfig
 
@@ -37,10 +39,31 @@ def hide_serve_port() -> None:
     )
 
 
+class _ToServe(logging.Handler):
+    """Hands our lines to the logger of the replica, which Serve keeps in a file.
+
+    What is written to a replica's stderr comes there too, but by way of a search through the stack
+    for who wrote it: a good part of what a short request costs.
+    """
+
+    def __init__(self, serve: logging.Logger):
+        super().__init__()
+        self._serve = serve
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = copy.copy(record)
+        line.msg, line.args = f"{record.name}: {record.getMessage()}", None
+        self._serve.handle(line)
+
+
 def configure_logging(config: ServeConfig) -> None:
-    """Our own log lines go to stderr, which Ray keeps in a file per replica."""
-    logging.basicConfig(format=LOG_FORMAT)
-    logging.getLogger("penstock").setLevel(config.log_level.upper())
+    """Our own log lines go where Serve's go, a file per replica; outside of Serve, to stderr."""
+    ours, serve = logging.getLogger("penstock"), logging.getLogger(SERVE_LOGGER_NAME)
+    if serve.handlers:
+        ours.handlers, ours.propagate = [_ToServe(serve)], False
+    else:
+        logging.basicConfig(format=LOG_FORMAT)
+    ours.setLevel(config.log_level.upper())
 
 
 def in_words(who: str, error: Exception) -> str:

@@ -34,7 +34,7 @@ class StoredResponse:
     request_id: str = ""
     num_input: int = 0  # messages before the answer
     texts: tuple[str, ...] = ()  # what else a client sent to be kept
-    frames: list[str] | None = None
+    frames: list[bytes] | None = None
     task: asyncio.Task[None] | None = None
     expires_s: float = 0.0
     num_bytes: int = ENTRY_BYTES
@@ -50,14 +50,14 @@ class StoredResponse:
         num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
         return ENTRY_BYTES + num_bytes + sum(map(len, self.frames or ()))
 
-    def tell(self, frames: list[str]) -> None:
+    def tell(self, frames: list[bytes]) -> None:
         """Wake whoever follows; `frames` are kept only if someone may ask for them again."""
         if self.frames is not None:
             self.frames += frames
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def follow(self, after: int) -> AsyncGenerator[str, None]:
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """The frames behind number `after`, those to come included."""
         assert self.frames is not None, "only streams in the background keep their frames"
         num_sent = after + 1

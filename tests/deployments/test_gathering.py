@@ -60,6 +60,7 @@ class Driven:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits so long: what is held is held until a last token comes."""
     monkeypatch.setattr(running_call, "GATHER_S", 3600.0)
+    monkeypatch.setattr(running_call, "MESSAGES_PER_S", 0.001)
 
 
 def test_on_many_streams_tokens_gather_but_the_first_and_the_last(patient: None) -> None:
@@ -111,6 +112,42 @@ def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
 
     driven = asyncio.run(scenario())
     assert all(driven.ids(number) == [0, 1, 2] for number in driven.told)
+
+
+def test_the_more_streams_the_longer_tokens_gather_up_to_a_bound() -> None:
+    async def scenario(num_calls: int) -> float:
+        """Seconds for which a token is held, where steps follow one another at once."""
+        driven = Driven(num_calls)
+        await asyncio.sleep(0)
+        await driven.step(0)
+        told_s = next(iter(driven.link._calls.values())).woken_s
+        await driven.step(1)
+        timer = driven.link._gathering._timer
+        assert timer is not None
+        await driven.step(2, FinishReason.STOP)
+        await driven.end()
+        return timer.when() - told_s
+
+    assert asyncio.run(scenario(12)) == pytest.approx(12 / running_call.MESSAGES_PER_S)
+    assert asyncio.run(scenario(200)) == pytest.approx(running_call.GATHER_S)
+
+
+@pytest.mark.parametrize(("step_s", "waits"), [(0.005, True), (0.018, True), (0.03, False)])
+def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool) -> None:
+    """32 streams have a message every 40 ms: of steps of 18 ms two share one, of 30 ms none do."""
+
+    async def scenario() -> bool:
+        gathering = running_call.Gathering(lambda now_s: None)
+        now_s = 100.0
+        for _ in range(40):
+            now_s += step_s
+            gathering.steps(now_s)
+        call = running_call.RunningCall(Request("r", (5,), SamplingParams()), 10)
+        call.tell(now_s)
+        gathering.steps(now_s + step_s)
+        return gathering.holds(call, 32, now_s + step_s)
+
+    assert asyncio.run(scenario()) is waits
 
 
 def test_tokens_before_a_loss_are_told_before_the_loss(patient: None) -> None:
