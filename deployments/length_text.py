@@ -72,7 +72,9 @@ def digest_ids(token_ids: Sequence[int], tokenizer: str) -> TextDigest:
 
 def _pack(head: Sequence[str], tail: Sequence[str], salt: str) -> bytes:
     head, tail = head[:NUM_TOKENS], tail[-NUM_TOKENS:]
-    names = {*head, *tail, *_pairs(head), *_pairs(tail)}
+    names = {*head, *_pairs(head)}
+    if tail != head:  # a short prompt has its end in its beginning
+        names.update(tail, _pairs(tail))
     names.update(f"^{n} {' '.join(head[:n])}" for n in (1, 2, 3))
     names.add(f"$ {' '.join(tail[-2:])}")
     start = zlib.crc32(salt.encode())
