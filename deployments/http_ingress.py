@@ -75,9 +75,10 @@ def build_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(asgi.FrontDoor, keys=ApiKeys(api_keys))
+    short_ways: dict[str, asgi.Answerer] = {}
+    app.add_middleware(asgi.FrontDoor, keys=ApiKeys(api_keys), short_ways=short_ways)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    _add_generation_routes(app, core)
+    _add_generation_routes(app, core, short_ways)
     add_message_routes(app, core)
     add_response_routes(app, core)
     add_token_routes(app, core)
@@ -88,7 +89,11 @@ def build_app(
     return app
 
 
-def _add_generation_routes(app: FastAPI, core: RequestCore) -> None:
+def _add_generation_routes(
+    app: FastAPI, core: RequestCore, short_ways: dict[str, asgi.Answerer]
+) -> None:
+    """The routes, for the documentation and for other methods, and the short ways to them."""
+
     @app.post("/v1/chat/completions", **_generates(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
@@ -120,6 +125,9 @@ def _add_generation_routes(app: FastAPI, core: RequestCore) -> None:
             for generation in await core.prepare_choices(call, body.num_choices)
         ]
         return _answer(core, body, generations)
+
+    short_ways["/v1/chat/completions"] = lambda *asked: chat_completions(Request(*asked))
+    short_ways["/v1/completions"] = lambda *asked: completions(Request(*asked))
 
 
 def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) -> None:
