@@ -27,7 +27,9 @@ NUMBERS = (1, 10, 100, 1000)
 CAPACITY = 16_384  # tokens of a worker: some 30 answers
 STEP_S = 0.03
 LAW = LengthDistribution(cumulative_hazard(length_prior()), 2048)
-PER_WORKER = 3.5  # requests a second that a worker can serve, about
+# Requests a second that a worker's memory can serve: prompts of 325 tokens and answers by LAW, each
+# holding its tokens for as long as it takes, 6,240 token-seconds.
+PER_WORKER = 2.6
 MOST_EACH = 1000  # requests of a worker: with few workers each costs much, and teaches nothing new
 REPORT_S = 1.0
 TICK_S = 0.01
