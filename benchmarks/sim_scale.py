@@ -30,6 +30,7 @@ LAW = LengthDistribution(cumulative_hazard(length_prior()), 2048)
 # Requests a second that a worker's memory can serve: prompts of 325 tokens and answers by LAW, each
 # holding its tokens for as long as it takes, 6,240 token-seconds.
 PER_WORKER = 2.6
+LIGHT = 0.5  # of that: at 0.7 the queue fills within a minute, for a law as broad as this one
 MOST_EACH = 1000  # requests of a worker: with few workers each costs much, and teaches nothing new
 REPORT_S = 1.0
 TICK_S = 0.01
@@ -84,7 +85,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
     for i in range(size.workers):
         gate.add_worker(WorkerSpec(f"w{i}", "1", CAPACITY))
     rng = np.random.default_rng(0)
-    rate = PER_WORKER * size.workers * (2.0 if size.queue else 0.7)
+    rate = PER_WORKER * size.workers * (2.0 if size.queue else LIGHT)
     times = np.cumsum(rng.exponential(1 / rate, size.requests)).tolist()
     prompts = rng.integers(50, 600, size.requests).tolist()
     lengths = [LAW.sample(float(u)) for u in rng.random(size.requests)]

@@ -53,6 +53,8 @@ class Trainer:
         self.preset = PRESETS[args.preset]
         self.model = build_model(getattr(self.preset, args.model), args.bf16, SEED)
         self.model.to(args.device)
+        # Padding is the mark that texts begin with: transformers would keep gradients from it.
+        self.model.get_input_embeddings().padding_idx = None
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(self.model, self.preset.weight_decay),
             lr=self.preset.peak_lr,
