@@ -59,7 +59,7 @@ class Generation:
         self._stops = StopChecker(request.params.stop)
         self._scores = None if call.params.logprobs is None else ScoreQueue()
         # What its tokens spell is the answer, with nothing to look for in it or to tell of it.
-        self._is_plain = not (request.params.stop or reasoning or self._scores)
+        self._is_plain = not request.params.stop and reasoning is None and self._scores is None
         self._num_sent = 0  # characters
         self._is_first_delta = True
         tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
