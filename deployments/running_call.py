@@ -16,7 +16,7 @@ from penstock.workers.request import Delta, FinishReason, Request
 # Each message to a client costs the ingress CPU time, whatever is in it: where it has many streams
 # of fast steps, each gets a share of so many messages, but one at least every GATHER_S. What comes
 # too late to share a message is not waited for, and a first or last token never waits.
-MESSAGES_PER_S = 800  # of a link: some 15 % of a core
+MESSAGES_PER_S = 640  # of a link: some 10 % of a core
 GATHER_S = 0.05
 FEW_CALLS = 8  # on a link: so many cost little, and are never held up
 

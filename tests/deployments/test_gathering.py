@@ -134,7 +134,7 @@ def test_the_more_streams_the_longer_tokens_gather_up_to_a_bound() -> None:
 
 @pytest.mark.parametrize(("step_s", "waits"), [(0.005, True), (0.018, True), (0.03, False)])
 def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool) -> None:
-    """32 streams have a message every 40 ms: of steps of 18 ms two share one, of 30 ms none do."""
+    """32 streams have a message every 50 ms: of steps of 18 ms two share one, of 30 ms none do."""
 
     async def scenario() -> bool:
         gathering = running_call.Gathering(lambda now_s: None)
