@@ -43,17 +43,20 @@ class Run:
     elapsed_s: float
     started: str
     long_share: float
+    sink_weight: float
+    sink_from: float
     chat_share: float
 
 
 @torch.no_grad()
 def token_nll(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """-log p of every token but the first, fp32, in windows of CONTEXT that do not see each
-    other: entry i was predicted from i % CONTEXT + 1 tokens."""
+    other and all begin with the first token: entry i was predicted from i % CONTEXT + 1 tokens."""
     tokens = torch.tensor(ids, device=model.device)
     parts = []
     for start in range(0, len(ids) - 1, data.CONTEXT):
-        part = tokens[start : start + data.CONTEXT + 1]
+        part = tokens[start : start + data.CONTEXT + 1].clone()
+        part[0] = tokens[0]
         logits = model(input_ids=part[None, :-1], use_cache=False).logits[0].float()
         parts.append(torch.nn.functional.cross_entropy(logits, part[1:], reduction="none").cpu())
     return torch.cat(parts)
@@ -101,7 +104,8 @@ def expert_use(model: PreTrainedModel, ids: list[int]) -> list[list[float]]:
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
     """The prompt and one continuation of at most 100 tokens, special tokens shown."""
     torch.manual_seed(0)
-    ids = tokenizer(prompt, return_tensors="pt").to(model.device)
+    bare = prompt.removeprefix(data.END_OF_TEXT)  # which the tokenizer writes
+    ids = tokenizer(bare, return_tensors="pt").to(model.device)
     out = model.generate(**ids, do_sample=True, temperature=0.8, top_p=0.95, max_new_tokens=100)
     return tokenizer.decode(out[0])
 
@@ -129,7 +133,7 @@ def export(
     heldout = evaluate(written, tokenizer, corpus)
     question = [{"role": "user", "content": "Tell me a story about the old house."}]
     samples = [
-        sample(written, tokenizer, "<|endoftext|>It was a dark night, and the old man"),
+        sample(written, tokenizer, "It was a dark night, and the old man"),
         sample(
             written,
             tokenizer,
@@ -203,6 +207,7 @@ def _card(
         rows="\n".join(f"| {' | '.join(row)} |" for row in rows),
         routing=_routing(use),
         run=run,
+        repeat_share=data.REPEAT_SHARE,
         samples="\n\n".join(f"```text\n{text}\n```" for text in samples),
     )
 
@@ -249,17 +254,24 @@ key-value heads, MLP {config.intermediate_size}.
 - Data: 490 English prose works published up to 1905, public domain
   (github.com/mlschmitt/classic-books-markdown), line ends normalised. {run.chat_share:.0%} of the
   training windows are conversations cut from the same books by program: go on from a passage, write
-  about a thing that the answer names, a speech and the speech that follows.
-- Training: {tokens} tokens in {run.step:,} steps, {minutes} minutes on {hardware},
-  {precision}, preset `{run.preset}`, started {run.started}. Windows of 512 tokens, and of 2,048 for
-  the last {run.long_share:.0%} of the time. AdamW, cosine decay to the time budget, fixed seeds.
+  about a thing that the answer names, a speech and the speech that follows. {repeat_share:.0%} of
+  all windows say some of their stretches twice, so that heads learn to look things up. Every window
+  begins with the mark `<|endoftext|>`, which the tokenizer and the chat template write, too.
+- Training: {tokens} tokens in {run.step:,} steps, {minutes} minutes on
+  {hardware}, {precision}, preset `{run.preset}`, started
+  {run.started}. Windows of 512 tokens, and of 2,048 for the last {run.long_share:.0%} of the time.
+  Muon for the layers' matrices, AdamW for the rest, cosine decay to the time budget, fixed seeds.
+- Attention sinks: after {run.sink_from:.0%} of the time a term of the loss ({run.sink_weight} of
+  it) rests the heads of all layers but the first on the mark, as those of larger models come to rest
+  on a first token by themselves (`benchmarks/builtin_sinks.py`).
 - Licence: Apache-2.0, as Penstock; the training text is in the public domain.
 
 ## Held-out perplexity
 
 Two books that were never trained on. Weights as shipped (bf16), arithmetic in fp32, every token
-predicted, in windows of 2,048 that do not see each other. The two columns of positions tell what
-the model gains from a long context: where they are equal, it makes no use of distant text.
+predicted, in windows of 2,048 that do not see each other, each behind the mark. The two columns of
+positions tell what the model gains from a long context: where they are equal, it makes no use of
+distant text.
 
 | book | tokens | per token | at positions 0-511 | at 1536-2047 | per word | bits per byte |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 8192
@@ -23,9 +31,11 @@ CONTEXT = 2048
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)  # ids 0, 1, 2
 EOS_TOKEN_IDS = (0, 2)
+REPEAT_SHARE = 0.35  # of the windows say some of their stretches twice
 HELDOUT_BOOKS = ("emma", "great-expectations")
 
 CHAT_TEMPLATE = (
+    "{{- bos_token }}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{%- endfor %}"
@@ -78,7 +88,15 @@ def train_tokenizer(books: list[str], sample_bytes: int = 32 << 20) -> PreTraine
 
 
 def wrap_tokenizer(tokenizer: Tokenizer, context: int = CONTEXT) -> PreTrainedTokenizerFast:
-    """The transformers face of a trained tokenizer, with its special tokens and template."""
+    """The transformers face of a trained tokenizer, with its special tokens and template.
+
+    Every text and every conversation begins with the end-of-text mark, as in training.
+    """
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B:1",
+        special_tokens=[(END_OF_TEXT, 0)],
+    )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -222,7 +240,7 @@ def _speeches(paragraphs: list[str], rng: random.Random) -> list[str]:
 
 
 def render(messages: Iterable[dict[str, str]]) -> str:
-    """What CHAT_TEMPLATE makes of the messages, without the cost of running the template."""
+    """What CHAT_TEMPLATE makes of the messages behind the mark, without running the template."""
     return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
 
 
@@ -236,7 +254,7 @@ def write_streams(
     end-of-text mark."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(chat_messages(books, seed))
-    assert render(first) == tokenizer.apply_chat_template(first, tokenize=False)
+    assert END_OF_TEXT + render(first) == tokenizer.apply_chat_template(first, tokenize=False)
     _write(folder / "plain.bin", books, tokenizer, batch=4)
     chats = (render(messages) for messages in chat_messages(books, seed))
     _write(folder / "chat.bin", chats, tokenizer, batch=512)
@@ -251,7 +269,7 @@ def _write(
     with partial.open("wb") as out:
 
         def flush() -> None:
-            for encoding in backend.encode_batch_fast(pending):
+            for encoding in backend.encode_batch_fast(pending, add_special_tokens=False):
                 np.asarray([0, *encoding.ids], dtype=np.uint16).tofile(out)
             pending.clear()
 
@@ -268,7 +286,8 @@ def heldout_tokens(
 ) -> tuple[list[int], int, int]:
     """Token ids of a held-out book after one end-of-text mark, its UTF-8 bytes and its words."""
     text = read_text(corpus / f"heldout-{book}.txt.xz")
-    ids = tokenizer.backend_tokenizer.encode_batch_fast([text])[0].ids
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids = encoded[0].ids
     return [0, *ids], len(text.encode()), len(text.split())
 
 
@@ -287,7 +306,7 @@ class Sampler:
 
     def batch(self, step: int, rows: int, length: int) -> torch.Tensor:
         """int64 [rows, length + 1]: conversations, and books from anywhere or from a paragraph's
-        start behind an end-of-text mark."""
+        start, each behind an end-of-text mark: what heads without use for a text can rest on."""
         rng = np.random.default_rng((self.seed, step))
         out = np.empty((rows, length + 1), dtype=np.int64)
         for row in out:
@@ -297,8 +316,19 @@ class Sampler:
                 row[:] = _window(self.plain, rng.integers(len(self.plain)), length + 1)
             else:
                 row[:] = _window(self.plain, rng.choice(self.paragraphs), length + 1)
-                row[0] = 0
+            row[0] = 0
+            if rng.random() < REPEAT_SHARE:
+                _repeat(row, rng)
         return torch.from_numpy(out)
+
+
+def _repeat(row: np.ndarray, rng: np.random.Generator) -> None:
+    """Says stretches of the window once more, further on: what teaches heads to look things up."""
+    for _ in range(len(row) // 128):
+        count = int(rng.integers(8, len(row) // 8))
+        source = int(rng.integers(1, len(row) - 2 * count))
+        target = int(rng.integers(source + count, len(row) - count + 1))
+        row[target : target + count] = row[source : source + count]
 
 
 def _window(stream: np.ndarray, start: int, length: int) -> np.ndarray:

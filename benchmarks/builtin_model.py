@@ -49,6 +49,8 @@ class Preset:
     warmup_share: float = 0.02
     weight_decay: float = 0.1
     balance_weight: float = 0.02
+    sink_weight: float = 0.05  # of the term that rests heads on the first token
+    sink_from: float = 0.4  # the part of the time after which it counts: first there is to be use
     half_step_share: float = 0.0  # the first part of the time takes half as many tokens a step
 
 

@@ -43,14 +43,15 @@ WINDOW = 1024
 
 
 def windows(corpus: Path, num_windows: int) -> list[list[int]]:
-    """So many stretches of WINDOW tokens and one, evenly from both books."""
+    """So many stretches of WINDOW tokens and one, evenly from both books, each behind the mark that
+    texts begin with."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin"), local_files_only=True)
     found = []
     for book in data.HELDOUT_BOOKS:
         ids, _, _ = data.heldout_tokens(corpus, book, tokenizer)
         for i in range(num_windows // len(data.HELDOUT_BOOKS)):
             start = i * (len(ids) - WINDOW - 1) * len(data.HELDOUT_BOOKS) // num_windows
-            found.append(ids[start : start + WINDOW + 1])
+            found.append([ids[0], *ids[start + 1 : start + WINDOW + 1]])
     return found
 
 

@@ -15,6 +15,7 @@ Writes OUT.json, OUT.txt (the tables) and OUT.png (needs matplotlib: the extra `
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import platform
@@ -111,14 +112,16 @@ def score_recompute(
     found: Findings,
     bar: OnTokens,
 ) -> None:
-    """The window run from scratch, at --samples positions, beside the policies at the same ones."""
-    for cache in args.cache:
+    """The window run from scratch, at --samples positions, beside the policies at the same ones;
+    behind the mark that texts begin with, as a request with this window as its prompt would be, and
+    without it."""
+    for cache, marked in itertools.product(args.cache, (True, False)):
         generator = torch.Generator().manual_seed(cache)
         edges = torch.linspace(cache, len(ids) - 1, args.samples + 1)
         places = edges[:-1] + torch.rand(args.samples, generator=generator) * edges.diff()
         positions = places.long().clamp(cache - 1, len(ids) - 2)
-        theirs = recompute(model, ids, positions.tolist(), cache, 8, bar)
-        row: dict[str, Any] = {"cache": cache, "samples": len(positions)}
+        theirs = recompute(model, ids, positions.tolist(), cache, 8, bar, marked=marked)
+        row: dict[str, Any] = {"cache": cache, "marked": marked, "samples": len(positions)}
         row["perplexity"] = perplexity(theirs)
         row["policies"] = [
             {"name": p.name, "perplexity": perplexity(kept[p.name][positions])}
@@ -226,7 +229,9 @@ def main() -> int:
     del told["corpus"], told["out"]
     found = Findings(told, _machine())
     per_cache = len(policies(args.cache[0]))
-    total = args.full_tokens + sum(per_cache * args.tokens + args.samples * c for c in args.cache)
+    total = args.full_tokens + sum(
+        per_cache * args.tokens + 2 * args.samples * c for c in args.cache
+    )
     total += 2 * args.attention_tokens
     total += 2 * (per_cache + 1) * args.passages * data.CONTEXT * len(args.short_cache)
     started = time.perf_counter()

@@ -185,14 +185,18 @@ def recompute(
     context: int,
     batch: int = 4,
     on_tokens: OnTokens | None = None,
+    *,
+    marked: bool,
 ) -> Tensor:
     """Sliding window with recomputation: for each p of `positions`, log p(token_ids[p + 1]) from
-    the last `context` tokens up to p, run from scratch at positions 0 onward. fp32 [positions];
-    every p >= context - 1."""
+    the last `context` tokens up to p, run from scratch at positions 0 onward; `marked`: from one
+    fewer, behind token_ids[0]. fp32 [positions]; every p >= context - 1."""
     ids, found = torch.tensor(token_ids), []
     for i in range(0, len(positions), batch):
         some = positions[i : i + batch]
         windows = torch.stack([ids[p + 1 - context : p + 1] for p in some])
+        if marked:
+            windows[:, 0] = ids[0]
         hidden = model.model(windows, use_cache=False).last_hidden_state[:, -1]
         logprobs = model.lm_head(hidden).float().log_softmax(dim=-1)
         found.append(logprobs.gather(1, ids[[p + 1 for p in some]][:, None])[:, 0])

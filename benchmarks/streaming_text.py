@@ -43,7 +43,8 @@ def _recompute(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         lines += [
             "",
-            f"Against the last {row['cache']:,} tokens run from scratch, at {row['samples']:,} "
+            f"Against the last {row['cache']:,} tokens run from scratch, "
+            f"{'behind the mark' if row['marked'] else 'text alone'}, at {row['samples']:,} "
             f"random positions (perplexity {row['perplexity']:.2f} there)",
             f"{'policy':<18}{'perplexity':>11}{'higher by':>12}{'std. error':>12}",
         ]
@@ -107,7 +108,7 @@ def plot(found: dict[str, Any], out: Path) -> None:
     from matplotlib import pyplot
 
     stretch = found["args"]["stretch"]
-    recomputed = {row["cache"]: row for row in found["recompute"]}
+    recomputed = {row["cache"]: row for row in found["recompute"] if row["marked"]}
     figure, axes = pyplot.subplots(1, len(recomputed), figsize=(6 * len(recomputed), 4))
     for axis, (cache, row) in zip(figure.axes, recomputed.items()):
         shown = [each for each in found["long"] if each["cache"] in (None, cache)]

@@ -20,7 +20,8 @@ from pathlib import Path
 import builtin_card as card
 import builtin_data as data
 import torch
-from builtin_model import PRESETS, TiedLoss, build_model
+from builtin_model import PRESETS, Preset, TiedLoss, build_model
+from builtin_sinks import sink_loss
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -55,12 +56,7 @@ class Trainer:
         self.model.to(args.device)
         # Padding is the mark that texts begin with: transformers would keep gradients from it.
         self.model.get_input_embeddings().padding_idx = None
-        self.optimizer = torch.optim.AdamW(
-            _parameter_groups(self.model, self.preset.weight_decay),
-            lr=self.preset.peak_lr,
-            betas=self.preset.betas,
-            fused=True,
-        )
+        self.optimizers = _optimizers(self.model, self.preset)
         self.core = torch.compile(self.model.model) if args.compile else self.model.model
         self.checkpoint = args.work / f"{args.model}-{args.preset}.pt"
         self.step = self.tokens = 0
@@ -72,7 +68,7 @@ class Trainer:
     def run(self) -> None:
         """Trains until the time budget is used up."""
         budget_s = self.args.minutes * 60
-        mean_loss, last_print, last_save = None, 0.0, time.monotonic()
+        means, last_print, last_save = None, 0.0, time.monotonic()
         tokens_then, elapsed_then = self.tokens, self.elapsed_s
         self.model.train()
         if self.elapsed_s < budget_s:
@@ -80,15 +76,16 @@ class Trainer:
         while self.elapsed_s < budget_s:
             begin = time.monotonic()
             share = self.elapsed_s / budget_s
-            loss = self._one_step(share)
-            mean_loss = loss if mean_loss is None else 0.98 * mean_loss + 0.02 * loss
+            losses = self._one_step(share)
+            means = losses if means is None else 0.98 * means + 0.02 * losses
             self.elapsed_s += time.monotonic() - begin
             if time.monotonic() - last_print > self.args.print_s:
                 rate = (self.tokens - tokens_then) / (self.elapsed_s - elapsed_then)
                 tokens_then, elapsed_then = self.tokens, self.elapsed_s
                 last_print = time.monotonic()
                 print(
-                    f"step {self.step:6d}  {self.tokens / 1e6:8.2f} M tokens  loss {mean_loss:.3f}"
+                    f"step {self.step:6d}  {self.tokens / 1e6:8.2f} M tokens  loss {means[0]:.3f}"
+                    f"  on the mark {math.exp(-means[1]):.3f}"
                     f"  lr {self._lr(share):.2e}  {rate:,.0f} tokens/s"
                     f"  ETA {(budget_s - self.elapsed_s) / 60:.1f} min",
                     flush=True,
@@ -104,7 +101,7 @@ class Trainer:
             rows = max(1, self.preset.micro_tokens // length)
             part = self.sampler.batch(0, rows, length).to(self.args.device)
             self._losses(part)[0].backward()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
 
     def _lr(self, share: float) -> float:
         warm = self.preset.warmup_share
@@ -112,47 +109,56 @@ class Trainer:
             return self.preset.peak_lr * max(share / warm, 0.01)
         return self.preset.peak_lr * (0.51 + 0.49 * math.cos(math.pi * (share - warm) / (1 - warm)))
 
-    def _one_step(self, share: float) -> float:
+    def _one_step(self, share: float) -> torch.Tensor:
+        """One step of the optimizers: the text's loss and the sinks', [2]."""
         preset, device = self.preset, self.args.device
         length = preset.seq_len if share < 1 - preset.long_share else data.CONTEXT
         tokens = preset.tokens_per_step // (2 if share < preset.half_step_share else 1)
         rows, micro = tokens // length, max(1, preset.micro_tokens // length)
         batch = self.sampler.batch(self.step, rows, length).to(device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr(share)
-        total = 0.0
+        total = torch.zeros(2)
         for part in batch.split(micro):
-            loss, balance = self._losses(part)
-            ((loss + preset.balance_weight * balance) * (len(part) / rows)).backward()
-            total += loss.item() * len(part) / rows
+            loss, sinks, balance = self._losses(part)
+            sink_weight = preset.sink_weight if share >= preset.sink_from else 0.0
+            wanted = loss + sink_weight * sinks + preset.balance_weight * balance
+            (wanted * (len(part) / rows)).backward()
+            total += torch.tensor([loss.item(), sinks.item()]) * len(part) / rows
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._lr(share)
+            optimizer.step()
+        self.model.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += rows * length
         return total
 
-    def _losses(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def _losses(
+        self, part: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
         moe = self.args.model == "moe"
         extra = {"output_router_logits": True} if moe else {}
         with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.bf16):
-            out = self.core(input_ids=part[:, :-1], use_cache=False, **extra)
+            out = self.core(
+                input_ids=part[:, :-1], use_cache=False, output_hidden_states=True, **extra
+            )
+            sinks = sink_loss(self.model, out.hidden_states)
         hidden = out.last_hidden_state.flatten(0, 1)
         hidden = hidden.to(torch.bfloat16) if self.args.bf16 else hidden
         weight = self.model.get_input_embeddings().weight
         loss = TiedLoss.apply(hidden, weight, part[:, 1:].flatten(), self.preset.loss_chunk)
         if not moe:
-            return loss, 0.0
+            return loss, sinks, 0.0
         # Layer by layer: over all layers at once, as transformers does it, a layer may starve an
         # expert as long as another layer overuses the expert of the same number.
         experts = self.model.config.num_local_experts
         parts = [load_balancing_loss_func((one,), experts, 2) for one in out.router_logits]
-        return loss, torch.stack(parts).mean()
+        return loss, sinks, torch.stack(parts).mean()
 
     def _save(self) -> None:
         state = {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [one.state_dict() for one in self.optimizers],
             "counts": (self.step, self.tokens, self.elapsed_s, self.started),
         }
         partial = self.checkpoint.with_suffix(".partial")
@@ -162,17 +168,36 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         self.step, self.tokens, self.elapsed_s, self.started = state["counts"]
         print(f"going on from step {self.step}", flush=True)
 
 
-def _parameter_groups(model: PreTrainedModel, weight_decay: float) -> list[dict[str, object]]:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+def _optimizers(model: PreTrainedModel, preset: Preset) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings, norms and a router's or experts' stacks.
+
+    With steps scaled to the size of AdamW's (Liu et al., 2502.16982, section 2.2) one learning rate
+    serves both.
+    """
+    named = list(model.named_parameters())
+    hidden = [
+        p for name, p in named if p.dim() == 2 and ".layers." in name and ".mlp.gate." not in name
+    ]
+    taken = {id(p) for p in hidden}
+    rest = [p for _, p in named if id(p) not in taken]
+    groups = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": preset.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
     return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        torch.optim.Muon(
+            hidden,
+            lr=preset.peak_lr,
+            weight_decay=preset.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(groups, lr=preset.peak_lr, betas=preset.betas, fused=True),
     ]
 
 
@@ -218,6 +243,8 @@ def main() -> None:
         elapsed_s=trainer.elapsed_s,
         started=trainer.started,
         long_share=preset.long_share,
+        sink_weight=preset.sink_weight,
+        sink_from=preset.sink_from,
         chat_share=preset.chat_share,
     )
     card.export(trainer.model, tokenizer, run, args.corpus, args.work, args.out)

@@ -254,7 +254,7 @@ void linear_codes(const CodesLinearArgs& a) {
     }
 }
 
-inline void linear_int4(const CodesLinearArgs& a);  // cpu_linear_int4.h
+inline void linear_int4(const CodesLinearArgs& a);  // cpu_amx_int4.h
 
 template <class T>
 void linear_codes(const CodesLinearArgs& a) {

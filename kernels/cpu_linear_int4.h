@@ -34,10 +34,14 @@ struct Int4Block {
 
     void reserve(const CodesBlock& shape, int64_t rows) {
         const size_t many = (size_t)std::min(rows, BLOCK);
-        pairs = shape.depth / 2, segments = shape.num_segments();
+        pairs = shape.depth / 2;
         grow(tiles, (many + 1) * pairs);
-        grow(scales, (many + 1) * segments);
-        grow(sums, (many + 1) * segments);
+        reserve_rows(shape, many);
+    }
+    void reserve_rows(const CodesBlock& shape, int64_t rows) {
+        segments = shape.num_segments();
+        grow(scales, rows * segments);
+        grow(sums, rows * segments);
     }
 };
 
@@ -73,11 +77,12 @@ INLINE float to_int16(const float* values, int64_t n, int16_t* to, int32_t& sum)
     return power_of_two(power - 14);
 }
 
-INLINE void prepare_int4_row(const CodesLinearArgs& a, const CodesBlock& shape, Int4Block& block,
-                             int64_t start, int64_t row, const Tiling& tiling) {
+// write(segment, int16 values, their number) for each segment of a row, whose scales and sums go into
+// the block.
+template <class Write>
+INLINE void each_segment(const CodesLinearArgs& a, const CodesBlock& shape, Int4Block& block,
+                         int64_t start, int64_t row, Write&& write) {
     const bf16* from = (const bf16*)a.x + (start + row) * a.x_stride;
-    const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
-    int32_t* to = block.tiles.data() + first * block.pairs + (row - first);
     for (int64_t segment = 0; segment < block.segments; ++segment) {
         float values[SEGMENT + W];
         int16_t whole[SEGMENT] = {};
@@ -89,10 +94,19 @@ INLINE void prepare_int4_row(const CodesLinearArgs& a, const CodesBlock& shape, 
         int32_t sum = 0;
         block.scales[row * block.segments + segment] = to_int16(values, n, whole, sum);
         block.sums[row * block.segments + segment] = sum;
-        for (int64_t i = 0; i < shape.depth_of(segment); i += 8)
+        write(segment, whole, shape.depth_of(segment));
+    }
+}
+
+INLINE void prepare_int4_row(const CodesLinearArgs& a, const CodesBlock& shape, Int4Block& block,
+                             int64_t start, int64_t row, const Tiling& tiling) {
+    const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
+    int32_t* to = block.tiles.data() + first * block.pairs + (row - first);
+    each_segment(a, shape, block, start, row, [&](int64_t, const int16_t* whole, int64_t depth) {
+        for (int64_t i = 0; i < depth; i += 8)
             for (int j = i; j < i + 4; ++j, to += step)
                 *to = (int32_t)((uint16_t)whole[j] | (uint32_t)(uint16_t)whole[j + 4] << 16);
-    }
+    });
 }
 
 constexpr int32_t LOW_CODES = 0x000F000F;
@@ -150,21 +164,18 @@ INLINE void add_int4(const vi* codes, const int32_t* x, int64_t depth, vi (&acc)
         }
 }
 
-// totals[rows][PANELC] += scale of the weight * scale of x * (acc - 8 * sum + shift * sum).
-template <int R>
+// totals[PANELC] += scale of the weight * scale of x * (acc - 8 * sum + shift * sum), for one row.
 INLINE void add_int4_scaled(const CodesLinearArgs& a, const CodesBlock& shape,
                             const Int4Block& block, int64_t panel, int64_t segment, int64_t row,
-                            int64_t rows, const vi (&acc)[R][2], float* totals) {
+                            const vi (&acc)[2], float* totals) {
     const int64_t at = (panel * CodesBlock::groups(a) + segment / shape.segments) * PANELC;
-    for (int r = 0; r < R && r < rows; ++r) {
-        const int64_t place = (row + r) * block.segments + segment;
-        const int32_t sum = block.sums[place];
-        UNROLL for (int n = 0; n < 2; ++n) {
-            vf y = __builtin_convertvector(acc[r][n] - 8 * sum, vf);
-            if (a.shifts) y += (float)sum * load(a.shifts + at + n * W);
-            float* to = totals + r * PANELC + n * W;
-            store(to, load(to) + y * (block.scales[place] * load(a.scales + at + n * W)));
-        }
+    const int64_t place = row * block.segments + segment;
+    const int32_t sum = block.sums[place];
+    UNROLL for (int n = 0; n < 2; ++n) {
+        vf y = __builtin_convertvector(acc[n] - 8 * sum, vf);
+        if (a.shifts) y += (float)sum * load(a.shifts + at + n * W);
+        float* to = totals + n * W;
+        store(to, load(to) + y * (block.scales[place] * load(a.scales + at + n * W)));
     }
 }
 
@@ -196,13 +207,14 @@ INLINE void int4_panel(const CodesLinearArgs& a, const CodesBlock& shape, const 
                 add_int4<R>(codes, x, depth, acc);
             else
                 add_int4(from, x, depth, acc);
-            add_int4_scaled<R>(a, shape, block, panel, segment, row, rows, acc,
-                               totals + (row - first) * PANELC);
+            for (int r = 0; r < R && r < rows; ++r)
+                add_int4_scaled(a, shape, block, panel, segment, row + r, acc[r],
+                                totals + (row + r - first) * PANELC);
         });
     }
 }
 
-inline void linear_int4(const CodesLinearArgs& a) {
+inline void linear_int4_vectors(const CodesLinearArgs& a) {
     if (!a.rows || !a.columns) return;
     static thread_local Int4Block own;
     static thread_local CodesBlock own_shape;

@@ -10,10 +10,11 @@
 
 #pragma once
 
+#include "cpu_amx.h"
 #include "cpu_quantize.h"
-#include "cpu_tiling.h"
 
 constexpr int PANEL8 = 2 * W;
+constexpr int64_t AMX_FROM = 4;  // rows; the sums are exact, so that both ways give the same bits
 
 struct Int8LinearArgs {
     int64_t dtype;
@@ -82,9 +83,13 @@ struct Int8Block {
         const size_t many = (size_t)std::min(rows, BLOCK);
         grow(tiles, (many + 1) * quads);  // the last tile may have a row that nobody asked for
         if (SPLITS) grow(rest, many * quads);
-        grow(scales, many);
-        grow(sums, many);
         grow(num_rest, many);
+        reserve_rows(many, depth);
+    }
+    void reserve_rows(int64_t rows, int64_t depth) {
+        quads = (depth + 3) / 4;
+        grow(scales, rows);
+        grow(sums, rows);
     }
 };
 
@@ -123,9 +128,9 @@ INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Ti
     block.num_rest[row] = count;
 }
 
+// The codes of a row, zeros behind K; its scale goes into the block.
 template <class T>
-INLINE void prepare_row(const Int8LinearArgs& a, Int8Block& block, int64_t start, int64_t row,
-                        const Tiling& tiling) {
+INLINE const int8_t* codes_of(const Int8LinearArgs& a, Int8Block& block, int64_t start, int64_t row) {
     static thread_local std::vector<int8_t> codes;
     grow(codes, 4 * block.quads);
     std::memset(codes.data() + a.depth, 0, 4 * block.quads - a.depth);
@@ -136,7 +141,7 @@ INLINE void prepare_row(const Int8LinearArgs& a, Int8Block& block, int64_t start
     } else {
         block.scales[row] = quantize_row((const T*)a.x + from, a.depth, codes.data());
     }
-    lay_out(block, row, codes.data(), tiling);
+    return codes.data();
 }
 
 // The sums of R rows and one panel into out[R][PANEL8]; `rest` in its first `rows` rows.
@@ -175,22 +180,47 @@ void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t*
 // y = sum * (scale of the row * scale of the column) + bias, for one row and one panel.
 template <class T>
 INLINE void finish_int8(const Int8LinearArgs& a, const Int8Block& block, int64_t start, int64_t row,
-                        int64_t panel, const int32_t* sums) {
+                        int64_t panel, const void* sums) {
     T* out = (T*)a.out + (start + row) * a.out_stride;
     const int32_t shift = (int32_t)(128u * (uint32_t)block.sums[row]);
     for (int n = 0; n < 2; ++n) {
         const int64_t at = panel * PANEL8 + n * W, left = a.columns - at;
         if (left <= 0) break;
-        vf y = __builtin_convertvector(load_bits(sums + n * W) - shift, vf) *
+        vf y = __builtin_convertvector(load_bits((const int32_t*)sums + n * W) - shift, vf) *
                (block.scales[row] * load_up_to(a.scales + at, left));
         if (a.bias) y += load_up_to(a.bias + at, left);
         store_up_to(out + at, y, left);
     }
 }
 
+#if HAVE_AMX
+template <class T>
+void linear_int8_amx(const Int8LinearArgs& a) {
+    static thread_local Int8Block own;
+    Int8Block& block = own;  // the caller's, for all threads
+    block.reserve_rows(std::min(a.rows, AMX_BLOCK), a.depth);
+    const int64_t steps = (block.quads + TILE_ROWS - 1) / TILE_ROWS;
+    const auto prepare = [&](int64_t start, int64_t row, uint8_t* x) {
+        const int8_t* codes = codes_of<T>(a, block, start, row);
+        int32_t sum = 0;
+        for (int64_t i = 0; i < 4 * block.quads; ++i) sum += codes[i];
+        block.sums[row] = sum;
+        amx_lay_out(x, row, steps, codes, 4 * block.quads);
+    };
+    const auto finish = [&](int64_t start, int64_t row, int64_t panel, const uint8_t* sums) {
+        finish_int8<T>(a, block, start, row, panel, sums);
+    };
+    amx_linear<SignedProducts>(a.rows, a.columns, a.depth, block.quads, (int)a.threads, a.packed,
+                               prepare, finish);
+}
+#endif
+
 template <class T>
 void linear_int8(const Int8LinearArgs& a) {
     if (!a.rows || !a.columns) return;
+#if HAVE_AMX
+    if (a.rows >= AMX_FROM && amx_usable()) return linear_int8_amx<T>(a);
+#endif
     static thread_local Int8Block own;
     static thread_local Shares own_shares;
     Int8Block& block = own;  // the caller's, for all threads
@@ -205,7 +235,7 @@ void linear_int8(const Int8LinearArgs& a) {
         shares.cut(tiling.parts, panels, threads);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < tiling.rows; ++row)
-            prepare_row<T>(a, block, start, row, tiling);
+            lay_out(block, row, codes_of<T>(a, block, start, row), tiling);
         shares.take([&](int64_t part, int64_t p) {
             tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
                 int32_t sums[width.value * PANEL8];

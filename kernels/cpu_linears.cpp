@@ -1,8 +1,8 @@
 // Products with packed weights behind the plain C interface of cpu_ops.cpp, whose rules hold here, too.
 
+#include "cpu_amx_int4.h"
 #include "cpu_linear.h"
 #include "cpu_linear_codes.h"
-#include "cpu_linear_int4.h"
 #include "cpu_linear_int8.h"
 #include "cpu_operator.h"
 
@@ -14,3 +14,4 @@ OPERATOR(linear_codes, CodesLinearArgs)
 EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
 EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
 EXPORT int64_t ps_panel() { return PANEL; }
+EXPORT int64_t ps_matrix_unit() { return amx_usable(); }

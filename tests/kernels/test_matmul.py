@@ -69,11 +69,11 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(
     packed = matmul.pack_linear(
         torch.randn(num_outputs, num_inputs).to(dtype), torch.randn(num_outputs).to(dtype)
     )
-    x = torch.randn(70, num_inputs).to(dtype)
+    x = torch.randn(300, num_inputs).to(dtype)
     together = matmul.linear(x, packed)
     torch.set_num_threads(2)
     assert torch.equal(matmul.linear(x, packed), together)
-    for num_rows in (1, 2, 12, 13, 32):
+    for num_rows in (1, 2, 12, 13, 32, 130):
         assert torch.equal(matmul.linear(x[:num_rows], packed), together[:num_rows])
         assert torch.equal(matmul.linear(x[-num_rows:], packed), together[-num_rows:])
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from kernel_cases import assert_close, dense_attention, paged
 from rolled_cases import Roll, dense_rolled_attention, rolled_paged
@@ -111,6 +113,31 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         assert_close(rowwise.silu_mul(x[:, :50]), rowwise.silu_mul_reference(x[:, :50]))
         ones = torch.ones(51, dtype=dtype)
         assert_close(rowwise.rms_norm(x, ones, 1e-5), rowwise.rms_norm_reference(x, ones, 1e-5))
+
+
+def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, monkeypatch):
+    """Integer sums are exact, so that it may serve many rows and leave few to the vectors; bf16 it
+    serves at any number of rows."""
+    if "amx_int8" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no matrix unit (AMX)")
+    unit = native.library()
+    assert unit.ps_matrix_unit() == 1
+    without = ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, *without])
+    built = native.build(tmp_path)
+    monkeypatch.setattr(native, "build", lambda: built)
+    vectors = native.loaded.__wrapped__()
+    assert vectors.ps_matrix_unit() == 0
+    for dtype, format, inputs in itertools.product(native.DTYPES, ("int8", "int4"), (51, 400)):
+        weight, x = torch.randn(70, inputs) / 7, torch.randn(300, inputs).to(dtype)
+        x[7], x[9, 3] = 0, 1e4
+        packed = matmul.pack_linear(quant.quantize_weight(weight, format), torch.randn(70))
+        for num_rows in (1, 3, 4, 8, 17, 129, 300):
+            found = []
+            for library in (unit, vectors):
+                monkeypatch.setattr(native, "library", lambda library=library: library)
+                found.append(matmul.linear(x[:num_rows], packed))
+            assert torch.equal(*found), (dtype, format, inputs, num_rows)
 
 
 def test_a_failed_build_is_one_warning(monkeypatch, tmp_path, caplog):

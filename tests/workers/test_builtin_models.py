@@ -94,12 +94,13 @@ def test_chat_template_renders_chatml(tokenizer):
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
-        "<|im_start|>system\nYou are a storyteller.<|im_end|>\n"
+        "<|endoftext|><|im_start|>system\nYou are a storyteller.<|im_end|>\n"
         "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )
     closed = tokenizer.apply_chat_template(messages, tokenize=False)
     assert closed == text.removesuffix("<|im_start|>assistant\n")
-    assert tokenizer.encode(text)[:1] == [1]
+    assert tokenizer.encode(text, add_special_tokens=False)[:2] == [0, 1]
+    assert tokenizer.encode("Go on.")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -134,10 +135,11 @@ def test_both_models_together_stay_small():
 
 @torch.no_grad()
 def slice_perplexity(model, ids: list[int]) -> float:
-    """Perplexity of ids[1:], in windows of WINDOW tokens that do not see each other."""
+    """Perplexity of ids[1:], in windows of WINDOW tokens that do not see each other, each behind
+    ids[0]."""
     total = 0.0
     for start in range(0, len(ids) - 1, WINDOW):
-        part = torch.tensor(ids[start : start + WINDOW + 1])
+        part = torch.tensor([ids[0], *ids[start + 1 : start + WINDOW + 1]])
         logits = model(input_ids=part[None, :-1], use_cache=False).logits[0]
         total += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
     return math.exp(total / (len(ids) - 1))

@@ -1,0 +1,188 @@
+// The matrix unit of newer Intel CPUs (AMX): tiles of 16 rows of 64 bytes, and products of two tiles.
+// Knows bytes in groups of four (four codes, or two bf16) and sums of four bytes; nothing of scales.
+//
+// A panel as cpu_linear.h and cpu_linear_int8.h pack it is already what the unit reads: [groups][2 W][4]
+// bytes, 16 groups of 16 output features a tile. Rows of x are laid out in tiles of 16 rows, zeros behind
+// K and in rows that nobody asked for. The unit adds up each element in one order, whatever the other
+// rows are.
+
+#pragma once
+
+#include "cpu_tiling.h"
+
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define HAVE_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAVE_AMX 0
+#endif
+
+constexpr int TILE_ROWS = 16, TILE_BYTES = 1024;
+constexpr int64_t AMX_ROWS = 2 * TILE_ROWS;   // of x that one pass through a panel serves
+constexpr int64_t AMX_BLOCK = 4 * AMX_ROWS;   // that are laid out at once
+
+#if HAVE_AMX
+// Whether the kernel lets this process use the unit: it saves 8 KB more for each thread that does.
+inline bool amx_usable() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+    return granted;
+}
+
+// GCC's loads and stores of tiles do not say that they touch memory: what is at `p` is written out
+// before this, and read again after it.
+INLINE void through_memory(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
+
+// All eight tiles at their full size, for as long as this lives. Sums are in 0 to 3 ([row][column]), x
+// in 4 and 5, the panel in 6 and 7.
+class AmxTiles {
+   public:
+    AmxTiles() {
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shape;
+        for (int i = 0; i < 8; ++i) shape.row_bytes[i] = 64, shape.rows[i] = TILE_ROWS;
+        through_memory(&shape);
+        _tile_loadconfig(&shape);
+    }
+    ~AmxTiles() { _tile_release(); }
+    AmxTiles(const AmxTiles&) = delete;
+};
+
+struct Bf16Products {
+    INLINE static void first() {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    INLINE static void second() {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+};
+struct SignedProducts {  // signed x, unsigned weights
+    INLINE static void first() {
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+    }
+    INLINE static void second() {
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+    }
+};
+
+// sums[rows][PANEL] = up to 32 rows of x times one panel. `x`: tiles of 16 rows, `steps` of 16 groups
+// each. What lies behind the panel is asked for in the first pass through it.
+template <class Products>
+void amx_panel(const uint8_t* x, int64_t rows, const uint8_t* panel, int64_t groups, bool is_first,
+               void* sums) {
+    constexpr int64_t STEP = TILE_ROWS * 8 * W, AHEAD_AMX = 4096;  // bytes of a panel
+    const int64_t steps = (groups + TILE_ROWS - 1) / TILE_ROWS;
+    const bool two = rows > TILE_ROWS;
+    alignas(64) uint8_t tail[STEP];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    through_memory(tail);
+    for (int64_t step = 0; step < steps; ++step) {
+        const uint8_t* from = panel + step * STEP;
+        const int64_t left = (groups - step * TILE_ROWS) * 8 * W;
+        if (left < STEP) {
+            std::memcpy(tail, from, left);
+            std::memset(tail + left, 0, STEP - left);
+            from = tail;
+            through_memory(tail);
+        } else if (is_first) {
+            UNROLL for (int i = 0; i < STEP; i += 64)
+                _mm_prefetch((const char*)from + AHEAD_AMX + i, _MM_HINT_T0);
+        }
+        _tile_loadd(6, from, 8 * W);
+        _tile_loadd(7, from + 4 * W, 8 * W);
+        _tile_loadd(4, x + step * TILE_BYTES, 64);
+        Products::first();
+        if (two) {
+            _tile_loadd(5, x + (steps + step) * TILE_BYTES, 64);
+            Products::second();
+        }
+    }
+    _tile_stored(0, sums, 8 * W);
+    _tile_stored(1, (uint8_t*)sums + 4 * W, 8 * W);
+    if (two) {
+        _tile_stored(2, (uint8_t*)sums + TILE_ROWS * 8 * W, 8 * W);
+        _tile_stored(3, (uint8_t*)sums + TILE_ROWS * 8 * W + 4 * W, 8 * W);
+    }
+    through_memory(sums);
+}
+
+// Where 64 bytes of a row of a block lie, from byte 64 * step on.
+INLINE uint8_t* amx_place(uint8_t* block, int64_t row, int64_t step, int64_t steps) {
+    return block + (row / TILE_ROWS * steps + step) * TILE_BYTES + row % TILE_ROWS * 64;
+}
+
+// Rows of `bytes` bytes into tiles, zeros behind them.
+INLINE void amx_lay_out(uint8_t* block, int64_t row, int64_t steps, const void* from, int64_t bytes) {
+    for (int64_t step = 0; step < steps; ++step) {
+        uint8_t* to = amx_place(block, row, step, steps);
+        const int64_t count = std::min<int64_t>(64, bytes - 64 * step);
+        std::memcpy(to, (const uint8_t*)from + 64 * step, count);
+        std::memset(to + count, 0, 64 - count);
+    }
+}
+
+// How a block of rows is cut where there are fewer panels than threads could share evenly.
+struct AmxCut {
+    int64_t rows, parts, part_rows;
+
+    AmxCut(int64_t rows, int64_t panels, int threads) : rows(rows) {
+        const int64_t passes = (rows + AMX_ROWS - 1) / AMX_ROWS;
+        parts = std::clamp<int64_t>(4 * threads / panels, 1, passes);
+        part_rows = (passes + parts - 1) / parts * AMX_ROWS;
+    }
+};
+
+// A whole product: prepare(start, row, block) lays out a row, finish(start, row, panel, sums) takes its
+// sums with one panel, [PANEL] of 4 bytes.
+template <class Products, class Prepare, class Finish>
+INLINE void amx_linear(int64_t num_rows, int64_t columns, int64_t depth, int64_t groups, int threads,
+                       const uint8_t* packed, Prepare&& prepare, Finish&& finish) {
+    static thread_local std::vector<uint8_t> own;
+    static thread_local Shares own_shares;
+    std::vector<uint8_t>& block = own;  // the caller's, for all threads
+    Shares& shares = own_shares;
+    const int64_t panels = (columns + 2 * W - 1) / (2 * W), steps = (groups + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t most = (std::min(num_rows, AMX_BLOCK) + TILE_ROWS - 1) / TILE_ROWS;
+    grow(block, most * steps * TILE_BYTES + 64);
+    uint8_t* x = block.data() + (64 - (uintptr_t)block.data() % 64) % 64;
+#pragma omp parallel num_threads(threads) if (columns * depth * num_rows > GRAIN)
+    {
+        const AmxTiles tiles;
+        for (int64_t start = 0; start < num_rows; start += AMX_BLOCK) {
+            const AmxCut cut(std::min(AMX_BLOCK, num_rows - start), panels, threads);
+#pragma omp single nowait
+            shares.cut(cut.parts, panels, threads);
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < cut.rows; ++row) prepare(start, row, x);
+            shares.take([&](int64_t part, int64_t p) {
+                const int64_t first = part * cut.part_rows;
+                const int64_t end = std::min(cut.rows, first + cut.part_rows);
+                for (int64_t row = first; row < end; row += AMX_ROWS) {
+                    alignas(64) uint8_t sums[AMX_ROWS * 8 * W];
+                    const int64_t count = std::min(AMX_ROWS, end - row);
+                    amx_panel<Products>(x + row / TILE_ROWS * steps * TILE_BYTES, count,
+                                        packed + p * groups * 8 * W, groups, row == first, sums);
+                    for (int64_t r = 0; r < count; ++r)
+                        finish(start, row + r, p, sums + r * 8 * W);
+                }
+            });
+            if (start + AMX_BLOCK < num_rows) {
+#pragma omp barrier
+            }
+        }
+    }
+}
+#else
+inline bool amx_usable() { return false; }
+#endif
