@@ -47,7 +47,8 @@ def prepare(corpus: Path, work: Path) -> PreTrainedTokenizerFast:
 
 
 class Trainer:
-    """One model, its optimizer and its clock. The learning rate follows elapsed time / budget."""
+    """One model, its optimizers and its clock. The learning rate follows elapsed time / budget, and
+    rises once more for the second training."""
 
     def __init__(self, args: argparse.Namespace, sampler: data.Sampler) -> None:
         self.args, self.sampler = args, sampler
@@ -67,7 +68,7 @@ class Trainer:
 
     def run(self) -> None:
         """Trains until the time budget is used up."""
-        budget_s = self.args.minutes * 60
+        budget_s = (self.args.minutes + self.args.second_minutes) * 60
         means, last_print, last_save = None, 0.0, time.monotonic()
         tokens_then, elapsed_then = self.tokens, self.elapsed_s
         self.model.train()
@@ -75,8 +76,7 @@ class Trainer:
             self._warm_up()
         while self.elapsed_s < budget_s:
             begin = time.monotonic()
-            share = self.elapsed_s / budget_s
-            losses = self._one_step(share)
+            losses = self._one_step(*self._share())
             means = losses if means is None else 0.98 * means + 0.02 * losses
             self.elapsed_s += time.monotonic() - begin
             if time.monotonic() - last_print > self.args.print_s:
@@ -86,7 +86,7 @@ class Trainer:
                 print(
                     f"step {self.step:6d}  {self.tokens / 1e6:8.2f} M tokens  loss {means[0]:.3f}"
                     f"  on the mark {math.exp(-means[1]):.3f}"
-                    f"  lr {self._lr(share):.2e}  {rate:,.0f} tokens/s"
+                    f"  lr {self._lr(*self._share()):.2e}  {rate:,.0f} tokens/s"
                     f"  ETA {(budget_s - self.elapsed_s) / 60:.1f} min",
                     flush=True,
                 )
@@ -103,30 +103,41 @@ class Trainer:
             self._losses(part)[0].backward()
             self.model.zero_grad(set_to_none=True)
 
-    def _lr(self, share: float) -> float:
+    def _share(self) -> tuple[float, bool]:
+        """How much of a training is over, by time, and whether it is the second one."""
+        first_s, second_s = self.args.minutes * 60, self.args.second_minutes * 60
+        if self.elapsed_s < first_s or not second_s:
+            return self.elapsed_s / first_s, False
+        return (self.elapsed_s - first_s) / second_s, True
+
+    def _lr(self, share: float, second: bool) -> float:
+        peak = self.preset.second_lr if second else self.preset.peak_lr
         warm = self.preset.warmup_share
         if share < warm:
-            return self.preset.peak_lr * max(share / warm, 0.01)
-        return self.preset.peak_lr * (0.51 + 0.49 * math.cos(math.pi * (share - warm) / (1 - warm)))
+            return peak * max(share / warm, 0.01)
+        return peak * (0.51 + 0.49 * math.cos(math.pi * (share - warm) / (1 - warm)))
 
-    def _one_step(self, share: float) -> torch.Tensor:
+    def _one_step(self, share: float, second: bool) -> torch.Tensor:
         """One step of the optimizers: the text's loss and the sinks', [2]."""
         preset, device = self.preset, self.args.device
-        length = preset.seq_len if share < 1 - preset.long_share else data.CONTEXT
-        tokens = preset.tokens_per_step // (2 if share < preset.half_step_share else 1)
+        is_long = self.step % 2 == 0 if second else share >= 1 - preset.long_share
+        length = data.CONTEXT if is_long else preset.seq_len
+        half = share < preset.half_step_share and not second
+        tokens = preset.tokens_per_step // (2 if half else 1)
         rows, micro = tokens // length, max(1, preset.micro_tokens // length)
         batch = self.sampler.batch(self.step, rows, length).to(device)
+        sink_weight = preset.sink_weight if share >= preset.sink_from else 0.0
+        sink_weight = preset.second_sink_weight if second else sink_weight
         total = torch.zeros(2)
         for part in batch.split(micro):
             loss, sinks, balance = self._losses(part)
-            sink_weight = preset.sink_weight if share >= preset.sink_from else 0.0
             wanted = loss + sink_weight * sinks + preset.balance_weight * balance
             (wanted * (len(part) / rows)).backward()
             total += torch.tensor([loss.item(), sinks.item()]) * len(part) / rows
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self._lr(share)
+                group["lr"] = self._lr(share, second)
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
         self.step += 1
@@ -206,6 +217,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=("dense", "moe"), required=True)
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
     parser.add_argument("--minutes", type=float, default=60.0, help="training time budget")
+    parser.add_argument(
+        "--second-minutes", type=float, default=0.0, help="of a second training, at both lengths"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
@@ -241,10 +255,12 @@ def main() -> None:
         step=trainer.step,
         tokens=trainer.tokens,
         elapsed_s=trainer.elapsed_s,
+        second_minutes=args.second_minutes,
         started=trainer.started,
         long_share=preset.long_share,
         sink_weight=preset.sink_weight,
         sink_from=preset.sink_from,
+        second_sink_weight=preset.second_sink_weight,
         chat_share=preset.chat_share,
     )
     card.export(trainer.model, tokenizer, run, args.corpus, args.work, args.out)
