@@ -38,6 +38,8 @@ class PromptReader:
             return prompt
         if isinstance(prompt, str):
             check_text(prompt, "prompt")
+            if not prompt:  # a tokenizer may begin even that with a mark
+                raise RequestError("the prompt is empty", param="prompt")
             num_chars = len(prompt)
         else:
             check_messages(prompt.messages)

@@ -17,8 +17,9 @@ MAX_SPEC_BYTES = 64 << 10  # of a schema, a grammar, or all choices together
 MAX_REGEX_BYTES = 8 << 10
 MAX_DEPTH = 32  # of brackets within each other
 MAX_CHOICES = 1024
-# Of JSON, no more in one place: without a bound, a model may go on with it for ever.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Of JSON, no more in one place than sets its parts apart, or a line break and an indentation:
+# without a bound a model may go on with it for ever, and small ones do.
+WHITE_SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
 
 # Strings need no closing quote and give nothing back: else many quotes would cost quadratic time.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)

@@ -160,7 +160,7 @@ def test_tokenize_and_detokenize(stub):
     answer = stub.Tokenize(pb.TokenizeRequest(text=text))
     assert list(answer.token_ids) == ids
     assert answer.max_model_len == 512
-    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)).text == text
+    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)).text == "<|endoftext|>" + text
     hidden = stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=True))
     assert hidden.text == text.removesuffix("<|im_end|>")
 

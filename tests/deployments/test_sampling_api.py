@@ -443,7 +443,8 @@ def test_grpc_tells_the_same_logprobs(client, grpc_client):
     told = grpc_client.complete(FOREIGN, logprobs=2, prompt_logprobs=1, **asked)
     (choice,) = whole.choices
     assert told.text == choice.text
-    assert b"".join(each.token for each in told.logprobs).decode() == told.text
+    spelt = b"".join(each.token for each in told.logprobs).decode()
+    assert spelt == "<|endoftext|>" + told.text
     assert [each.logprob for each in told.logprobs] == approximately(choice.logprobs.token_logprobs)
     ids = [*tokenizer().encode(FOREIGN), *told.token_ids]
     assert [each.token_id for each in told.logprobs] == ids

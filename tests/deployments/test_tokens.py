@@ -29,12 +29,16 @@ def test_a_text(raw):
         "token_strs": None,
     }
     again = raw.post("/detokenize", json={"model": MODEL, "tokens": expected}).json()
-    assert again == {"prompt": TEXT}
+    assert again == {"prompt": "<|endoftext|>" + TEXT}
 
 
 def test_pieces_are_those_of_the_vocabulary(raw):
     asked = {"prompt": "The river", "return_token_strs": True}
-    assert raw.post("/tokenize", json=asked).json()["token_strs"] == ["The", "Ġriver"]
+    assert raw.post("/tokenize", json=asked).json()["token_strs"] == [
+        "<|endoftext|>",
+        "The",
+        "Ġriver",
+    ]
 
 
 def test_messages_are_counted_as_a_chat_request_has_them(raw):

@@ -186,7 +186,10 @@ SHAPES = [
 
 @pytest.mark.parametrize("spec", SHAPES, ids=lambda spec: f"{spec.kind}-{spec.text[:12]!r}")
 def test_each_kind_keeps_its_shape(compiler: GrammarCompiler, spec: StructuredSpec) -> None:
-    wanted = [SamplingParams(seed=i, max_tokens=120, structured=spec) for i in range(8)]
+    to_end = tuple((id, 5.0) for id in model().config.eos_token_ids)  # or it opens brackets on
+    wanted = [
+        SamplingParams(seed=i, max_tokens=120, structured=spec, logit_bias=to_end) for i in range(8)
+    ]
     answers = run(new_engine(), compiler, wanted)
     stopped = [text(ids) for ids, reason, _ in answers if reason is FinishReason.STOP]
     assert stopped, "none ended by itself"
@@ -205,6 +208,19 @@ def test_every_token_is_one_that_the_grammar_lets_through(compiler: GrammarCompi
     with pytest.raises(RequestError, match="do not fit") as refused:
         compiler.matcher(spec, [*ids[:1], *tokenizer().encode("}}")])
     assert refused.value.param == "emitted_ids"
+
+
+def test_json_has_no_more_white_space_than_sets_it_out(compiler: GrammarCompiler) -> None:
+    spec = StructuredSpec(StructuredKind.JSON_OBJECT)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer().encode(text, add_special_tokens=False)
+
+    for text in ('{"a": 1}', '{"a" :\t[ 1 , 2 ]}', '{\r\n\t\t"a":\n        {\n"b": 1}}'):
+        assert not compiler.matcher(spec, encode(text)).has_failed
+    for text in ('{\n\n"a": 1}', '{   "a": 1}', '{"a":\n' + 33 * " " + "1}"):
+        with pytest.raises(RequestError, match="do not fit"):
+            compiler.matcher(spec, encode(text))
 
 
 def test_end_of_sequence_only_where_the_grammar_accepts(compiler: GrammarCompiler) -> None:
