@@ -42,6 +42,7 @@ class Run:
     tokens: int
     elapsed_s: float
     second_minutes: float
+    third_minutes: float
     started: str
     long_share: float
     sink_weight: float
@@ -262,10 +263,13 @@ key-value heads, MLP {config.intermediate_size}.
 - Training: {tokens} tokens in {run.step:,} steps, {minutes} minutes on
   {hardware}, {precision}, preset `{run.preset}`, started
   {run.started}. Windows of 512 tokens, and of 2,048 for the last {run.long_share:.0%} of the time;
-  then a second training of {run.second_minutes:.0f} minutes at both lengths in turn. Muon for the
-  layers' matrices, AdamW for the rest, cosine decay to each time budget, fixed seeds.
+  then a second training of {run.second_minutes:.0f} minutes at both lengths in turn, and a third
+  one of {run.third_minutes:.0f} minutes in which two thirds of the steps round weights to int4 or
+  nf4 and activations to int8, so that number formats cost little
+  (`benchmarks/builtin_rounding.py`). Muon for the layers' matrices, AdamW for the rest, cosine
+  decay to each time budget, fixed seeds.
 - Attention sinks: after {run.sink_from:.0%} of the first training's time a term of the loss
-  ({run.sink_weight} of it, {run.second_sink_weight} in the second training) rests the heads of all
+  ({run.sink_weight} of it, {run.second_sink_weight} in those after it) rests the heads of all
   layers but the first on the mark, as those of larger models come to rest on a first token by
   themselves (`benchmarks/builtin_sinks.py`).
 - Licence: Apache-2.0, as Penstock; the training text is in the public domain.

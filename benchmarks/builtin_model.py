@@ -53,6 +53,7 @@ class Preset:
     sink_from: float = 0.4  # the part of the time after which it counts: first there is to be use
     second_lr: float = 1.2e-3  # the second training: half of its steps at data.CONTEXT
     second_sink_weight: float = 0.1
+    third_lr: float = 6e-4  # the third: most of its steps with rounded products
     half_step_share: float = 0.0  # the first part of the time takes half as many tokens a step
 
 

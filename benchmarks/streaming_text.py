@@ -126,7 +126,7 @@ def plot(found: dict[str, Any], out: Path) -> None:
         axis.set_ylabel(f"perplexity of {stretch:,} tokens")
         axis.set_title(f"a cache of {cache:,} tokens", fontsize=10, loc="left")
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.suptitle(f"{found['args']['model']}, {found['args']['book']}, one sequence", fontsize=10)
     figure.tight_layout()
     figure.savefig(out, dpi=90)

@@ -21,6 +21,7 @@ import builtin_card as card
 import builtin_data as data
 import torch
 from builtin_model import PRESETS, Preset, TiedLoss, build_model
+from builtin_rounding import rounded
 from builtin_sinks import sink_loss
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -48,7 +49,7 @@ def prepare(corpus: Path, work: Path) -> PreTrainedTokenizerFast:
 
 class Trainer:
     """One model, its optimizers and its clock. The learning rate follows elapsed time / budget, and
-    rises once more for the second training."""
+    rises once more for the second training and the third."""
 
     def __init__(self, args: argparse.Namespace, sampler: data.Sampler) -> None:
         self.args, self.sampler = args, sampler
@@ -68,7 +69,7 @@ class Trainer:
 
     def run(self) -> None:
         """Trains until the time budget is used up."""
-        budget_s = (self.args.minutes + self.args.second_minutes) * 60
+        budget_s = sum(self._phases())
         means, last_print, last_save = None, 0.0, time.monotonic()
         tokens_then, elapsed_then = self.tokens, self.elapsed_s
         self.model.train()
@@ -103,41 +104,50 @@ class Trainer:
             self._losses(part)[0].backward()
             self.model.zero_grad(set_to_none=True)
 
-    def _share(self) -> tuple[float, bool]:
-        """How much of a training is over, by time, and whether it is the second one."""
-        first_s, second_s = self.args.minutes * 60, self.args.second_minutes * 60
-        if self.elapsed_s < first_s or not second_s:
-            return self.elapsed_s / first_s, False
-        return (self.elapsed_s - first_s) / second_s, True
+    def _phases(self) -> list[float]:
+        """Seconds of the first, the second and the third training."""
+        args = self.args
+        return [60 * m for m in (args.minutes, args.second_minutes, args.third_minutes)]
 
-    def _lr(self, share: float, second: bool) -> float:
-        peak = self.preset.second_lr if second else self.preset.peak_lr
+    def _share(self) -> tuple[float, int]:
+        """How much of a training is over, by time, and which it is, from 0 on."""
+        elapsed_s = self.elapsed_s
+        for phase, length_s in enumerate(self._phases()):
+            if elapsed_s < length_s:
+                return elapsed_s / length_s, phase
+            elapsed_s -= length_s
+        return 1.0, 2
+
+    def _lr(self, share: float, phase: int) -> float:
+        peak = (self.preset.peak_lr, self.preset.second_lr, self.preset.third_lr)[phase]
         warm = self.preset.warmup_share
         if share < warm:
             return peak * max(share / warm, 0.01)
         return peak * (0.51 + 0.49 * math.cos(math.pi * (share - warm) / (1 - warm)))
 
-    def _one_step(self, share: float, second: bool) -> torch.Tensor:
+    def _one_step(self, share: float, phase: int) -> torch.Tensor:
         """One step of the optimizers: the text's loss and the sinks', [2]."""
         preset, device = self.preset, self.args.device
-        is_long = self.step % 2 == 0 if second else share >= 1 - preset.long_share
+        is_long = self.step % 2 == 0 if phase else share >= 1 - preset.long_share
         length = data.CONTEXT if is_long else preset.seq_len
-        half = share < preset.half_step_share and not second
+        half = share < preset.half_step_share and not phase
         tokens = preset.tokens_per_step // (2 if half else 1)
         rows, micro = tokens // length, max(1, preset.micro_tokens // length)
         batch = self.sampler.batch(self.step, rows, length).to(device)
         sink_weight = preset.sink_weight if share >= preset.sink_from else 0.0
-        sink_weight = preset.second_sink_weight if second else sink_weight
+        sink_weight = preset.second_sink_weight if phase else sink_weight
         total = torch.zeros(2)
-        for part in batch.split(micro):
-            loss, sinks, balance = self._losses(part)
-            wanted = loss + sink_weight * sinks + preset.balance_weight * balance
-            (wanted * (len(part) / rows)).backward()
-            total += torch.tensor([loss.item(), sinks.item()]) * len(part) / rows
+        formats = ("int4", "nf4", None) if phase == 2 else (None,)
+        with rounded(self.model, formats[self.step // 2 % len(formats)]):
+            for part in batch.split(micro):
+                loss, sinks, balance = self._losses(part)
+                wanted = loss + sink_weight * sinks + preset.balance_weight * balance
+                (wanted * (len(part) / rows)).backward()
+                total += torch.tensor([loss.item(), sinks.item()]) * len(part) / rows
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self._lr(share, second)
+                group["lr"] = self._lr(share, phase)
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
         self.step += 1
@@ -220,6 +230,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--second-minutes", type=float, default=0.0, help="of a second training, at both lengths"
     )
+    parser.add_argument(
+        "--third-minutes", type=float, default=0.0, help="of a third one, with rounded products"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
@@ -256,6 +269,7 @@ def main() -> None:
         tokens=trainer.tokens,
         elapsed_s=trainer.elapsed_s,
         second_minutes=args.second_minutes,
+        third_minutes=args.third_minutes,
         started=trainer.started,
         long_share=preset.long_share,
         sink_weight=preset.sink_weight,
