@@ -90,8 +90,14 @@ template <int R>
 INLINE void panel_rows(const uint8_t* x, const float* panel, const float* ahead, int64_t groups,
                        vf (&acc)[R][2]) {
     for (int64_t g = 0; g < groups; ++g) {
-        if (ahead) __builtin_prefetch(ahead + g * 16);
-        const vf w[2] = {load(panel + g * PANEL), load(panel + g * PANEL + W)};
+        const float* weights = panel + g * PANEL;
+        if (ahead) {
+            __builtin_prefetch(ahead + g * 16);
+        } else {
+            __builtin_prefetch(weights + 1024);
+            __builtin_prefetch(weights + 1024 + W);
+        }
+        const vf w[2] = {load(weights), load(weights + W)};
         UNROLL for (int r = 0; r < R; ++r) {
             const float value = unit_at<float>(x, g * R + r);
             acc[r][0] += value * w[0];
@@ -160,6 +166,7 @@ void linear(const LinearArgs& a) {
     const int threads = (int)a.threads;
     const int64_t panels = (a.columns + PANEL - 1) / PANEL;
     const int64_t groups = (a.depth + RUN_OF<T> - 1) / RUN_OF<T>;
+    const bool is_small = groups * 2 * VECTOR_BYTES <= 256 << 10;  // two panels fit into the L2 cache
     if (a.rows > 1) grow(units, 4 * std::min(a.rows, BLOCK) * groups);
 #pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
     for (int64_t start = 0; start < a.rows; start += BLOCK) {
@@ -186,7 +193,7 @@ void linear(const LinearArgs& a) {
                 const uint8_t* x = a.rows > 1 ? units.data() + 4 * row * groups : (const uint8_t*)a.x;
                 // The first two of several tiles ask for the next panel, half of it each.
                 const int64_t nth = (row - begin) / tile;
-                const bool asks = nth < 2 && begin + tile < end && p + 1 < panels;
+                const bool asks = nth < 2 && begin + tile < end && p + 1 < panels && is_small;
                 const T* ahead = panel + (2 * groups + nth * groups) * RUN_OF<T> * W;
                 with_constant<MAX_ROWS>((int)std::min<int64_t>(tile, end - row), [&](auto count) {
                     panel_tile<T, count.value>(x, panel, asks ? ahead : nullptr, bias,
