@@ -9,7 +9,7 @@ the blocks stay the same up to one roll, whenever the answer runs alone; each ne
 with the ids that it then gets alone; and the answer's ids are those of a bare engine that has
 nothing else to do (--no-check-answer skips that, for it takes as long again).
 
-    python benchmarks/endless.py --out benchmarks/results/2026-11-21-endless
+    python benchmarks/endless.py --out benchmarks/results/2026-11-22-endless
     python benchmarks/endless.py --tokens 3000
 
 Writes OUT.json, OUT.txt (what is printed) and OUT.png (needs matplotlib: the extra `bench`).
@@ -43,7 +43,7 @@ from penstock.workers.policies import ContextSettings, SinkWindow
 from penstock.workers.request import Request, SamplingParams
 
 PROMPT = "It was a dark and stormy night"
-PROMPT_TOKENS = 8
+PROMPT_TOKENS = 9  # the mark that texts begin with is one
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 1, "ignore_eos": True}
 SAMPLE_S = 0.5  # as often as a worker announces itself
 STRETCHES = 20  # of the answer, in the table

@@ -3,8 +3,8 @@
 //
 // A panel as cpu_linear.h and cpu_linear_int8.h pack it is already what the unit reads: [groups][2 W][4]
 // bytes, 16 groups of 16 output features a tile. Rows of x are laid out in tiles of 16 rows, zeros behind
-// K and in rows that nobody asked for. The unit adds up each element in one order, whatever the other
-// rows are.
+// K; rows of a tile that nobody asked for are computed in vain. The unit adds up each element in one
+// order, whatever the other rows are.
 
 #pragma once
 
