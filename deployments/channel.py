@@ -13,16 +13,13 @@ import logging
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
-
-import grpc
+from typing import Protocol
 
 from penstock.deployments.asked import AskedRequest
 from penstock.deployments.prefix_book import PrefixBook
 from penstock.deployments.running_call import Gathering, RunningCall
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
-from penstock.workers.channel_server import MAX_MESSAGE_BYTES, TOKEN_KEY
+from penstock.workers.message_link import MessageLink, connected
 from penstock.workers.request import Delta, FinishReason, Request
 from penstock.workers.stats import WorkerInfo
 from penstock.workers.wire import delta_from, submit_message
@@ -36,15 +33,6 @@ BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 DECLINED = "declined"  # a worker's word for "no room now"; workers/engine.py says it
 MAX_DECLINES = 3  # after so many, a request waits at a worker
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
-CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
 
 
 class Door(Protocol):
@@ -232,7 +220,9 @@ class _WorkerLink:
         self._stream_ids = itertools.count(1)
         self._own_tokens = 0
         self._others_tokens = 0
-        self._up: asyncio.Queue[pb.UpMessage] = asyncio.Queue()
+        self._messages: MessageLink | None = None  # while there is a connection
+        self._welcomed: asyncio.Future[None]
+        self._ended: asyncio.Future[str]
         self._num_silent_ticks = 0
         self._gathering = Gathering(self._end_gathering)
 
@@ -249,81 +239,86 @@ class _WorkerLink:
         message = submit_message(
             call.request, call.stream_id, call.num_expected, may_decline=may_decline
         )
-        self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, submit=message))
+        self._send(pb.UpMessage(submit=message))
 
     def cancel(self, call: RunningCall) -> None:
         self._remove(call)
         message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
-        self._up.put_nowait(pb.UpMessage(epoch=self.info.epoch, cancel=message))
+        self._send(pb.UpMessage(cancel=message))
 
     async def run(self) -> None:
         """Connect, and again after each break, until the registry no longer lists the worker."""
         backoff_s = BACKOFF_S[0]
         while self.is_listed:
             try:
-                await self._serve_stream()
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
-                reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "silent"
-                level = logging.WARNING if self.is_connected else logging.DEBUG
-                log.log(level, "worker %s: stream broken (%s)", self.info.address, reason)
+                why = await self._connection()
+            except (OSError, TimeoutError) as error:
+                why = getattr(error, "strerror", None) or "it is silent"
             finally:
-                if self.is_connected:
-                    backoff_s = BACKOFF_S[0]
+                was_connected = self.is_connected
                 self._break()
+            level = logging.WARNING if was_connected else logging.DEBUG
+            log.log(level, "worker %s: no connection (%s)", self.info.address, why)
+            if was_connected:
+                backoff_s = BACKOFF_S[0]
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    async def _serve_stream(self) -> None:
-        """One stream from Hello to its end. Raises AioRpcError, or TimeoutError on silence."""
-        async with grpc.aio.insecure_channel(self.info.address, options=CHANNEL_OPTIONS) as channel:
-            stub = channel_pb2_grpc.WorkerChannelStub(channel)
-            stream = stub.Connect(metadata=((TOKEN_KEY, self.info.token),))
-            hello = pb.Hello(ingress_id=self._ingress_id)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await stream.write(pb.UpMessage(epoch=self.info.epoch, hello=hello))
-                welcome = await stream.read()
-            if welcome is grpc.aio.EOF or not welcome.HasField("welcome"):
-                return
-            self._num_silent_ticks = 0
+    async def _connection(self) -> str:
+        """One connection, and why it ended. Raises OSError or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        self._welcomed, self._ended = loop.create_future(), loop.create_future()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            self._messages = MessageLink(
+                loop,
+                await connected(self.info.address),
+                on_message=self._take_message,
+                on_end=self._ended.set_result,
+            )
+            hello = pb.Hello(ingress_id=self._ingress_id, token=self.info.token)
+            self._send(pb.UpMessage(hello=hello))
+            await asyncio.wait((self._welcomed, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            return self._ended.result()
+        log.info("worker %s connected", self.info.address)
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait((watching, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        return self._ended.result() if self._ended.done() else "it is silent"
+
+    def _send(self, message: pb.UpMessage) -> None:
+        if self._messages is not None:
+            message.epoch = self.info.epoch
+            self._messages.send(message.SerializeToString())
+
+    def _take_message(self, data: bytes) -> None:
+        message = pb.DownMessage.FromString(data)
+        self._num_silent_ticks = 0
+        if message.epoch != self.info.epoch:
+            return
+        if message.HasField("step"):
+            self._take_step(message.step)
+        elif message.HasField("report"):
+            self._others_tokens = message.report.others_tokens
+            self.capacity = message.report.num_blocks * message.report.block_size
+            self._pool._reported(self, message.report)
+        elif message.HasField("welcome"):
+            # At once, and not when a task hears of it: what comes behind it counts.
             self.is_connected = True
-            log.info("worker %s connected", self.info.address)
-            ends = [
-                asyncio.ensure_future(self._read(stream)),
-                asyncio.ensure_future(self._write(stream)),
-                asyncio.ensure_future(self._watch()),
-            ]
-            try:
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for end in done:
-                    end.result()
-            finally:
-                for end in ends:
-                    end.cancel()
-                await asyncio.gather(*ends, return_exceptions=True)
-
-    async def _read(self, stream: Any) -> None:
-        while (message := await stream.read()) is not grpc.aio.EOF:
-            self._num_silent_ticks = 0
-            if message.epoch != self.info.epoch:
-                continue
-            if message.HasField("step"):
-                self._take_step(message.step)
-            elif message.HasField("report"):
-                self._others_tokens = message.report.others_tokens
-                self.capacity = message.report.num_blocks * message.report.block_size
-                self._pool._reported(self, message.report)
-
-    async def _write(self, stream: Any) -> None:
-        while True:
-            await stream.write(await self._up.get())
+            if not self._welcomed.done():
+                self._welcomed.set_result(None)
+        elif message.HasField("rejection") and self._messages is not None:
+            self._messages.end(message.rejection.reason)
 
     async def _watch(self) -> None:
         # Counts turns of this loop, not seconds: if it was this process that stood still, the
         # worker has had no chance to be heard.
         while self._num_silent_ticks < SILENCE_TICKS:
             self._num_silent_ticks += 1
+            self._send(pb.UpMessage())  # this ingress lives
             await asyncio.sleep(TICK_S)
-        raise TimeoutError
 
     def _take_step(self, step: pb.Step) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -368,7 +363,9 @@ class _WorkerLink:
     def _break(self) -> None:
         """The stream is gone, and with it all that was on it."""
         self.is_connected = False
-        self._up = asyncio.Queue()
+        if self._messages is not None:
+            self._messages.end("this end closes it")
+            self._messages = None
         self._others_tokens = 0
         calls = list(self._calls.values())
         for call in calls:

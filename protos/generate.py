@@ -35,11 +35,14 @@ def generate(out: Path) -> list[Path]:
     ]
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc refused; see its message above")
-    written = sorted(path for path in out.rglob("*") if path.name.endswith(SUFFIXES))
-    for path in written:
+    written = []
+    for path in sorted(path for path in out.rglob("*") if path.name.endswith(SUFFIXES)):
         text = path.read_text()
+        if path.name.endswith("_grpc.py") and "\nclass " not in text:
+            continue  # messages only, no service
         path.write_text(OURS.sub(r"from penstock.protos.\1", text))
-    return [path.relative_to(out) for path in written]
+        written.append(path.relative_to(out))
+    return written
 
 
 def main(arguments: list[str]) -> int:

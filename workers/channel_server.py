@@ -1,7 +1,8 @@
 """The worker's end of the token path: requests and cancels come in, one message a step goes out.
 
-A grpc.aio server on a thread and event loop of its own. Knows an engine only as EngineLike, and
-nothing of models, tensors or text, so that no torch is loaded for it.
+A listener on a thread and event loop of its own, on which messages are read; steps are sent by the
+thread of the engine. Knows an engine only as EngineLike, and nothing of models, tensors or text, so
+that no torch is loaded for it.
 """
 
 from __future__ import annotations
@@ -12,36 +13,28 @@ import itertools
 import logging
 import os
 import secrets
+import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import grpc
+from dataclasses import replace
+from typing import Protocol
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
-from penstock.workers.outbox import MAX_PENDING_TOKENS, Outbox
+from penstock.workers.channel_links import Link, Pace, Route
+from penstock.workers.message_link import MAX_MESSAGE_BYTES, listening
+from penstock.workers.outbox import MAX_PENDING_TOKENS
 from penstock.workers.request import Delta, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.wire import request_from, step_message
 
 log = logging.getLogger("penstock.worker")
 
-TOKEN_KEY = "penstock-worker-token"
 REPORT_S = 1.0  # and BUSY_REPORT_S while there is work
 BUSY_REPORT_S = 0.1
-MAX_MESSAGE_BYTES = 64 << 20
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+SILENCE_TICKS = 100  # of BUSY_REPORT_S; an ingress says twice a second that it lives
+HELLO_S = 5.0  # a connection that has not said by then who it is, is closed
+NO_ROOM_S = 0.1  # before another try, where the system has no sockets left
 
 Announce = Callable[[WorkerInfo, EngineStats], Awaitable[None]]
 
@@ -54,56 +47,8 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-@dataclass(slots=True)
-class _Route:
-    """Where the deltas of one running request go, and how far it has come."""
-
-    link: _Link
-    stream_id: int
-    name: str  # as its ingress calls it
-    num_prompt: int
-    max_tokens: int  # 0: no limit was given
-    num_expected: int  # tokens still to compute, as far as one can guess
-    num_generated: int = 0
-
-    def count(self, delta: Delta) -> None:
-        # The first delta says that the whole prompt is computed.
-        num_computed = len(delta.token_ids) + (self.num_prompt if not self.num_generated else 0)
-        self.num_expected = max(0, self.num_expected - num_computed)
-        self.num_generated += len(delta.token_ids)
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """The stream of one ingress."""
-
-    number: int
-    outbox: Outbox
-
-    def request_id(self, message: pb.Submit | pb.Cancel) -> str:
-        """The engine's id: a second attempt is kept apart from the first one's late deltas."""
-        return f"{message.request_id}#{self.number}.{message.stream_id}"
-
-
-class _Pace:
-    """How long a step takes of late, from the engine's totals."""
-
-    WEIGHT = 0.3  # of the steps since the last look
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self._num_steps, self._seconds = 0, 0.0
-
-    def observe(self, stats: EngineStats) -> None:
-        seconds, num = sum(stats.step_seconds.values()), stats.num_steps - self._num_steps
-        if num > 0:
-            newest = (seconds - self._seconds) / num
-            self.step_s += (_Pace.WEIGHT if self.step_s else 1.0) * (newest - self.step_s)
-        self._num_steps, self._seconds = stats.num_steps, seconds
-
-
-class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
-    """The worker's end of the channel: a grpc.aio server on a thread and event loop of its own.
+class ChannelServer:
+    """The worker's end of the channel: a listener on a thread and event loop of its own.
 
     `announce` is called every second with who this worker is and how it does; it may fail.
     """
@@ -123,11 +68,11 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
         self._announce = announce
         self._max_pending_tokens = max_pending_tokens
         self._engine: EngineLike
-        self._routes: dict[str, _Route] = {}
-        self._links: set[_Link] = set()
+        self._routes: dict[str, Route] = {}
+        self._links: set[Link] = set()
         self._link_numbers = itertools.count()
         self._sequences = itertools.count(1)  # of reports
-        self._pace = _Pace()
+        self._pace = Pace()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
@@ -174,7 +119,7 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
 
     def deliver(self, deltas: list[Delta]) -> None:
         """Send the deltas of one engine step on their ways; on the engine thread, never blocks."""
-        by_link: dict[_Link, list[tuple[int, Delta]]] = {}
+        by_link: dict[Link, list[tuple[int, Delta]]] = {}
         for delta in deltas:
             route = self._routes.get(delta.request_id)
             if route is None:  # cancelled meanwhile
@@ -186,77 +131,72 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
         for link, addressed in by_link.items():
             link.outbox.push(addressed)
 
-    async def Connect(self, _: Any, context: Any) -> None:
-        """Serve one ingress until either end leaves; then cancel whatever it still had here."""
-        shown = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
-        if not hmac.compare_digest(str(shown).encode(), self.info.token.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong worker token")
-        hello = await context.read()
-        if hello is grpc.aio.EOF or not hello.HasField("hello"):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is Hello")
-        if hello.epoch != self.info.epoch:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker began anew")
-        link = _Link(next(self._link_numbers), Outbox(self._loop, self._max_pending_tokens))
-        self._links.add(link)
-        log.info("ingress %s connected", hello.hello.ingress_id)
-        ends = [
-            asyncio.ensure_future(self._read(link, context)),
-            asyncio.ensure_future(self._write(link, context)),
-            asyncio.ensure_future(link.outbox.overflowed.wait()),
-        ]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
-            self._links.discard(link)
-            left = [id for id, route in list(self._routes.items()) if route.link is link]
-            for request_id in left:
-                self._cancel(request_id)
-            log.info("ingress %s left; %d requests cancelled", hello.hello.ingress_id, len(left))
-        if link.outbox.overflowed.is_set():
-            log.warning("ingress %s did not read; cut off", hello.hello.ingress_id)
-            # Its last write is stuck, and no status can overtake that; it will notice the silence.
-            raise asyncio.CancelledError
+    def _step_bytes(self, deltas: Mapping[int, Delta]) -> bytes:
+        """The deltas of one step, by stream id, as an ingress reads them."""
+        step = pb.DownMessage(epoch=self.info.epoch, step=step_message(deltas))
+        return step.SerializeToString()
 
-    async def _read(self, link: _Link, context: Any) -> None:
-        """Take in what the ingress sends, until it leaves or speaks to another epoch."""
-        while (message := await context.read()) is not grpc.aio.EOF:
-            if message.epoch != self.info.epoch:
-                return
-            if message.HasField("submit"):
-                submit = message.submit
-                request = request_from(submit, link.request_id(submit))
-                self._routes[request.request_id] = _Route(
-                    link,
-                    submit.stream_id,
-                    submit.request_id,
-                    len(request.prompt_ids),
-                    request.params.max_tokens or 0,
-                    submit.expected_tokens,
-                )
-                self._engine.submit(request)
-            elif message.HasField("cancel"):
-                self._cancel(link.request_id(message.cancel))
+    def _take(self, link: Link, data: bytes) -> None:
+        """What an ingress has sent. It ends the link if it is for another life of this worker."""
+        message = pb.UpMessage.FromString(data)
+        link.num_silent_ticks = 0
+        if not link.name:
+            self._greet(link, message)
+        elif message.epoch != self.info.epoch:
+            link.messages.end("it spoke to an earlier life of this worker")
+        elif message.HasField("submit"):
+            submit = message.submit
+            request = request_from(submit, link.request_id(submit))
+            self._routes[request.request_id] = Route(
+                link,
+                submit.stream_id,
+                submit.request_id,
+                len(request.prompt_ids),
+                request.params.max_tokens or 0,
+                submit.expected_tokens,
+            )
+            self._engine.submit(request)
+        elif message.HasField("cancel"):
+            self._cancel(link.request_id(message.cancel))
+
+    def _ended(self, link: Link, why: str) -> None:
+        """The link is gone: cancel whatever its ingress still had here."""
+        self._links.discard(link)
+        left = [id for id, route in list(self._routes.items()) if route.link is link]
+        for request_id in left:
+            self._cancel(request_id)
+        if link.name:
+            log.info("ingress %s left (%s); %d requests cancelled", link.name, why, len(left))
+
+    def _greet(self, link: Link, message: pb.UpMessage) -> None:
+        """Let in an ingress that has the token and means this life; tell any other why not."""
+        if not message.HasField("hello"):
+            self._refuse(link, "the first message is Hello")
+        elif not hmac.compare_digest(message.hello.token.encode(), self.info.token.encode()):
+            self._refuse(link, "wrong worker token")
+        elif message.epoch != self.info.epoch:
+            self._refuse(link, "this worker began anew")
+        else:
+            link.name = message.hello.ingress_id or "without a name"
+            link.messages.max_bytes = MAX_MESSAGE_BYTES
+            log.info("ingress %s connected", link.name)
+            welcome = pb.Welcome(model=self.info.model, max_model_len=self.info.max_model_len)
+            self._send(link, pb.DownMessage(welcome=welcome))
+            self._send(link, pb.DownMessage(report=self._report(link)))
+
+    def _refuse(self, link: Link, why: str) -> None:
+        self._send(link, pb.DownMessage(rejection=pb.Rejection(reason=why)))
+        link.messages.end(why)
+
+    def _send(self, link: Link, message: pb.DownMessage) -> None:
+        message.epoch = self.info.epoch
+        link.messages.send(message.SerializeToString())
 
     def _cancel(self, request_id: str) -> None:
         if self._routes.pop(request_id, None) is not None:
             self._engine.cancel(request_id)
 
-    async def _write(self, link: _Link, context: Any) -> None:
-        """Send Welcome, then a message per engine step, and the reports."""
-        epoch = self.info.epoch
-        welcome = pb.Welcome(model=self.info.model, max_model_len=self.info.max_model_len)
-        await context.write(pb.DownMessage(epoch=epoch, welcome=welcome))
-        link.outbox.ask_report()
-        while True:
-            pending, report_due = await link.outbox.take()
-            if pending:
-                await context.write(pb.DownMessage(epoch=epoch, step=step_message(pending)))
-            if report_due:
-                await context.write(pb.DownMessage(epoch=epoch, report=self._report(link)))
-
-    def _report(self, link: _Link) -> pb.Report:
+    def _report(self, link: Link) -> pb.Report:
         stats = self._engine.stats()
         routes = list(self._routes.values())
         others = sum(route.num_expected for route in routes if route.link is not link)
@@ -288,28 +228,61 @@ class ChannelServer(channel_pb2_grpc.WorkerChannelServicer):
                 self._started.set_exception(error)
 
     async def _serve(self) -> None:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        channel_pb2_grpc.add_WorkerChannelServicer_to_server(self, server)
-        port = server.add_insecure_port(f"{self._host}:0")
-        await server.start()
-        self.info = replace(self.info, address=f"{self._host}:{port}")
+        listener, address = listening(self._host)
+        self.info = replace(self.info, address=address)
         self._started.set_result(None)
-        announcing = asyncio.ensure_future(self._announce_forever())
-        reporting = asyncio.ensure_future(self._report_forever())
+        tasks = [
+            asyncio.ensure_future(each)
+            for each in (self._accept(listener), self._announce_forever(), self._report_forever())
+        ]
         await self._stopping.wait()
-        announcing.cancel()
-        reporting.cancel()
-        await server.stop(grace=0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        listener.close()
+        for link in list(self._links):
+            link.messages.end("this worker stops")
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("no connection can be taken: %s", error)
+                await asyncio.sleep(NO_ROOM_S)
+                continue
+            link = Link(
+                self._loop,
+                connection,
+                next(self._link_numbers),
+                on_message=self._take,
+                on_end=self._ended,
+                as_message=self._step_bytes,
+                max_pending_tokens=self._max_pending_tokens,
+            )
+            self._links.add(link)
+            self._loop.call_later(HELLO_S, self._expect_hello, link)
+
+    def _expect_hello(self, link: Link) -> None:
+        if not link.name:
+            link.messages.end("it did not say who it is")
 
     async def _report_forever(self) -> None:
         rest_s, was_busy = 0.0, False
         while True:
             is_busy = bool(self._routes)
-            if is_busy or was_busy or rest_s <= 0:  # the last of them is told, too
+            is_due = is_busy or was_busy or rest_s <= 0  # the last of them is told, too
+            if is_due:
                 self._pace.observe(self._engine.stats())
-                for link in self._links:
-                    link.outbox.ask_report()
                 rest_s = REPORT_S
+            for link in list(self._links):
+                # Counts turns of this loop, not seconds: if it was this process that stood still,
+                # the ingress has had no chance to be heard.
+                link.num_silent_ticks += 1
+                if link.num_silent_ticks > SILENCE_TICKS:
+                    link.messages.end("nothing was heard of it")
+                elif is_due and link.name and not link.messages.is_stuck:
+                    self._send(link, pb.DownMessage(report=self._report(link)))
             was_busy = is_busy
             rest_s -= BUSY_REPORT_S
             await asyncio.sleep(BUSY_REPORT_S)

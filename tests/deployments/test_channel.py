@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
+import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
 from penstock.deployments import channel
 from penstock.deployments.channel import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.protos.penstock.internal.v1 import channel_pb2_grpc
-from penstock.workers.channel_server import TOKEN_KEY, ChannelServer
+from penstock.workers import channel_server, message_link
+from penstock.workers.channel_server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.engine_thread import EngineThread
+from penstock.workers.message_link import connected
 from penstock.workers.models.loader import load_model
-from penstock.workers.outbox import Outbox
+from penstock.workers.outbox import joined
 from penstock.workers.request import (
     Delta,
     FinishReason,
@@ -69,7 +72,6 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    # One loop for all: grpc.aio complains for ever about loops that were closed.
     with asyncio.Runner() as runner:
         yield runner.run
 
@@ -347,12 +349,21 @@ def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
     model, nodes, run, monkeypatch
 ):
     monkeypatch.setattr(channel, "TICK_S", 0.15)  # so silence of 1.5 s is death
+    step, frozen_until_s = nodes[0].engine.step, 0.0
+
+    def step_unless_frozen():
+        time.sleep(max(0.0, frozen_until_s - time.monotonic()))
+        return step()
+
+    monkeypatch.setattr(nodes[0].engine, "step", step_unless_frozen)
 
     async def scenario():
+        nonlocal frozen_until_s
         async with pool_of(nodes[0]) as pool:
             stream = pool.generate(request(3, max_tokens=1500))
             first = await anext(stream)
             # As if stopped: connections stay open, and nothing comes.
+            frozen_until_s = time.monotonic() + 4.0
             nodes[0].channel._loop.call_soon_threadsafe(time.sleep, 4.0)
             began_s = time.monotonic()
             seen = [first] + [delta async for delta in stream]
@@ -370,25 +381,80 @@ def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
     assert last.finish_reason is FinishReason.LENGTH
 
 
+def framed(**body: Any) -> bytes:
+    message = pb.UpMessage(**body).SerializeToString()
+    return struct.pack("<I", len(message)) + message
+
+
+async def heard(connection: socket.socket) -> pb.DownMessage | None:
+    """The next message, or None once the connection is closed."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]:
+        try:
+            part = await loop.sock_recv(connection, 1)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            assert not data, "cut off within a message"
+            return None
+        data += part
+    return pb.DownMessage.FromString(data[4:])
+
+
 @pytest.mark.parametrize(
-    ("token", "epoch_shift", "status"),
+    ("first", "reason"),
     [
-        ("wrong", 0, grpc.StatusCode.UNAUTHENTICATED),
-        (None, 1, grpc.StatusCode.FAILED_PRECONDITION),
+        (lambda info: framed(epoch=info.epoch, hello=pb.Hello(token="wrong")), "token"),
+        (lambda info: framed(epoch=info.epoch, hello=pb.Hello()), "token"),
+        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "anew"),
+        (lambda info: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
+        (lambda info: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
+        (lambda info: struct.pack("<I", 5000), None),  # more than a stranger may say
+        (lambda info: struct.pack("<I", 4) + b"\xff\xff\xff\xff", None),
+        (lambda info: b"", None),  # says nothing at all
     ],
 )
-def test_strangers_and_other_epochs_are_refused(nodes, run, token, epoch_shift, status):
+def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, reason):
+    monkeypatch.setattr(channel_server, "HELLO_S", 0.5)
     info = nodes[0].channel.info
 
     async def scenario():
-        async with grpc.aio.insecure_channel(info.address) as connection:
-            stub = channel_pb2_grpc.WorkerChannelStub(connection)
-            stream = stub.Connect(metadata=((TOKEN_KEY, token or info.token),))
-            if token is None:  # else the refusal comes before anything is read
-                await stream.write(pb.UpMessage(epoch=info.epoch ^ epoch_shift, hello=pb.Hello()))
-            return await stream.code()
+        connection = await connected(info.address)
+        with connection:
+            await asyncio.get_running_loop().sock_sendall(connection, first(info))
+            async with asyncio.timeout(3):
+                said = await heard(connection)
+                if reason is None:
+                    assert said is None
+                else:
+                    assert reason in said.rejection.reason
+                    assert await heard(connection) is None
+        async with pool_of(nodes[0]) as pool:  # and nobody else is the worse for it
+            return await collect(pool, request(1))
 
-    assert run(scenario()) is status
+    _, last = run(scenario())
+    assert last.finish_reason is FinishReason.LENGTH
+    assert nodes[0].thread.stats().num_finished["length"] == 1
+
+
+def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
+    monkeypatch.setattr(channel_server, "SILENCE_TICKS", 8)  # of a tenth of a second
+    info = nodes[0].channel.info
+
+    async def scenario():
+        connection = await connected(info.address)
+        with connection:  # open, and acknowledged by the system: only it itself says nothing
+            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+            submit = submit_message(request(1, max_tokens=1900), 1, 100)
+            submit = framed(epoch=info.epoch, submit=submit)
+            await asyncio.get_running_loop().sock_sendall(connection, hello + submit)
+            async with asyncio.timeout(10):
+                while (await heard(connection)) is not None:
+                    pass
+        await nodes[0].is_idle()
+
+    run(scenario())
+    assert nodes[0].thread.stats().num_finished["abort"] == 1
 
 
 def test_a_reader_that_never_reads_is_cut_off(model, run):
@@ -397,15 +463,18 @@ def test_a_reader_that_never_reads_is_cut_off(model, run):
     info = node.channel.info
 
     async def scenario():
-        # A window so small that the first messages fill it.
-        options = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
-        async with grpc.aio.insecure_channel(info.address, options=options) as connection:
-            stub = channel_pb2_grpc.WorkerChannelStub(connection)
-            stream = stub.Connect(metadata=((TOKEN_KEY, info.token),))
-            await stream.write(pb.UpMessage(epoch=info.epoch, hello=pb.Hello()))
+        loop = asyncio.get_running_loop()
+        with socket.socket() as connection:
+            # So small that the first messages fill it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.setblocking(False)
+            host, port = info.address.split(":")
+            await loop.sock_connect(connection, (host, int(port)))
+            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+            await loop.sock_sendall(connection, hello)
             for n in range(8):
-                submit = submit_message(request(n, max_tokens=1900), n + 1, 100)
-                await stream.write(pb.UpMessage(epoch=info.epoch, submit=submit))
+                submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
+                await loop.sock_sendall(connection, framed(epoch=info.epoch, submit=submit))
             async with asyncio.timeout(20):
                 while not node.thread.stats().num_finished["abort"]:
                     await asyncio.sleep(0.01)
@@ -418,6 +487,41 @@ def test_a_reader_that_never_reads_is_cut_off(model, run):
     assert stats.num_finished["length"] == 0
 
 
+def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
+    def prepare_with_little_room(connection):
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+    monkeypatch.setattr(message_link, "_prepare", prepare_with_little_room)
+    node = Node(model)
+    node.thread.start()
+    info, asked = node.channel.info, request(2, max_tokens=600, logprobs=20)
+
+    async def scenario():
+        loop, told = asyncio.get_running_loop(), []
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.setblocking(False)
+            host, port = info.address.split(":")
+            await loop.sock_connect(connection, (host, int(port)))
+            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+            submit = framed(epoch=info.epoch, submit=submit_message(asked, 1, 600))
+            await loop.sock_sendall(connection, hello + submit)
+            async with asyncio.timeout(30):
+                while not node.thread.stats().num_finished["length"]:
+                    await asyncio.sleep(0.01)  # it all lies with the worker by now
+                while not told or told[-1].finish_reason is None:
+                    message = await heard(connection)
+                    told += [delta_from(each, "") for each in message.step.deltas]
+        return told
+
+    told = run(scenario())
+    node.stop()
+    assert [i for delta in told for i in delta.token_ids] == alone(model, asked)
+    assert len(told) < 600  # steps that found no room went in one message
+    assert sum(len(delta.logprobs) for delta in told) == 600
+
+
 def scored(
     ids: list[int], *ending: FinishReason, prompt: tuple[int, ...] = (), **rest: int
 ) -> Delta:
@@ -426,22 +530,21 @@ def scored(
     return Delta("a", ids, *ending, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **rest)
 
 
-def test_an_outbox_joins_what_was_not_yet_sent(run):
-    async def scenario():
-        outbox = Outbox(asyncio.get_running_loop(), max_pending_tokens=10)
-        outbox.push([(1, scored([1], prompt=(8, 9))), (2, Delta("b", [7]))])
-        outbox.push([(1, scored([2], FinishReason.STOP, stop_token_id=2))])
-        outbox.ask_report()
-        first = await outbox.take()
-        outbox.push([(3, Delta("c", [1]))])
-        second = await outbox.take()
-        assert not outbox.overflowed.is_set()
-        outbox.push([(3, Delta("c", [0] * 11))])
-        await asyncio.wait_for(outbox.overflowed.wait(), 1)
-        return first, second
-
-    (pending, report_due), second = run(scenario())
-    assert report_due
-    assert pending[1] == scored([1, 2], FinishReason.STOP, stop_token_id=2, prompt=(8, 9))
-    assert pending[2] == Delta("b", [7])
-    assert second == ({3: Delta("c", [1])}, False)
+def test_joined_deltas_are_as_if_both_had_come_in_one_step():
+    first = scored([1], prompt=(8, 9))
+    first.times, first.engine, first.num_cached_tokens = FirstTokenTimes(0.5, 0.25), "w", 1
+    last = scored([2], FinishReason.STOP, stop_token_id=2)
+    said = {"num_cached_tokens": 1, "num_evicted_tokens": 128, "moe_mode": "sparse"}
+    said |= {"num_neurons": 7, "num_skipped_neurons": 3}
+    said |= {"error": "e", "error_message": "why", "error_param": "prompt"}
+    for name, value in said.items():
+        setattr(last, name, value)
+    whole = scored([1, 2], FinishReason.STOP, stop_token_id=2, prompt=(8, 9))
+    whole.times, whole.engine = first.times, "w"
+    for name, value in said.items():
+        setattr(whole, name, value)
+    # Nothing that a delta can say is left out of this test.
+    assert all(getattr(whole, each.name) for each in dataclasses.fields(Delta))
+    assert joined(first, last) == whole
+    later = joined(dataclasses.replace(whole, token_ids=[1]), Delta("a", [3]))
+    assert (later.num_cached_tokens, later.num_evicted_tokens) == (1, 128)

@@ -33,22 +33,26 @@ class UpMessage(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class DownMessage(_message.Message):
-    __slots__ = ("epoch", "welcome", "step", "report")
+    __slots__ = ("epoch", "welcome", "step", "report", "rejection")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    REJECTION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     welcome: Welcome
     step: Step
     report: Report
-    def __init__(self, epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+    rejection: Rejection
+    def __init__(self, epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("ingress_id",)
+    __slots__ = ("ingress_id", "token")
     INGRESS_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     ingress_id: str
-    def __init__(self, ingress_id: _Optional[str] = ...) -> None: ...
+    token: str
+    def __init__(self, ingress_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("model", "max_model_len")
@@ -57,6 +61,12 @@ class Welcome(_message.Message):
     model: str
     max_model_len: int
     def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+
+class Rejection(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens", "remaining_s", "may_decline", "priority")

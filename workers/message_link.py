@@ -1,0 +1,186 @@
+"""A connection that carries whole messages both ways, each behind its length.
+
+A message goes from the thread that has it straight into the socket: no other thread has to wake for
+it, and none ever waits. What the socket has no room for is kept, and goes when it has. Reads, and
+all that is told to the owner, happen on one event loop. Knows nothing of what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("penstock.link")
+
+MAX_MESSAGE_BYTES = 64 << 20
+READ_BYTES = 1 << 18
+# A host that is gone answers nothing, and TCP by itself would take a quarter of an hour to say so.
+UNANSWERED_MS = 10_000
+_LENGTH = struct.Struct("<I")
+
+
+class MessageLink:
+    """One end of a connection. Made, read and ended on `loop`; `send` is for any thread.
+
+    `lock` is held while something is sent; an owner who decides by `is_stuck` what to send holds
+    it, too.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: socket.socket,
+        *,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+        on_room: Callable[[], None] | None = None,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+    ):
+        """`on_end`: called once, with words that say why. `on_room`: with the lock held, after what
+        was kept has gone. `max_bytes`: of a message that comes in; the owner may change it."""
+        self.lock = threading.RLock()
+        self.max_bytes = max_bytes
+        self._loop = loop
+        self._socket = connection
+        self._on_message, self._on_end, self._on_room = on_message, on_end, on_room
+        self._arrived = bytearray()
+        self._kept = bytearray()  # not sent yet, from within a message on
+        self._is_open = True
+        _prepare(connection)
+        loop.add_reader(connection, self._read)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something is kept that the other end has left no room for."""
+        return bool(self._kept)
+
+    def send(self, message: bytes) -> None:
+        """Hand over a message; one to a link that has ended is dropped. Never waits."""
+        framed = _LENGTH.pack(len(message)) + message
+        with self.lock:
+            if not self._is_open:
+                return
+            if self._kept:
+                self._kept += framed
+                return
+            num_sent = self._give(framed)
+            if num_sent < len(framed):
+                self._kept += framed[num_sent:]
+                self._loop.call_soon_threadsafe(self._await_room)
+
+    def end(self, why: str) -> None:
+        """Close, and say so to the owner; on the loop."""
+        with self.lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+        self._on_end(why)
+
+    def end_soon(self, why: str) -> None:
+        """`end`, from any thread."""
+        self._loop.call_soon_threadsafe(self.end, why)
+
+    def _give(self, data: bytes | bytearray) -> int:
+        """How much of `data` the socket took."""
+        try:
+            return self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self.end_soon(_in_words(error))
+            return len(data)
+
+    def _await_room(self) -> None:
+        with self.lock:
+            if self._is_open and self._kept:
+                self._loop.add_writer(self._socket, self._send_kept)
+
+    def _send_kept(self) -> None:
+        with self.lock:
+            del self._kept[: self._give(self._kept)]
+            if not self._kept:
+                self._loop.remove_writer(self._socket)
+                if self._on_room is not None:
+                    self._on_room()
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.end(_in_words(error))
+            return
+        if not data:
+            self.end("the other end closed it")
+            return
+        self._arrived += data
+        try:
+            self._hand_out()
+        except Exception:
+            log.exception("a message could not be handled")
+            self.end("a message could not be handled")
+
+    def _hand_out(self) -> None:
+        """Give the owner every message that is here whole."""
+        arrived, start = self._arrived, 0
+        while self._is_open and len(arrived) - start >= _LENGTH.size:
+            (num_bytes,) = _LENGTH.unpack_from(arrived, start)
+            if num_bytes > self.max_bytes:
+                self.end(f"a message of {num_bytes} bytes is too long")
+                return
+            begin = start + _LENGTH.size
+            if len(arrived) - begin < num_bytes:
+                break
+            start = begin + num_bytes
+            self._on_message(bytes(arrived[begin:start]))
+        del arrived[:start]
+
+
+async def connected(address: str) -> socket.socket:
+    """A connection with `address`, host:port. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, kind, protocol, _, place = found[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        await loop.sock_connect(connection, place)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def listening(host: str) -> tuple[socket.socket, str]:
+    """A listener on a free port of `host`, and its address, host:port. Raises OSError."""
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=128)
+    listener.setblocking(False)
+    port = listener.getsockname()[1]
+    return listener, f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
+
+
+def _in_words(error: OSError) -> str:
+    return error.strerror or type(error).__name__
