@@ -5,6 +5,7 @@ Knows nothing of any one service's messages.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,17 +25,39 @@ from penstock.workers.request import RequestError
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
+class Named:
+    """A call, whose id is on its way to the client while the call is prepared.
+
+    Nothing else may be sent before `told` has returned.
+    """
+
+    def __init__(self, context: Context):
+        self.request_id = new_request_id()
+        metadata = (("x-request-id", self.request_id),)
+        self._telling = asyncio.ensure_future(context.send_initial_metadata(metadata))
+
+    async def told(self) -> None:
+        await self._telling
+
+    async def close(self) -> None:
+        self._telling.cancel()
+        await asyncio.gather(self._telling, return_exceptions=True)
+
+
 @asynccontextmanager
-async def answering(context: Context) -> AsyncIterator[str]:
+async def answering(context: Context) -> AsyncIterator[Named]:
     """Names the call to the client at once, and ends it with a clean status if it fails."""
-    request_id = new_request_id()
-    await context.send_initial_metadata((("x-request-id", request_id),))
+    named = Named(context)
     try:
-        yield request_id
+        yield named
+        await named.told()
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        await abort(context, describe(error, request_id), request_id)
+        await named.told()
+        await abort(context, describe(error, named.request_id), named.request_id)
+    finally:
+        await named.close()
 
 
 async def abort(context: Context, error: ApiError, request_id: str) -> None:

@@ -21,6 +21,7 @@ from penstock.deployments.core import MAX_BODY_BYTES, RequestCore, beside_the_lo
 from penstock.deployments.grpc_answers import AnswerT, answer_message, usage_message
 from penstock.deployments.grpc_calls import (
     Context,
+    Named,
     about,
     answering,
     principal,
@@ -100,26 +101,26 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         self._keys = keys
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with answering(context) as request_id:
+        async with answering(context) as named:
             call = Call(
                 text_prompt(request),
                 sampling(request.sampling),
                 add_special_tokens=flag(request, "add_special_tokens", True),
                 echo=request.echo,
-                **self._about(request, request_id, context),
+                **self._about(request, named.request_id, context),
             )
-            await self._answer(call, request, context, pb.GenerateResponse)
+            await self._answer(call, request, context, named, pb.GenerateResponse)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
-        async with answering(context) as request_id:
+        async with answering(context) as named:
             prompt = chat_prompt(request)
             call = Call(
                 prompt,
                 sampling(request.sampling, prompt.tools),
                 splits_reasoning=True,
-                **self._about(request, request_id, context),
+                **self._about(request, named.request_id, context),
             )
-            await self._answer(call, request, context, pb.ChatResponse)
+            await self._answer(call, request, context, named, pb.ChatResponse)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context):
@@ -167,6 +168,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         call: Call,
         request: pb.GenerateRequest | pb.ChatRequest,
         context: Context,
+        named: Named,
         kind: type[AnswerT],
     ) -> None:
         """Write the answer as it comes; every layer of generators less is felt at each token."""
@@ -187,6 +189,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
                     answer.client_request_id = call.client_id or ""
                     if request.return_prompt_token_ids:
                         answer.prompt_token_ids.extend(generations[0].request.prompt_ids)
+                    await named.told()
                 if piece.usage is not None:
                     usages.append(piece.usage)
                     if len(usages) == num_choices:

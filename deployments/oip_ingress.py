@@ -96,7 +96,8 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: pb.ModelInferRequest, context: Context
     ) -> pb.ModelInferResponse:
-        async with answering(context) as request_id:
+        async with answering(context) as named:
+            request_id = named.request_id
             model = self._model(request.model_name, request.model_version)
             wanted = _wanted(request)
             texts = _texts(request)
