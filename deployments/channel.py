@@ -1,15 +1,14 @@
-"""The ingress's end of the token path: one stream per worker, many requests on each.
+"""The ingress's end of the token path: one connection per worker, many requests on each.
 
-Chooses the worker with the least to compute, what it has in its cache not counted; keeps the
-streams alive, and turns the loss of a worker into a new try or a clear error. Knows nothing of
-text, HTTP, or how workers are found.
+Chooses the worker with the least to compute, what it has in its cache not counted, and turns the
+loss of a worker into a new try or a clear error. Knows nothing of text, HTTP, or how workers are
+found; each connection is kept by a WorkerLink.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
@@ -17,19 +16,12 @@ from typing import Protocol
 
 from penstock.deployments.asked import AskedRequest
 from penstock.deployments.prefix_book import PrefixBook
-from penstock.deployments.running_call import Gathering, RunningCall
+from penstock.deployments.running_call import RunningCall
+from penstock.deployments.worker_link import WorkerLink
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.message_link import MessageLink, connected
 from penstock.workers.request import Delta, FinishReason, Request
 from penstock.workers.stats import WorkerInfo
-from penstock.workers.wire import delta_from, submit_message
 
-log = logging.getLogger("penstock.channel")
-
-TICK_S = 0.5
-SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
-CONNECT_TIMEOUT_S = 3.0
-BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 DECLINED = "declined"  # a worker's word for "no room now"; workers/engine.py says it
 MAX_DECLINES = 3  # after so many, a request waits at a worker
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
@@ -54,7 +46,7 @@ class WorkerPool:
         """Without a door, requests go to the worker with the least to do, and wait there."""
         self._ingress_id = ingress_id
         self._door = door
-        self._links: dict[int, _WorkerLink] = {}  # by epoch
+        self._links: dict[int, WorkerLink] = {}  # by epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._turn = itertools.count(1)
         self._prefixes: PrefixBook[int] = PrefixBook()  # by epoch
@@ -71,7 +63,7 @@ class WorkerPool:
             if link.task is not None and link.task.done():
                 del self._links[epoch]
         for epoch in listed.keys() - self._links.keys():
-            link = _WorkerLink(listed[epoch], self._ingress_id, self)
+            link = WorkerLink(listed[epoch], self._ingress_id, self)
             link.task = asyncio.ensure_future(link.run())
             self._links[epoch] = link
 
@@ -150,7 +142,7 @@ class WorkerPool:
             limit = min(limit, request.features.max_tokens)
         return replace(request, features=replace(request.features, max_tokens=limit))
 
-    def _usable(self) -> list[_WorkerLink]:
+    def _usable(self) -> list[WorkerLink]:
         links = [link for link in self._links.values() if link.is_connected]
         return [link for link in links if link.is_listed] or links
 
@@ -169,207 +161,36 @@ class WorkerPool:
         best.last_turn = next(self._turn)
         best.submit(call)
 
-    def _sorted(self, links: list[_WorkerLink], request: Request) -> list[_WorkerLink]:
+    def _sorted(self, links: list[WorkerLink], request: Request) -> list[WorkerLink]:
         """Least to compute first: a prompt's beginning that is cached there need not be."""
         marks = request.prefix if isinstance(request, AskedRequest) else ()
         hits = self._prefixes.hits(marks) if len(links) > 1 else {}
 
-        def work(link: _WorkerLink) -> tuple[int, int]:
+        def work(link: WorkerLink) -> tuple[int, int]:
             return link.num_outstanding - hits.get(link.info.epoch, 0), link.last_turn
 
         return sorted(links, key=work)
 
-    def _sends(self, call: RunningCall, link: _WorkerLink) -> None:
+    def sends(self, call: RunningCall, link: WorkerLink) -> None:
         if isinstance(call.request, AskedRequest):
             marks, epoch = call.request.prefix, link.info.epoch
             self._prefixes.note(marks, epoch, call.num_expected, link.capacity)
 
-    def _broken(self, link: _WorkerLink) -> None:
+    def broken(self, link: WorkerLink) -> None:
         self._prefixes.forget(link.info.epoch)
         if self._door is not None:
             self._door.lost(link.info.epoch)
             if not self.ready():
                 self._door.release()
 
-    def _reported(self, link: _WorkerLink, report: pb.Report) -> None:
+    def reported(self, link: WorkerLink, report: pb.Report) -> None:
         if self._door is not None:
             self._door.report(link.info.address, link.info.epoch, report)
 
-    def _lost(self, call: RunningCall) -> None:
+    def lost(self, call: RunningCall) -> None:
         """The worker of `call` is gone: try once more if nothing was emitted, else end it."""
         if call.num_emitted == 0 and not call.is_second_try:
             call.is_second_try = True
             self._place(call, otherwise="worker_lost")
         else:
             call.fail("worker_lost")
-
-
-class _WorkerLink:
-    """The stream with one life of one worker, and the calls on it."""
-
-    def __init__(self, info: WorkerInfo, ingress_id: str, pool: WorkerPool):
-        self.info = info
-        self.task: asyncio.Task[None] | None = None
-        self.is_listed = True
-        self.is_connected = False
-        self.last_turn = 0
-        self.capacity = info.max_model_len  # tokens of KV, once it reports
-        self._ingress_id = ingress_id
-        self._pool = pool
-        self._calls: dict[int, RunningCall] = {}
-        self._stream_ids = itertools.count(1)
-        self._own_tokens = 0
-        self._others_tokens = 0
-        self._messages: MessageLink | None = None  # while there is a connection
-        self._welcomed: asyncio.Future[None]
-        self._ended: asyncio.Future[str]
-        self._num_silent_ticks = 0
-        self._gathering = Gathering(self._end_gathering)
-
-    @property
-    def num_outstanding(self) -> int:
-        """Tokens that this worker has still to compute, as far as this ingress can guess."""
-        return self._own_tokens + self._others_tokens
-
-    def submit(self, call: RunningCall, *, may_decline: bool = False) -> None:
-        call.link, call.stream_id = self, next(self._stream_ids)
-        self._calls[call.stream_id] = call
-        self._pool._sends(call, self)
-        self._own_tokens += call.num_expected
-        message = submit_message(
-            call.request, call.stream_id, call.num_expected, may_decline=may_decline
-        )
-        self._send(pb.UpMessage(submit=message))
-
-    def cancel(self, call: RunningCall) -> None:
-        self._remove(call)
-        message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
-        self._send(pb.UpMessage(cancel=message))
-
-    async def run(self) -> None:
-        """Connect, and again after each break, until the registry no longer lists the worker."""
-        backoff_s = BACKOFF_S[0]
-        while self.is_listed:
-            try:
-                why = await self._connection()
-            except (OSError, TimeoutError) as error:
-                why = getattr(error, "strerror", None) or "it is silent"
-            finally:
-                was_connected = self.is_connected
-                self._break()
-            level = logging.WARNING if was_connected else logging.DEBUG
-            log.log(level, "worker %s: no connection (%s)", self.info.address, why)
-            if was_connected:
-                backoff_s = BACKOFF_S[0]
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
-            backoff_s = min(2 * backoff_s, BACKOFF_S[1])
-
-    async def _connection(self) -> str:
-        """One connection, and why it ended. Raises OSError or TimeoutError."""
-        loop = asyncio.get_running_loop()
-        self._welcomed, self._ended = loop.create_future(), loop.create_future()
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            self._messages = MessageLink(
-                loop,
-                await connected(self.info.address),
-                on_message=self._take_message,
-                on_end=self._ended.set_result,
-            )
-            hello = pb.Hello(ingress_id=self._ingress_id, token=self.info.token)
-            self._send(pb.UpMessage(hello=hello))
-            await asyncio.wait((self._welcomed, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        if self._ended.done():
-            return self._ended.result()
-        log.info("worker %s connected", self.info.address)
-        watching = asyncio.ensure_future(self._watch())
-        try:
-            await asyncio.wait((watching, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watching.cancel()
-        return self._ended.result() if self._ended.done() else "it is silent"
-
-    def _send(self, message: pb.UpMessage) -> None:
-        if self._messages is not None:
-            message.epoch = self.info.epoch
-            self._messages.send(message.SerializeToString())
-
-    def _take_message(self, data: bytes) -> None:
-        message = pb.DownMessage.FromString(data)
-        self._num_silent_ticks = 0
-        if message.epoch != self.info.epoch:
-            return
-        if message.HasField("step"):
-            self._take_step(message.step)
-        elif message.HasField("report"):
-            self._others_tokens = message.report.others_tokens
-            self.capacity = message.report.num_blocks * message.report.block_size
-            self._pool._reported(self, message.report)
-        elif message.HasField("welcome"):
-            # At once, and not when a task hears of it: what comes behind it counts.
-            self.is_connected = True
-            if not self._welcomed.done():
-                self._welcomed.set_result(None)
-        elif message.HasField("rejection") and self._messages is not None:
-            self._messages.end(message.rejection.reason)
-
-    async def _watch(self) -> None:
-        # Counts turns of this loop, not seconds: if it was this process that stood still, the
-        # worker has had no chance to be heard.
-        while self._num_silent_ticks < SILENCE_TICKS:
-            self._num_silent_ticks += 1
-            self._send(pb.UpMessage())  # this ingress lives
-            await asyncio.sleep(TICK_S)
-
-    def _take_step(self, step: pb.Step) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._gathering.steps(now_s)
-        for message in step.deltas:
-            call = self._calls.get(message.stream_id)
-            if call is not None:  # else it was cancelled meanwhile
-                delta = delta_from(message, call.request.request_id)
-                delta.engine = self.info.address
-                self._take(call, delta, now_s)
-        for stream_id, token_id in zip(step.stream_ids, step.token_ids, strict=True):
-            call = self._calls.get(stream_id)
-            if call is not None:
-                self._take(call, Delta(call.request.request_id, [token_id]), now_s)
-
-    def _take(self, call: RunningCall, delta: Delta, now_s: float) -> None:
-        is_first = call.num_emitted == 0
-        computed = len(delta.token_ids)
-        if is_first:
-            computed += len(call.request.prompt_ids)
-        computed = min(computed, call.num_expected)
-        call.num_expected -= computed
-        self._own_tokens -= computed
-        call.num_emitted += len(delta.token_ids)
-        call.add(delta)
-        if delta.finish_reason is not None:
-            self._remove(call)
-            call.tell(now_s)
-        elif is_first or not self._gathering.holds(call, len(self._calls), now_s):
-            call.tell(now_s)
-
-    def _end_gathering(self, now_s: float) -> None:
-        for call in self._calls.values():
-            if call.pending:
-                call.tell(now_s)
-
-    def _remove(self, call: RunningCall) -> None:
-        call.link = None
-        if self._calls.pop(call.stream_id, None) is not None:
-            self._own_tokens -= call.num_expected
-
-    def _break(self) -> None:
-        """The stream is gone, and with it all that was on it."""
-        self.is_connected = False
-        if self._messages is not None:
-            self._messages.end("this end closes it")
-            self._messages = None
-        self._others_tokens = 0
-        calls = list(self._calls.values())
-        for call in calls:
-            self._remove(call)
-        self._pool._broken(self)
-        for call in calls:
-            self._pool._lost(call)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.deployments import channel
+from penstock.deployments import worker_link
 from penstock.deployments.channel import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers import channel_server, message_link
@@ -348,7 +348,7 @@ def test_a_refused_request_comes_back_with_its_code(nodes, run):
 def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
     model, nodes, run, monkeypatch
 ):
-    monkeypatch.setattr(channel, "TICK_S", 0.15)  # so silence of 1.5 s is death
+    monkeypatch.setattr(worker_link, "TICK_S", 0.15)  # so silence of 1.5 s is death
     step, frozen_until_s = nodes[0].engine.step, 0.0
 
     def step_unless_frozen():

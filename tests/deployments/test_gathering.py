@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.deployments import channel, running_call
+from penstock.deployments import running_call, worker_link
 from penstock.deployments.channel import WorkerPool
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, SamplingParams
 from penstock.workers.stats import WorkerInfo
@@ -25,7 +25,7 @@ class Driven:
 
     def __init__(self, num_calls: int):
         self.pool = WorkerPool("test")
-        self.link = channel._WorkerLink(INFO, "test", self.pool)
+        self.link = worker_link.WorkerLink(INFO, "test", self.pool)
         self.link.is_connected = True
         self.pool._links[1] = self.link
         self.told: dict[int, list[Delta]] = {n: [] for n in range(1, num_calls + 1)}
