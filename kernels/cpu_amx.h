@@ -93,20 +93,21 @@ struct AmxAhead {
     }
 };
 
-// sums[rows][PANEL] = up to 32 rows of x times one panel, in steps of 16 groups; or += if it `goes_on`.
+// sums[rows][PANEL] = up to 32 rows, 16 of x and those of `second`, times one panel, in steps of 16
+// groups; or += if it `goes_on`. Arguments by value stay in registers across through_memory.
 template <class Products>
-void amx_panel(const AmxRows (&x)[2], int64_t rows, const uint8_t* panel, int64_t groups,
-               const AmxAhead& ahead, bool goes_on, void* sums) {
+INLINE void amx_panel(AmxRows x, AmxRows second, int64_t rows, const uint8_t* panel,
+                      int64_t groups, AmxAhead ahead, bool goes_on, void* sums) {
     const int64_t steps = (groups + TILE_ROWS - 1) / TILE_ROWS;
     const bool two = rows > TILE_ROWS;
     alignas(64) uint8_t tail[AMX_STEP];
-    uint8_t* const second = (uint8_t*)sums + TILE_ROWS * 8 * W;
+    uint8_t* const lower = (uint8_t*)sums + TILE_ROWS * 8 * W;
     if (goes_on) {
         through_memory(sums);
         _tile_loadd(0, sums, 8 * W);
         _tile_loadd(1, (uint8_t*)sums + 4 * W, 8 * W);
-        _tile_loadd(2, second, 8 * W);
-        _tile_loadd(3, second + 4 * W, 8 * W);
+        _tile_loadd(2, lower, 8 * W);
+        _tile_loadd(3, lower + 4 * W, 8 * W);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -125,19 +126,19 @@ void amx_panel(const AmxRows (&x)[2], int64_t rows, const uint8_t* panel, int64_
         }
         _tile_loadd(6, from, 8 * W);
         _tile_loadd(7, from + 4 * W, 8 * W);
-        _tile_loadd(4, x[0].at + step * x[0].step_bytes, x[0].row_bytes);
+        _tile_loadd(4, x.at + step * x.step_bytes, x.row_bytes);
         ahead.ask(step);
         Products::first();
         if (two) {
-            _tile_loadd(5, x[1].at + step * x[1].step_bytes, x[1].row_bytes);
+            _tile_loadd(5, second.at + step * second.step_bytes, second.row_bytes);
             Products::second();
         }
     }
     _tile_stored(0, sums, 8 * W);
     _tile_stored(1, (uint8_t*)sums + 4 * W, 8 * W);
     if (two) {
-        _tile_stored(2, second, 8 * W);
-        _tile_stored(3, second + 4 * W, 8 * W);
+        _tile_stored(2, lower, 8 * W);
+        _tile_stored(3, lower + 4 * W, 8 * W);
     }
     through_memory(sums);
 }
@@ -206,7 +207,7 @@ INLINE void amx_passes(int64_t first, int64_t end, const uint8_t* panel, int64_t
         const bool ends = left <= most;
         for (int64_t row = first, pass = 0; row < end; row += AMX_ROWS, ++pass) {
             uint8_t* to = sums + pass * AMX_ROWS * 8 * W;
-            amx_panel<Products>({rows_at(row).from(step), rows_at(row + TILE_ROWS).from(step)},
+            amx_panel<Products>(rows_at(row).from(step), rows_at(row + TILE_ROWS).from(step),
                                 end - row, piece, std::min(left, most),
                                 pieces.ahead(piece, pass, ends && is_last), step > 0, to);
             if (!ends) continue;

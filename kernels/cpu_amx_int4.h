@@ -71,9 +71,8 @@ INLINE void int4_panel_amx(const CodesLinearArgs& a, const CodesBlock& shape, co
                   shape.depth_of(segment), codes);
         for (int64_t row = first; row < end; row += TILE_ROWS) {
             const uint8_t* upper = x.at(row, segment);
-            const AmxRows halves[2] = {{upper}, {upper + x.steps * TILE_BYTES}};
-            amx_panel<HalvesProducts>(halves, AMX_ROWS, codes, x.steps * TILE_ROWS, {codes, 0},
-                                      false, sums);
+            amx_panel<HalvesProducts>({upper}, {upper + x.steps * TILE_BYTES}, AMX_ROWS, codes,
+                                      x.steps * TILE_ROWS, {codes, 0}, false, sums);
             for (int64_t r = 0; r < std::min<int64_t>(TILE_ROWS, end - row); ++r) {
                 vi acc[2];
                 UNROLL for (int n = 0; n < 2; ++n)
