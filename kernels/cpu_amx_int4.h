@@ -70,8 +70,9 @@ INLINE void int4_panel_amx(const CodesLinearArgs& a, const CodesBlock& shape, co
         open_int4(weights + shape.start_of(segment) / 8 * Nibbles::RUN_BYTES,
                   shape.depth_of(segment), codes);
         for (int64_t row = first; row < end; row += TILE_ROWS) {
-            amx_panel<HalvesProducts>(x.at(row, segment), AMX_ROWS, codes, x.steps * TILE_ROWS,
-                                      false, sums);
+            const uint8_t* upper = x.at(row, segment);
+            amx_panel<HalvesProducts>({upper}, {upper + x.steps * TILE_BYTES}, AMX_ROWS, codes,
+                                      x.steps * TILE_ROWS, {codes, 0}, false, sums);
             for (int64_t r = 0; r < std::min<int64_t>(TILE_ROWS, end - row); ++r) {
                 vi acc[2];
                 UNROLL for (int n = 0; n < 2; ++n)

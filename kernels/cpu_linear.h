@@ -139,8 +139,14 @@ inline void linear_amx(const LinearArgs& a) {
             store_up_to(out + n * W, load((const float*)sums + n * W) + shift, left);
         }
     };
+    const int64_t row_bytes = a.x_stride * sizeof(bf16);
+    // Rows a multiple of 4 KiB apart would drive each other out of the L1 cache.
+    const bool is_whole = a.depth * sizeof(bf16) % 64 == 0, is_spread = row_bytes % 4096 != 0;
+    const bool is_aligned = ((uintptr_t)a.x | row_bytes) % 64 == 0;
+    const bool in_place = is_whole && is_spread && is_aligned;
+    const AmxRows ready{in_place ? (const uint8_t*)a.x : nullptr, row_bytes, 64};
     amx_linear<Bf16Products>(a.rows, a.columns, a.depth, groups, (int)a.threads,
-                             (const uint8_t*)a.packed, prepare, finish);
+                             (const uint8_t*)a.packed, ready, prepare, finish);
 }
 #endif
 

@@ -211,7 +211,7 @@ void linear_int8_amx(const Int8LinearArgs& a) {
         finish_int8<T>(a, block, start, row, panel, sums);
     };
     amx_linear<SignedProducts>(a.rows, a.columns, a.depth, block.quads, (int)a.threads, a.packed,
-                               prepare, finish);
+                               AmxRows{nullptr}, prepare, finish);
 }
 #endif
 

@@ -62,7 +62,7 @@ def test_fp16_stays_plain_on_the_cpu():
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(896, 901), (40, 2048)])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(896, 901), (40, 2048), (70, 8224)])
 def test_rows_do_not_depend_on_the_batch_or_the_threads(
     native_path, dtype, num_outputs, num_inputs
 ):
@@ -76,6 +76,8 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(
     for num_rows in (1, 2, 12, 13, 32, 130):
         assert torch.equal(matmul.linear(x[:num_rows], packed), together[:num_rows])
         assert torch.equal(matmul.linear(x[-num_rows:], packed), together[-num_rows:])
+    apart = torch.nn.functional.pad(x, (0, 3))[:, :num_inputs]  # nor on where the rows lie
+    assert torch.equal(matmul.linear(apart, packed), together)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

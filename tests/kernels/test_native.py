@@ -128,7 +128,9 @@ def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, mo
     monkeypatch.setattr(native, "build", lambda: built)
     vectors = native.loaded.__wrapped__()
     assert vectors.ps_matrix_unit() == 0
-    for dtype, format, inputs in itertools.product(native.DTYPES, ("int8", "int4"), (51, 400)):
+    for dtype, format, inputs in itertools.product(
+        native.DTYPES, ("int8", "int4"), (51, 400, 8300)
+    ):
         weight, x = torch.randn(70, inputs) / 7, torch.randn(300, inputs).to(dtype)
         x[7], x[9, 3] = 0, 1e4
         packed = matmul.pack_linear(quant.quantize_weight(weight, format), torch.randn(70))
