@@ -9,6 +9,10 @@ a time, throughput with 32 under way, and the CPU time of the ingress per stream
 The client shares the machine with the server, so its own CPU time, which the bare engine is spared,
 is told as well. Linux: processes are read from /proc.
 
+One at a time, the bare engine gets its next request as soon as the last one ends, and is warm; the
+one behind the path has always rested for some milliseconds, and a prefill takes it longer. With
+`--rest-ms` both rest for as long before each request.
+
 `--model model-b` is the shape of Qwen2.5-0.5B with random weights, as in offline.py: a model of the
 size that people serve on a CPU, where the built-in one is so small that client, ingress and engine
 fight for the cores.
@@ -16,6 +20,7 @@ fight for the cores.
     python benchmarks/path_overhead.py
     python benchmarks/path_overhead.py --model model-b --rounds 3 --num-many 32
     python benchmarks/path_overhead.py --rounds 3 --threads 1 --json out.json
+    python benchmarks/path_overhead.py --rounds 3 --threads 1 --rest-ms 20
 """
 
 from __future__ import annotations
@@ -125,20 +130,36 @@ def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> 
 
 
 def measure_bare(
-    bare: BareEngine, calls: list[BenchCall], concurrency: int, wanted: int
+    bare: BareEngine, calls: list[BenchCall], concurrency: int, wanted: int, rest_s: float
 ) -> dict[str, float]:
     before_s = time.process_time()
-    outcomes = bare.run(calls, concurrency)
+    outcomes = []
+    for part in _parts(calls, rest_s):
+        time.sleep(rest_s)
+        outcomes += bare.run(part, concurrency)
     return _row(outcomes, wanted) | {
         "engine_cpu_ms": (time.process_time() - before_s) * 1e3 / wanted
     }
 
 
+def _parts(calls: list[BenchCall], rest_s: float) -> list[list[BenchCall]]:
+    """What is sent without a rest in between."""
+    return [[call] for call in calls] if rest_s else [calls]
+
+
 async def measure_path(
-    target: Target, calls: list[BenchCall], concurrency: int, wanted: int, pids: list[int]
+    target: Target,
+    calls: list[BenchCall],
+    concurrency: int,
+    wanted: int,
+    rest_s: float,
+    pids: list[int],
 ) -> dict[str, float]:
     before = [time.process_time(), *map(cpu_s, pids)]
-    outcomes = await run_load(target, calls, max_concurrency=concurrency)
+    outcomes = []
+    for part in _parts(calls, rest_s):
+        await asyncio.sleep(rest_s)
+        outcomes += await run_load(target, part, max_concurrency=concurrency)
     after = [time.process_time(), *map(cpu_s, pids)]
     names = ("client_cpu_ms", "ingress_cpu_ms", "engine_cpu_ms")
     used = {name: (b - a) * 1e3 / wanted for name, a, b in zip(names, before, after)}
@@ -178,14 +199,17 @@ async def measure(
         figures: dict[str, Any] = {}
         for concurrency, num in ((1, args.num_single), (args.concurrency, args.num_many)):
             wanted = num * args.output_len
+            rest_s = args.rest_ms / 1e3 if concurrency == 1 else 0.0
             # Whoever came first in one round comes last in the next.
             paths: list[str] = ["bare", *targets][:: 1 if number % 2 else -1]
             for path in paths:
                 calls = make_calls(num, args.input_len, args.output_len, rng)
                 if path == "bare":
-                    row = await asyncio.to_thread(measure_bare, bare, calls, concurrency, wanted)
+                    how = (bare, calls, concurrency, wanted, rest_s)
+                    row = await asyncio.to_thread(measure_bare, *how)
                 else:
-                    row = await measure_path(targets[path], calls, concurrency, wanted, pids)
+                    how_far = (targets[path], calls, concurrency, wanted, rest_s)
+                    row = await measure_path(*how_far, pids)
                 figures.setdefault(path, {})[str(concurrency)] = row
         rounds.append(figures)
     for target in targets.values():
@@ -254,6 +278,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-single", type=int, default=6, help="requests, one at a time")
     parser.add_argument("--num-many", type=int, default=64, help="requests, many under way")
+    parser.add_argument("--rest-ms", type=float, default=0.0, help="before each, one at a time")
     parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -288,7 +313,8 @@ def run(args: argparse.Namespace, path: str) -> None:
     print(
         f"\n{about['date']}, {about['cpu']}, {about['cores']} cores, {args.threads} threads each, "
         f"torch {torch.__version__}, {args.model} ({args.weights}), prompts of {args.input_len}, "
-        f"answers of {args.output_len} tokens, medians of {args.rounds} rounds; "
+        f"answers of {args.output_len} tokens, {args.rest_ms:g} ms of rest before each of one at a "
+        f"time, medians of {args.rounds} rounds; "
         f"load average {load_before:.1f} before, {load_after:.1f} after\n"
     )
     print(table(rows, args.concurrency))
