@@ -82,14 +82,21 @@ struct AmxRows {
     INLINE AmxRows from(int64_t step) const { return {at + step * step_bytes, row_bytes, step_bytes}; }
 };
 
-// What a pass asks for meanwhile: so many cache lines a step, a multiple of four.
+// What a pass asks for meanwhile: so many cache lines a step, a multiple of four, of four stretches in
+// turn (see ask_ahead).
 struct AmxAhead {
     const uint8_t* at;
     int64_t lines;
+    int64_t stretch = 0;   // in lines
+    bool is_walk = false;  // `at` is where the pass itself reads
 
     INLINE void ask(int64_t step) const {
+        if (is_walk) {
+            for (int64_t i = 0; i < AMX_STEP; i += 64) ask_ahead(at + step * AMX_STEP + i);
+            return;
+        }
         for (int64_t i = step * lines; i < (step + 1) * lines; i += 4)
-            UNROLL for (int j = 0; j < 4; ++j) _mm_prefetch((const char*)at + 64 * (i + j), _MM_HINT_T0);
+            UNROLL for (int j = 0; j < 4; ++j) __builtin_prefetch(at + 64 * (i / 4 + j * stretch));
     }
 };
 
@@ -186,11 +193,11 @@ struct AmxPieces {
     // Several passes ask for the next piece, a part of it each, so that the memory is busy in all of
     // them; a single one asks for what is a little further on.
     INLINE AmxAhead ahead(const uint8_t* piece, int64_t pass, bool is_last) const {
-        constexpr int64_t NEAR = 4096, LINES = AMX_STEP / 64;
-        if (passes == 1) return {piece + NEAR, LINES};
+        constexpr int64_t LINES = AMX_STEP / 64;
+        if (passes == 1) return {piece, LINES, 0, true};
         if (is_last) return {piece, 0};
         const int64_t lines = (LINES / passes + 3) / 4 * 4;
-        return {piece + steps * (AMX_STEP + pass * lines * 64), lines};
+        return {piece + steps * (AMX_STEP + pass * lines * 64), lines, steps * lines / 4};
     }
 };
 

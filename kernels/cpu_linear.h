@@ -49,8 +49,8 @@ INLINE void panel_rows(const uint8_t* x, const bf16* panel, const bf16* ahead, i
         if (ahead) {
             __builtin_prefetch(ahead + g * 32);
         } else {
-            __builtin_prefetch(weights + 1024);
-            __builtin_prefetch(weights + 1056);
+            ask_ahead(weights);
+            ask_ahead(weights + 2 * W);
         }
         const __m512bh first = (__m512bh)_mm512_loadu_si512(weights);
         const __m512bh second = (__m512bh)_mm512_loadu_si512(weights + 2 * W);
@@ -94,8 +94,8 @@ INLINE void panel_rows(const uint8_t* x, const float* panel, const float* ahead,
         if (ahead) {
             __builtin_prefetch(ahead + g * 16);
         } else {
-            __builtin_prefetch(weights + 1024);
-            __builtin_prefetch(weights + 1024 + W);
+            ask_ahead(weights);
+            ask_ahead(weights + W);
         }
         const vf w[2] = {load(weights), load(weights + W)};
         UNROLL for (int r = 0; r < R; ++r) {

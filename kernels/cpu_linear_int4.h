@@ -110,7 +110,6 @@ INLINE void prepare_int4_row(const CodesLinearArgs& a, const CodesBlock& shape, 
 }
 
 constexpr int32_t LOW_CODES = 0x000F000F;
-constexpr int64_t AHEAD = 4096;  // bytes of weights that are asked for before their turn
 
 // Of one row. Half of the codes are multiplied where they stand, 16 times too large, into sums of their
 // own (64 of them come to 2^29 at most), which saves most of the shifts.
@@ -118,8 +117,8 @@ INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi
     vi high[2] = {};
     for (int64_t k = 0; k < depth; k += 8) {
         const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
-        __builtin_prefetch(from + AHEAD);
-        __builtin_prefetch(from + AHEAD + VECTOR_BYTES);
+        ask_ahead(from);
+        ask_ahead(from + VECTOR_BYTES);
         UNROLL for (int n = 0; n < 2; ++n) {
             vu words = (vu)load_bits(from + n * VECTOR_BYTES);
             UNROLL for (int j = 0; j < 4; j += 2) {
@@ -138,8 +137,8 @@ template <int R>
 INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi (&acc)[R][2]) {
     for (int64_t k = 0; k < depth; k += 8) {
         const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
-        __builtin_prefetch(from + AHEAD);
-        __builtin_prefetch(from + AHEAD + VECTOR_BYTES);
+        ask_ahead(from);
+        ask_ahead(from + VECTOR_BYTES);
         const vu words[2] = {(vu)load_bits(from), (vu)load_bits(from + VECTOR_BYTES)};
         UNROLL for (int j = 0; j < 4; ++j) {
             const vi w[2] = {(vi)(words[0] >> (4 * j)) & LOW_CODES,
@@ -194,7 +193,7 @@ INLINE void int4_panel(const CodesLinearArgs& a, const CodesBlock& shape, const 
         for (int64_t i = 0; several && i < depth / 2; i += 4)
             UNROLL for (int n = 0; n < 2; ++n) {
                 const uint8_t* word = from + i / 4 * Nibbles::RUN_BYTES + n * VECTOR_BYTES;
-                __builtin_prefetch(word + AHEAD);
+                ask_ahead(word);
                 const vu words = (vu)load_bits(word);
                 UNROLL for (int j = 0; j < 4; ++j)
                     codes[2 * (i + j) + n] = (vi)(words >> (4 * j)) & LOW_CODES;

@@ -152,8 +152,8 @@ void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t*
     vi acc[R][2] = {};
     for (int64_t at = 0; at < block.quads; ++at) {
         const uint8_t* pair = weights + at * 4 * PANEL8;
-        __builtin_prefetch(pair + 2048);
-        __builtin_prefetch(pair + 2048 + VECTOR_BYTES);
+        ask_ahead(pair);
+        ask_ahead(pair + VECTOR_BYTES);
         const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
         UNROLL for (int r = 0; r < R; ++r) {
             const vi codes = x[at * R + r] - vi{};
