@@ -78,8 +78,9 @@ from penstock.kernels.quant import Int8Rows, QuantizedWeight
 # With AMX (one core of a Xeon, Sapphire Rapids, 2026-11-22), 896 x 4864, against the best of torch:
 #
 #   format   M   native   torch        M   native   torch
-#   bf16     1      844     833       64     1349    1156
-#   int8     1      388     497       64      816     859
+#   bf16     1      819    1404       64     1073    1306
+#   int8     1      431     698       64     1145    1925
+#   int4     1      263     321       64     5086    9894
 #
 # `benchmarks/matmul.py` measures against torch again.
 Layout = Literal["native", "onednn", "plain", "triton"]
