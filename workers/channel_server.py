@@ -247,21 +247,23 @@ class ChannelServer:
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(listener)
+                self._open(connection)
             except OSError as error:
                 log.warning("no connection can be taken: %s", error)
                 await asyncio.sleep(NO_ROOM_S)
-                continue
-            link = Link(
-                self._loop,
-                connection,
-                next(self._link_numbers),
-                on_message=self._take,
-                on_end=self._ended,
-                as_message=self._step_bytes,
-                max_pending_tokens=self._max_pending_tokens,
-            )
-            self._links.add(link)
-            self._loop.call_later(HELLO_S, self._expect_hello, link)
+
+    def _open(self, connection: socket.socket) -> None:
+        link = Link(
+            self._loop,
+            connection,
+            next(self._link_numbers),
+            on_message=self._take,
+            on_end=self._ended,
+            as_message=self._step_bytes,
+            max_pending_tokens=self._max_pending_tokens,
+        )
+        self._links.add(link)
+        self._loop.call_later(HELLO_S, self._expect_hello, link)
 
     def _expect_hello(self, link: Link) -> None:
         if not link.name:

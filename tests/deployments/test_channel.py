@@ -437,6 +437,22 @@ def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, 
     assert nodes[0].thread.stats().num_finished["length"] == 1
 
 
+def test_connections_that_break_at_once_harm_nobody(nodes, run):
+    info = nodes[0].channel.info
+
+    async def scenario():
+        for _ in range(50):
+            connection = await connected(info.address)
+            # Closed so, it is reset, perhaps before it was accepted.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        async with pool_of(nodes[0]) as pool:
+            return await collect(pool, request(1))
+
+    _, last = run(scenario())
+    assert last.finish_reason is FinishReason.LENGTH
+
+
 def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
     monkeypatch.setattr(channel_server, "SILENCE_TICKS", 8)  # of a tenth of a second
     info = nodes[0].channel.info
