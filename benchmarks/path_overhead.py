@@ -30,96 +30,33 @@ import asyncio
 import json
 import os
 import platform
-import queue
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from offline import model_b_config, save_random_checkpoint
+from bare_engine import BareEngine, make_model_b
 from server_process import cpu_s, served
 from tqdm import tqdm
 
-from penstock.deployments.bench_figures import Chunk, Outcome, Slo, figures_of
+from penstock.deployments.bench_figures import Outcome, Slo, figures_of
 from penstock.deployments.bench_load import Job
 from penstock.deployments.bench_serve import BenchCall, run_load
 from penstock.deployments.bench_targets import Target, target_of
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
-from penstock.workers.engine_thread import EngineThread
-from penstock.workers.models.folder import resolve_model
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Delta, Request, SamplingParams
 
 TARGETS = {"ttft_ms": 5.0, "throughput": 0.85, "cpu_ms": 0.1}
 COLUMNS = (
     *("path", "TTFT p50, 1 at a time", "added", "tokens/s, {n} under way", "of bare"),
     *("ingress CPU per token, {n} / 1 under way", "engine process", "client"),
 )
-
-
-class BareEngine:
-    """The engine and its thread, with nothing around them."""
-
-    def __init__(self, engine: Engine, threads: int):
-        self._inbox: queue.SimpleQueue[tuple[float, list[Delta]]] = queue.SimpleQueue()
-        self._thread = EngineThread(engine, self._deliver, num_threads=threads)
-        self._thread.start()
-        self._num_sent = 0
-
-    def run(self, calls: Sequence[BenchCall], concurrency: int) -> list[Outcome]:
-        """Serve `calls` with so many under way; times as seen behind the thread's queue."""
-        waiting = list(reversed(calls))
-        running: dict[str, Outcome] = {}
-        done: list[Outcome] = []
-        for _ in range(min(concurrency, len(waiting))):
-            self._send(waiting.pop(), running)
-        while running:
-            now_s, deltas = self._inbox.get()
-            for delta in deltas:
-                outcome = running[delta.request_id]
-                outcome.chunks.append(Chunk(now_s, 0, len(delta.token_ids)))
-                if delta.finish_reason is not None:
-                    outcome.ended_s, outcome.error = now_s, delta.error
-                    done.append(running.pop(delta.request_id))
-                    if waiting:
-                        self._send(waiting.pop(), running)
-        return done
-
-    def stop(self) -> None:
-        self._thread.stop()
-
-    def _send(self, call: BenchCall, running: dict[str, Outcome]) -> None:
-        self._num_sent += 1
-        name = f"bare-{self._num_sent}"
-        params = SamplingParams(temperature=0.0, max_tokens=call.max_tokens, ignore_eos=True)
-        running[name] = Outcome(call.job, sent_s=time.perf_counter())
-        self._thread.submit(Request(name, tuple(call.prompt), params))  # type: ignore[arg-type]
-
-    def _deliver(self, deltas: list[Delta]) -> None:
-        self._inbox.put((time.perf_counter(), deltas))
-
-
-def make_model_b(folder: Path) -> str:
-    """A checkpoint of that shape, and a tokenizer that has a text for each of its token ids."""
-    config = model_b_config()
-    save_random_checkpoint(folder, torch.bfloat16)
-    builtin = Path(resolve_model("builtin"))
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        if (builtin / name).exists():
-            shutil.copy(builtin / name, folder)
-    tokenizer = json.loads((builtin / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    taken = {*vocab.values(), *(each["id"] for each in tokenizer["added_tokens"])}
-    vocab |= {f"Ġw{i}": i for i in range(config.vocab_size) if i not in taken}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return str(folder)
 
 
 def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> list[BenchCall]:

@@ -35,6 +35,7 @@ from penstock.workers.request import (
     SamplingParams,
     TokenLogprob,
 )
+from penstock.workers.stats import WorkerInfo
 from penstock.workers.wire import delta_from, delta_message, request_from, submit_message
 
 CONFIG = EngineConfig(weights="fp32", device="cpu", num_blocks=400, max_num_seqs=16, threads=1)
@@ -473,6 +474,20 @@ def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
     assert nodes[0].thread.stats().num_finished["abort"] == 1
 
 
+@contextlib.asynccontextmanager
+async def narrow(info: WorkerInfo) -> AsyncIterator[socket.socket]:
+    """An ingress that has said hello, and has so little room that the first messages fill it."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        connection.setblocking(False)
+        host, port = info.address.split(":")
+        await loop.sock_connect(connection, (host, int(port)))
+        hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+        await loop.sock_sendall(connection, hello)
+        yield connection
+
+
 def test_a_reader_that_never_reads_is_cut_off(model, run):
     node = Node(model, max_pending_tokens=200)
     node.thread.start()
@@ -480,14 +495,7 @@ def test_a_reader_that_never_reads_is_cut_off(model, run):
 
     async def scenario():
         loop = asyncio.get_running_loop()
-        with socket.socket() as connection:
-            # So small that the first messages fill it.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            connection.setblocking(False)
-            host, port = info.address.split(":")
-            await loop.sock_connect(connection, (host, int(port)))
-            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
-            await loop.sock_sendall(connection, hello)
+        async with narrow(info) as connection:
             for n in range(8):
                 submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
                 await loop.sock_sendall(connection, framed(epoch=info.epoch, submit=submit))
@@ -515,14 +523,9 @@ def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
 
     async def scenario():
         loop, told = asyncio.get_running_loop(), []
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            connection.setblocking(False)
-            host, port = info.address.split(":")
-            await loop.sock_connect(connection, (host, int(port)))
-            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+        async with narrow(info) as connection:
             submit = framed(epoch=info.epoch, submit=submit_message(asked, 1, 600))
-            await loop.sock_sendall(connection, hello + submit)
+            await loop.sock_sendall(connection, submit)
             async with asyncio.timeout(30):
                 while not node.thread.stats().num_finished["length"]:
                     await asyncio.sleep(0.01)  # it all lies with the worker by now
