@@ -18,6 +18,7 @@ from penstock.deployments.client import AsyncClient, ClientError
 NUM_SLOTS = 16
 PROMPT_LEN = 24
 LONG = 1800  # tokens of an answer that nobody waits for
+PAUSE_S = 0.05  # between clients that come and go
 STAY_S = 5.0  # how long a long answer is held on to
 SETTLE_S = 2.5  # until the worker has announced itself anew
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -132,22 +133,33 @@ async def stop_reading(server: Server, counts: dict[str, int]) -> None:
     await take_long(server, counts, reads=False)
 
 
-async def disconnect(server: Server, counts: dict[str, int]) -> None:
-    """Twenty times a second: a stream is begun and broken off."""
+async def take_one(server: Server, counts: dict[str, int]) -> None:
+    """Twenty times a second: one token is asked for, and read to its end."""
+    await _leave_soon(server, counts, max_tokens=1)
 
+
+async def disconnect(server: Server, counts: dict[str, int]) -> None:
+    """Twenty times a second: a stream is begun, and broken off at its first token."""
+    await _leave_soon(server, counts, max_tokens=LONG)
+
+
+async def _leave_soon(server: Server, counts: dict[str, int], max_tokens: int) -> None:
     async def over_grpc(client: AsyncClient) -> None:
-        stream = client.generate(server.prompt(), max_tokens=LONG, **GREEDY)
+        stream = client.generate(server.prompt(), max_tokens=max_tokens, **GREEDY)
         await anext(stream)
+        if max_tokens == 1:
+            async for _ in stream:
+                pass
         await stream.aclose()
 
     async def over_http() -> None:
-        reset(await server.open_http(LONG))
+        reset(await server.open_http(max_tokens))
 
     async with AsyncClient(server.grpc_target) as client, asyncio.TaskGroup() as group:
         while True:
             group.create_task(over_grpc(client) if counts["streams"] % 2 else over_http())
             counts["streams"] += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(PAUSE_S)
 
 
 async def expire(server: Server, counts: dict[str, int]) -> None:
@@ -164,14 +176,16 @@ async def expire(server: Server, counts: dict[str, int]) -> None:
         while True:
             group.create_task(one(client))
             counts["streams"] += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(PAUSE_S)
 
 
 Company = Callable[[Server, dict[str, int]], Awaitable[None]]
-# What the neighbours are compared with: the same requests, but well-behaved; None: nobody.
+# What the neighbours are compared with: well-behaved requests that are as much work, or nobody.
 COMPANY: dict[str, tuple[Company | None, Company]] = {
     "clients that do not read (against the same, reading)": (read_on, stop_reading),
+    "clients that disconnect (against as many that take one token)": (take_one, disconnect),
     "clients that disconnect (against nobody)": (None, disconnect),
+    "deadlines that expire (against as many that take one token)": (take_one, expire),
     "deadlines that expire (against nobody)": (None, expire),
 }
 

@@ -57,9 +57,10 @@ class BareEngine:
     def _send(self, call: BenchCall, running: dict[str, Outcome]) -> None:
         self._num_sent += 1
         name = f"bare-{self._num_sent}"
+        assert not isinstance(call.prompt, str), "an engine takes token ids, not text"
         params = SamplingParams(temperature=0.0, max_tokens=call.max_tokens, ignore_eos=True)
         running[name] = Outcome(call.job, sent_s=time.perf_counter())
-        self._thread.submit(Request(name, tuple(call.prompt), params))  # type: ignore[arg-type]
+        self._thread.submit(Request(name, tuple(call.prompt), params))
 
     def _deliver(self, deltas: list[Delta]) -> None:
         self._inbox.put((time.perf_counter(), deltas))

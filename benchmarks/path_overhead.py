@@ -1,17 +1,15 @@
 """What the way through the cluster costs: `penstock serve` against the bare engine, in one run.
 
 Starts a server of its own on free ports and an engine in this process, with the same model, number
-format and threads, and measures them in turn, round after round, so that whatever else the machine
-does strikes both; medians over the rounds are shown, and of differences and ratios the medians of
-those within one round. Added time to first token with one request at
-a time, throughput with 32 under way, and the CPU time of the ingress per streamed token.
+format and threads. One at a time, each path gets one request in turn, so that what is compared lies
+a moment apart, and each has rested while the others were asked; the added time to first token is
+the median of the differences within a turn. With many under way, round after round in turn;
+of ratios the median of those within one round. What the ingress's CPU does with nothing to do is
+measured before each round, so that a token's own share can be told from it.
 
 The client shares the machine with the server, so its own CPU time, which the bare engine is spared,
-is told as well. Linux: processes are read from /proc.
-
-One at a time, the bare engine gets its next request as soon as the last one ends, and is warm; the
-one behind the path has always rested for some milliseconds, and a prefill takes it longer. With
-`--rest-ms` both rest for as long before each request.
+is told as well; with `--client-core` it keeps to one core, so that it takes less of the engine's.
+Linux: processes are read from /proc.
 
 `--model model-b` is the shape of Qwen2.5-0.5B with random weights, as in offline.py: a model of the
 size that people serve on a CPU, where the built-in one is so small that client, ingress and engine
@@ -19,21 +17,20 @@ fight for the cores.
 
     python benchmarks/path_overhead.py
     python benchmarks/path_overhead.py --model model-b --rounds 3 --num-many 32
-    python benchmarks/path_overhead.py --rounds 3 --threads 1 --json out.json
-    python benchmarks/path_overhead.py --rounds 3 --threads 1 --rest-ms 20
+    python benchmarks/path_overhead.py --rounds 3 --threads 1 --client-core 1 --json out.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from bare_engine import BareEngine, make_model_b
+from path_report import summary, table
 from server_process import cpu_s, served
 from tqdm import tqdm
 
@@ -52,11 +50,10 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine import Engine
 from penstock.workers.models.loader import load_model
 
-TARGETS = {"ttft_ms": 5.0, "throughput": 0.85, "cpu_ms": 0.1}
-COLUMNS = (
-    *("path", "TTFT p50, 1 at a time", "added", "tokens/s, {n} under way", "of bare"),
-    *("ingress CPU per token, {n} / 1 under way", "engine process", "client"),
-)
+REST_S = 3.0  # how long the server is watched doing nothing, before each round
+
+Run = Callable[[list[BenchCall], int], Awaitable[list[Outcome]]]
+Row = dict[str, Any]
 
 
 def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> list[BenchCall]:
@@ -66,141 +63,135 @@ def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> 
     return [BenchCall(job, [int(n) for n in row], output, None) for row in ids]
 
 
-def measure_bare(
-    bare: BareEngine, calls: list[BenchCall], concurrency: int, wanted: int, rest_s: float
-) -> dict[str, float]:
-    before_s = time.process_time()
-    outcomes = []
-    for part in _parts(calls, rest_s):
-        time.sleep(rest_s)
-        outcomes += bare.run(part, concurrency)
-    return _row(outcomes, wanted) | {
-        "engine_cpu_ms": (time.process_time() - before_s) * 1e3 / wanted
-    }
+class Meter:
+    """CPU seconds of this process, of the ingress and of the worker, since it was made."""
+
+    def __init__(self, pids: list[int]):
+        self._pids = pids
+        self._before, self._before_s = self._read(), time.perf_counter()
+
+    def _read(self) -> list[float]:
+        return [time.process_time(), *map(cpu_s, self._pids)]
+
+    def used(self) -> np.ndarray:
+        """Wall seconds, then those of the three processes."""
+        wall_s = time.perf_counter() - self._before_s
+        return np.array([wall_s, *np.subtract(self._read(), self._before)])
 
 
-def _parts(calls: list[BenchCall], rest_s: float) -> list[list[BenchCall]]:
-    """What is sent without a rest in between."""
-    return [[call] for call in calls] if rest_s else [calls]
+@contextlib.contextmanager
+def kept_to(core: int | None) -> Iterator[None]:
+    """All threads of this process run on that core meanwhile; None: wherever they like."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    _bind({core})
+    try:
+        yield
+    finally:
+        _bind(before)
 
 
-async def measure_path(
-    target: Target,
-    calls: list[BenchCall],
-    concurrency: int,
-    wanted: int,
-    rest_s: float,
-    pids: list[int],
-) -> dict[str, float]:
-    before = [time.process_time(), *map(cpu_s, pids)]
-    outcomes = []
-    for part in _parts(calls, rest_s):
-        await asyncio.sleep(rest_s)
-        outcomes += await run_load(target, part, max_concurrency=concurrency)
-    after = [time.process_time(), *map(cpu_s, pids)]
-    names = ("client_cpu_ms", "ingress_cpu_ms", "engine_cpu_ms")
-    used = {name: (b - a) * 1e3 / wanted for name, a, b in zip(names, before, after)}
-    return _row(outcomes, wanted) | used
+def _bind(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
-def _row(outcomes: list[Outcome], wanted: int) -> dict[str, float]:
-    figures = figures_of(outcomes, Slo())
-    assert not figures["errors"], figures["errors"]
-    assert figures["output_tokens"] == wanted, (figures["output_tokens"], wanted)
-    return {
-        "ttft_ms": figures["ttft_ms"]["p50"],
-        "tokens_per_s": figures["output_tokens_per_s"],
-    }
+class Bench:
+    """One run: the paths, what is asked of them, and what it took."""
+
+    def __init__(self, args: argparse.Namespace, paths: dict[str, Run], pids: list[int]):
+        self._args, self._paths, self._pids = args, paths, pids
+        self._rng = np.random.default_rng(args.seed)
+
+    async def round(self, number: int) -> Row:
+        """What the ingress uses at rest, and of each path its figures with one and many."""
+        meter = Meter(self._pids)
+        await asyncio.sleep(REST_S)
+        wall_s, _, ingress_s, _ = meter.used()
+        single = await self._one_at_a_time()
+        many = {path: await self._many(path) for path in self._order(number)}
+        return {
+            "ingress_at_rest": ingress_s / wall_s,
+            "paths": {path: {"1": single[path], "many": many[path]} for path in self._paths},
+        }
+
+    async def _one_at_a_time(self) -> dict[str, Row]:
+        outcomes: dict[str, list[Outcome]] = {path: [] for path in self._paths}
+        used = {path: np.zeros(4) for path in self._paths}
+        for turn in range(self._args.num_single):
+            for path in self._order(turn):
+                calls = self._calls(1)
+                meter = Meter(self._pids)
+                outcomes[path] += await self._run(path, calls, 1)
+                used[path] += meter.used()
+        return {path: self._row(path, outcomes[path], used[path]) for path in self._paths}
+
+    async def _many(self, path: str) -> Row:
+        calls = self._calls(self._args.num_many)
+        meter = Meter(self._pids)
+        outcomes = await self._run(path, calls, self._args.concurrency)
+        return self._row(path, outcomes, meter.used())
+
+    async def _run(self, path: str, calls: list[BenchCall], most: int) -> list[Outcome]:
+        with kept_to(None if path == "bare" else self._args.client_core):
+            return await self._paths[path](calls, most)
+
+    def _calls(self, num: int) -> list[BenchCall]:
+        return make_calls(num, self._args.input_len, self._args.output_len, self._rng)
+
+    def _order(self, turn: int) -> list[str]:
+        """Another one comes first in each turn, and none comes twice in a row."""
+        names = list(self._paths)
+        first = turn % len(names)
+        return names[first:] + names[:first]
+
+    def _row(self, path: str, outcomes: list[Outcome], used: np.ndarray) -> Row:
+        figures = figures_of(outcomes, Slo())
+        wanted = len(outcomes) * self._args.output_len
+        assert not figures["errors"], figures["errors"]
+        assert figures["output_tokens"] == wanted, (figures["output_tokens"], wanted)
+        wall_s, here_s, ingress_s, worker_s = used
+        row = {
+            "ttfts_ms": [round((each.chunks[0].at_s - each.sent_s) * 1e3, 3) for each in outcomes],
+            "tokens_per_s": figures["output_tokens_per_s"],
+            "wall_ms": wall_s * 1e3 / wanted,
+            "engine_cpu_ms": (here_s if path == "bare" else worker_s) * 1e3 / wanted,
+        }
+        if path != "bare":
+            row |= {
+                "ingress_cpu_ms": ingress_s * 1e3 / wanted,
+                "client_cpu_ms": here_s * 1e3 / wanted,
+            }
+        return row
 
 
 async def measure(
     args: argparse.Namespace, bare: BareEngine, urls: dict[str, str], pids: list[int]
-) -> list[dict[str, Any]]:
-    """For each round, of each path, its figures with one and with many under way."""
-    rng = np.random.default_rng(args.seed)
+) -> list[Row]:
+    """The rounds, but for the first one, which warms up."""
+    sampling = {"temperature": 0.0, "ignore_eos": True}
     targets = {
         name: target_of(
-            url,
-            model=None,
-            api_key=None,
-            is_chat=False,
-            sampling={"temperature": 0.0, "ignore_eos": True},
-            extra_body={},
+            url, model=None, api_key=None, is_chat=False, sampling=sampling, extra_body={}
         )
         for name, url in urls.items()
     }
     for target in targets.values():
         await target.model()
-    rounds: list[dict[str, Any]] = []
-    for number in tqdm(range(args.rounds + 1), unit="round"):
-        figures: dict[str, Any] = {}
-        for concurrency, num in ((1, args.num_single), (args.concurrency, args.num_many)):
-            wanted = num * args.output_len
-            rest_s = args.rest_ms / 1e3 if concurrency == 1 else 0.0
-            # Whoever came first in one round comes last in the next.
-            paths: list[str] = ["bare", *targets][:: 1 if number % 2 else -1]
-            for path in paths:
-                calls = make_calls(num, args.input_len, args.output_len, rng)
-                if path == "bare":
-                    how = (bare, calls, concurrency, wanted, rest_s)
-                    row = await asyncio.to_thread(measure_bare, *how)
-                else:
-                    how_far = (targets[path], calls, concurrency, wanted, rest_s)
-                    row = await measure_path(*how_far, pids)
-                figures.setdefault(path, {})[str(concurrency)] = row
-        rounds.append(figures)
+    paths: dict[str, Run] = {"bare": lambda calls, most: asyncio.to_thread(bare.run, calls, most)}
+    paths |= {name: _through(target) for name, target in targets.items()}
+    bench = Bench(args, paths, pids)
+    rounds = [await bench.round(i) for i in tqdm(range(args.rounds + 1), unit="round")]
     for target in targets.values():
         await target.close()
-    return rounds[1:]  # the first one warms up
+    return rounds[1:]
 
 
-def summary(rounds: list[dict[str, Any]], many: str) -> dict[str, dict[str, float]]:
-    """Medians over the rounds; differences and ratios are of one round each, then their median."""
-
-    def median(values: Iterator[float]) -> float:
-        return statistics.median(values)
-
-    rows = {}
-    for path in rounds[0]:
-        row = {
-            "ttft_ms": median(each[path]["1"]["ttft_ms"] for each in rounds),
-            "tokens_per_s": median(each[path][many]["tokens_per_s"] for each in rounds),
-            "engine_cpu_ms": median(each[path][many]["engine_cpu_ms"] for each in rounds),
-        }
-        if path != "bare":
-            row |= {
-                "added_ttft_ms": median(
-                    each[path]["1"]["ttft_ms"] - each["bare"]["1"]["ttft_ms"] for each in rounds
-                ),
-                "throughput_ratio": median(
-                    each[path][many]["tokens_per_s"] / each["bare"][many]["tokens_per_s"]
-                    for each in rounds
-                ),
-                "cpu_ms": median(each[path][many]["ingress_cpu_ms"] for each in rounds),
-                "cpu_ms_single": median(each[path]["1"]["ingress_cpu_ms"] for each in rounds),
-                "client_cpu_ms": median(each[path][many]["client_cpu_ms"] for each in rounds),
-            }
-        rows[path] = row
-    return rows
-
-
-def table(rows: dict[str, dict[str, float]], concurrency: int) -> str:
-    head = "| " + " | ".join(COLUMNS).format(n=concurrency) + " |"
-    lines = [head, "|" + " --- |" * len(COLUMNS)]
-    for path, row in rows.items():
-        cells = [f"{row['ttft_ms']:.1f} ms", "", f"{row['tokens_per_s']:.0f}", "", ""]
-        cells += [f"{row['engine_cpu_ms']:.3f} ms", ""]
-        if path != "bare":
-            cells[1] = f"{row['added_ttft_ms']:+.1f} ms"
-            cells[3] = f"{100 * row['throughput_ratio']:.0f} %"
-            cells[4] = f"{row['cpu_ms']:.3f} / {row['cpu_ms_single']:.3f} ms"
-            cells[6] = f"{row['client_cpu_ms']:.3f} ms"
-        lines.append(f"| {path} | " + " | ".join(cells) + " |")
-    lines.append(
-        f"| target | | at most {TARGETS['ttft_ms']:g} ms | | at least "
-        f"{100 * TARGETS['throughput']:.0f} % | at most {TARGETS['cpu_ms']:g} ms | | |"
-    )
-    return "\n".join(lines)
+def _through(target: Target) -> Run:
+    return lambda calls, most: run_load(target, calls, max_concurrency=most)
 
 
 def main() -> None:
@@ -215,7 +206,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-single", type=int, default=6, help="requests, one at a time")
     parser.add_argument("--num-many", type=int, default=64, help="requests, many under way")
-    parser.add_argument("--rest-ms", type=float, default=0.0, help="before each, one at a time")
+    parser.add_argument("--client-core", type=int, help="where the client runs, if bound")
     parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -237,7 +228,7 @@ def run(args: argparse.Namespace, path: str) -> None:
         rounds = asyncio.run(measure(args, bare, urls, pids))
         bare.stop()
     load_after = os.getloadavg()[0]
-    rows = summary(rounds, str(args.concurrency))
+    rows = summary(rounds)
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -250,8 +241,9 @@ def run(args: argparse.Namespace, path: str) -> None:
     print(
         f"\n{about['date']}, {about['cpu']}, {about['cores']} cores, {args.threads} threads each, "
         f"torch {torch.__version__}, {args.model} ({args.weights}), prompts of {args.input_len}, "
-        f"answers of {args.output_len} tokens, {args.rest_ms:g} ms of rest before each of one at a "
-        f"time, medians of {args.rounds} rounds; "
+        f"answers of {args.output_len} tokens, {args.rounds * args.num_single} turns of one at a "
+        f"time, {args.rounds} rounds of {args.num_many} with {args.concurrency} under way, "
+        f"client on {'any core' if args.client_core is None else f'core {args.client_core}'}; "
         f"load average {load_before:.1f} before, {load_after:.1f} after\n"
     )
     print(table(rows, args.concurrency))

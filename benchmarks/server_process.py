@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from penstock.deployments.processes import descendants
 
 START_S = 240
+PORTS = range(20_000, 32_000)
 TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the processes
 
 
@@ -62,8 +64,11 @@ def _end(*_: object) -> None:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Not one that the system hands out while the cluster starts, as all from 32768 on may be."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError(f"none of 100 ports in {PORTS} was free")
 
 
 def _find(pid: int, title: str) -> int:
@@ -74,6 +79,9 @@ def _find(pid: int, title: str) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds that the live threads of a process have used, user and system, to the ns."""
+    total_ns = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns / 1e9

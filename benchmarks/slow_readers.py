@@ -2,9 +2,10 @@
 
 Neighbours stream answers over gRPC and HTTP, beside each kind of bad company and, just before,
 without it: clients that stop reading (before: the same clients, reading, for what they ask for is
-work in itself), clients that disconnect in mid-answer, and calls whose deadline passes. Shown are
-the neighbours' inter-token times, and the ratio within a round, as medians over the rounds. Then,
-with every slot of the worker taken:
+work in itself), clients that disconnect at their first token, and calls whose deadline passes (both
+times before: as many calls that take one token and are done; and nobody). Shown are the neighbours'
+inter-token times, and the ratio within a round, as medians over the rounds. Then, with every slot
+of the worker taken:
 
 - how soon after a disconnect the blocks are free: the time until a request that waits for just that
   slot has its first token, which is an upper bound (its own prefill and both ways are in it);

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.deployments.cli import GROUPS, build_parser, main
@@ -85,11 +86,6 @@ class Served:
         for port in ports:
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from hostile import CASES, Fronts, GoodTraffic, run_all
+from ports import free_port
 
 from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.cluster import Cluster
@@ -67,11 +68,6 @@ def cluster(config: ServeConfig) -> Iterator[Cluster]:
 def run() -> Iterator[Run]:
     with asyncio.Runner() as runner:
         yield runner.run
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def is_free(port: int) -> bool:

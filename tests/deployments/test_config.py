@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import ray.autoscaler
 import yaml
+from ports import free_port
 from ray.serve.schema import ServeDeploySchema
 
 import penstock.deployments
@@ -170,8 +171,3 @@ def test_the_cluster_file_is_one_that_ray_up_takes():
     cluster = yaml.safe_load((ROOT.parent / "cluster.yaml").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["head_node_type"] in cluster["available_node_types"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]

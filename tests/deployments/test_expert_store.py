@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from test_cluster import free_port
+from ports import free_port
 
 from penstock.deployments import expert_store
 from penstock.deployments.cluster import Cluster

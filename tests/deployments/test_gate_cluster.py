@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from ports import free_port
 from ray.exceptions import RayError
-from test_cluster import await_view, free_port, generate
+from test_cluster import await_view, generate
 
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.cluster import Cluster
