@@ -143,12 +143,15 @@ class Gate:
             return
         demand = self._demands.of(request, holding or law)
         entry = self._entry(request, demand, law, now)
+        tokens = round(entry.expected)
+        if name not in self._strangers:  # else the prompt was counted when it came
+            tokens += request.prompt_tokens
         ledger.withdraw(name)  # a report was faster, and knows less
         self._strangers.discard(name)
         ledger.lease(demand, now + self.settings.lease_s)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[name] = (worker, entry)
-        self._places.sent(entry, ledger)
+        self._places.sent(request.prefix, tokens, ledger)
 
     def let_in(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
         """Come in unseen: with nobody waiting, where there is room whatever its length becomes.
@@ -165,8 +168,7 @@ class Gate:
         if worker is None:
             return None
         ledger, until = self.ledgers[worker], now + self.settings.lease_s
-        ledger.lease(demand, until)
-        self._strangers.add(name)
+        self._lease_unseen(request, demand, ledger, until)
         return Ticket(name, ledger.spec.name, ledger.spec.epoch, 0.0, until)
 
     def hold(self, request: GateRequest, max_tokens: int | None, worker: str, now: float) -> bool:
@@ -176,9 +178,17 @@ class Gate:
             return True  # since it was let in, or a report listed it
         if ledger is None or name in self.queue or self.is_admitted(name):
             return False
-        ledger.lease(self._demands.unseen(request, max_tokens), now + self.settings.lease_s)
-        self._strangers.add(name)
+        demand = self._demands.unseen(request, max_tokens)
+        self._lease_unseen(request, demand, ledger, now + self.settings.lease_s)
         return True
+
+    def _lease_unseen(
+        self, request: GateRequest, demand: Demand, ledger: Ledger, until: float
+    ) -> None:
+        """It may be over before it is judged, and its beginning is cached all the same."""
+        ledger.lease(demand, until)
+        self._strangers.add(request.request_id)
+        self._places.sent(request.prefix, request.prompt_tokens, ledger)
 
     def is_admitted(self, request_id: str) -> bool:
         """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
@@ -345,7 +355,8 @@ class Gate:
         self.queue.remove(entry.request_id)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[entry.request_id] = (worker, entry)
-        self._places.sent(entry, ledger)
+        tokens = entry.demand.prompt_tokens + round(entry.expected)
+        self._places.sent(entry.prefix, tokens, ledger)
         waited = now - entry.arrived
         fixed, ahead = entry.predicted_wait
         if ahead > 0:

@@ -71,10 +71,10 @@ class Places:
         found = self._prefixes.hits(prefix) if len(self.ledgers) > 1 else {}
         return {name: tokens for (name, _), tokens in found.items()}
 
-    def sent(self, entry: Waiting, ledger: Ledger) -> None:
-        """It goes there: its beginning will be cached."""
-        spec, tokens = ledger.spec, entry.demand.prompt_tokens + round(entry.expected)
-        self._prefixes.note(entry.prefix, (spec.name, spec.epoch), tokens, spec.capacity)
+    def sent(self, prefix: Sequence[int], tokens: int, ledger: Ledger) -> None:
+        """`tokens` go there, and their beginning will be cached."""
+        spec = ledger.spec
+        self._prefixes.note(prefix, (spec.name, spec.epoch), tokens, spec.capacity)
 
     def forget(self, ledger: Ledger) -> None:
         """That life of a worker is over."""

@@ -160,18 +160,19 @@ class WorkerLink:
             await asyncio.sleep(TICK_S)
 
     def _take_step(self, step: pb.Step) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s, address = asyncio.get_running_loop().time(), self.info.address
         self._gathering.steps(now_s)
         for message in step.deltas:
             call = self._calls.get(message.stream_id)
             if call is not None:  # else it was cancelled meanwhile
                 delta = delta_from(message, call.request.request_id)
-                delta.engine = self.info.address
+                delta.engine = address
                 self._take(call, delta, now_s)
         for stream_id, token_id in zip(step.stream_ids, step.token_ids, strict=True):
             call = self._calls.get(stream_id)
             if call is not None:
-                self._take(call, Delta(call.request.request_id, [token_id]), now_s)
+                delta = Delta(call.request.request_id, [token_id], engine=address)
+                self._take(call, delta, now_s)
 
     def _take(self, call: RunningCall, delta: Delta, now_s: float) -> None:
         is_first = call.num_emitted == 0

@@ -37,6 +37,8 @@ class Driven:
         async for delta in deltas:
             # What is handed out may be joined with nothing later.
             self.told[number].append(Delta("", list(delta.token_ids), delta.finish_reason))
+            if delta.token_ids:
+                assert delta.engine == INFO.address  # joined or not
 
     async def step(self, token_id: int, finish: FinishReason | None = None) -> None:
         times = FIRST if token_id == 0 else None

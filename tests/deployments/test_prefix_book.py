@@ -105,6 +105,42 @@ def test_of_many_workers_the_one_with_the_prefix_is_looked_at():
     assert first not in gate._places._prefixes.hits(marks)
 
 
+def two_workers() -> Gate:
+    gate = Gate(GateSettings(), seed=0)
+    for name in ("w0", "w1"):
+        gate.add_worker(WorkerSpec(name, "1", capacity=4000))
+    return gate
+
+
+def test_an_answer_that_is_over_before_it_is_judged_has_left_its_beginning():
+    """A fast one: let in at once, and ended before the gate has read its text."""
+    marks = prefix_marks(tokens(5, 300))
+    for came in ("asked", "with a pass"):
+        gate = two_workers()
+        asked = GateRequest("first", 300, prefix=marks)
+        if came == "asked":
+            assert gate.let_in(asked, 4, 0.0) is not None
+        else:
+            assert gate.hold(asked, 4, "w0", 0.0)
+        [first] = gate._places.hits(marks)
+        gate.completed("first", 4, 0.0)
+        gate.hold(GateRequest("other", 200), 200, first, 0.0)  # a little fuller than the other
+        again = gate.let_in(GateRequest("again", 300, prefix=marks), 4, 0.0)
+        assert again is not None and again.worker == first
+
+
+def test_each_token_counts_once_for_what_is_forgotten():
+    marks, asked = prefix_marks(tokens(5, 300)), GateRequest("a", 300)
+    sent = {}
+    for held in (False, True):
+        gate = two_workers()
+        if held:
+            assert gate.hold(asked, 4, "w0", 0.0) and gate.hold(asked, 4, "w0", 0.0)
+        gate.entered(replace(asked, prefix=marks), LAW, "w0", 0.1)
+        sent[held] = dict(gate._places._prefixes._sent)
+    assert sent[False] == sent[True]
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     with asyncio.Runner() as runner:
