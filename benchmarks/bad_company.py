@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,7 +19,8 @@ from penstock.deployments.client import AsyncClient, ClientError
 NUM_SLOTS = 16
 PROMPT_LEN = 24
 LONG = 1800  # tokens of an answer that nobody waits for
-PAUSE_S = 0.05  # between clients that come and go
+OFTEN_S = 0.05  # between clients that come and go: more than all that the neighbours ask for
+SELDOM_S = 0.5
 STAY_S = 5.0  # how long a long answer is held on to
 SETTLE_S = 2.5  # until the worker has announced itself anew
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -133,17 +135,19 @@ async def stop_reading(server: Server, counts: dict[str, int]) -> None:
     await take_long(server, counts, reads=False)
 
 
-async def take_one(server: Server, counts: dict[str, int]) -> None:
-    """Twenty times a second: one token is asked for, and read to its end."""
-    await _leave_soon(server, counts, max_tokens=1)
+async def take_one(server: Server, counts: dict[str, int], *, every_s: float) -> None:
+    """One token is asked for, and read to its end."""
+    await _leave_soon(server, counts, every_s, max_tokens=1)
 
 
-async def disconnect(server: Server, counts: dict[str, int]) -> None:
-    """Twenty times a second: a stream is begun, and broken off at its first token."""
-    await _leave_soon(server, counts, max_tokens=LONG)
+async def disconnect(server: Server, counts: dict[str, int], *, every_s: float) -> None:
+    """A stream is begun, and broken off at its first token."""
+    await _leave_soon(server, counts, every_s, max_tokens=LONG)
 
 
-async def _leave_soon(server: Server, counts: dict[str, int], max_tokens: int) -> None:
+async def _leave_soon(
+    server: Server, counts: dict[str, int], every_s: float, max_tokens: int
+) -> None:
     async def over_grpc(client: AsyncClient) -> None:
         stream = client.generate(server.prompt(), max_tokens=max_tokens, **GREEDY)
         await anext(stream)
@@ -159,11 +163,11 @@ async def _leave_soon(server: Server, counts: dict[str, int], max_tokens: int) -
         while True:
             group.create_task(over_grpc(client) if counts["streams"] % 2 else over_http())
             counts["streams"] += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(every_s)
 
 
-async def expire(server: Server, counts: dict[str, int]) -> None:
-    """Twenty times a second: a call with ten milliseconds to live."""
+async def expire(server: Server, counts: dict[str, int], *, every_s: float) -> None:
+    """A call with ten milliseconds to live."""
 
     async def one(client: AsyncClient) -> None:
         with contextlib.suppress(ClientError):
@@ -176,17 +180,27 @@ async def expire(server: Server, counts: dict[str, int]) -> None:
         while True:
             group.create_task(one(client))
             counts["streams"] += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(every_s)
 
 
 Company = Callable[[Server, dict[str, int]], Awaitable[None]]
+_ONES = partial(take_one, every_s=OFTEN_S)
 # What the neighbours are compared with: well-behaved requests that are as much work, or nobody.
-COMPANY: dict[str, tuple[Company | None, Company]] = {
+COMPANY: dict[str, tuple[Company | None, Company | None]] = {
+    "nobody (against nobody: what the host does)": (None, None),
     "clients that do not read (against the same, reading)": (read_on, stop_reading),
-    "clients that disconnect (against as many that take one token)": (take_one, disconnect),
-    "clients that disconnect (against nobody)": (None, disconnect),
-    "deadlines that expire (against as many that take one token)": (take_one, expire),
-    "deadlines that expire (against nobody)": (None, expire),
+    "20 a second disconnect (against as many that take one token)": (
+        _ONES,
+        partial(disconnect, every_s=OFTEN_S),
+    ),
+    "20 deadlines a second expire (against as many that take one token)": (
+        _ONES,
+        partial(expire, every_s=OFTEN_S),
+    ),
+    "2 a second disconnect (against nobody)": (None, partial(disconnect, every_s=SELDOM_S)),
+    "2 deadlines a second expire (against nobody)": (None, partial(expire, every_s=SELDOM_S)),
+    "20 a second disconnect (against nobody)": (None, partial(disconnect, every_s=OFTEN_S)),
+    "20 deadlines a second expire (against nobody)": (None, partial(expire, every_s=OFTEN_S)),
 }
 
 

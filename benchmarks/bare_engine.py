@@ -9,7 +9,7 @@ import json
 import queue
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -26,9 +26,9 @@ from penstock.workers.request import Delta, Request, SamplingParams
 class BareEngine:
     """The engine and its thread, with nothing around them."""
 
-    def __init__(self, engine: Engine, threads: int):
+    def __init__(self, engine: Engine, threads: int, cores: Collection[int] | None = None):
         self._inbox: queue.SimpleQueue[tuple[float, list[Delta]]] = queue.SimpleQueue()
-        self._thread = EngineThread(engine, self._deliver, num_threads=threads)
+        self._thread = EngineThread(engine, self._deliver, num_threads=threads, cores=cores)
         self._thread.start()
         self._num_sent = 0
 

@@ -8,7 +8,8 @@ of ratios the median of those within one round. What the ingress's CPU does with
 measured before each round, so that a token's own share can be told from it.
 
 The client shares the machine with the server, so its own CPU time, which the bare engine is spared,
-is told as well; with `--client-core` it keeps to one core, so that it takes less of the engine's.
+is told as well; with `--compute-cores`, which is the server's setting of that name, and
+`--client-core` it keeps off the engine's core, as a client on another machine does.
 Linux: processes are read from /proc.
 
 `--model model-b` is the shape of Qwen2.5-0.5B with random weights, as in offline.py: a model of the
@@ -17,7 +18,7 @@ fight for the cores.
 
     python benchmarks/path_overhead.py
     python benchmarks/path_overhead.py --model model-b --rounds 3 --num-many 32
-    python benchmarks/path_overhead.py --rounds 3 --threads 1 --client-core 1 --json out.json
+    python benchmarks/path_overhead.py --rounds 3 --threads 1 --compute-cores 1 --client-core 0
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-single", type=int, default=6, help="requests, one at a time")
     parser.add_argument("--num-many", type=int, default=64, help="requests, many under way")
+    parser.add_argument("--compute-cores", metavar="LIST", help="of server and bare engine alike")
     parser.add_argument("--client-core", type=int, help="where the client runs, if bound")
     parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
     parser.add_argument("--seed", type=int, default=0)
@@ -220,11 +222,19 @@ def run(args: argparse.Namespace, path: str) -> None:
     """Measure the model at `path`, and tell."""
     torch.set_num_threads(args.threads)
     model = load_model(path, weights=args.weights, device="cpu", progress=False)
-    engine = Engine(EngineConfig(weights=args.weights, device="cpu", threads=args.threads), model)
+    config = EngineConfig(
+        weights=args.weights,
+        device="cpu",
+        threads=args.threads,
+        compute_cores=args.compute_cores,
+    )
+    engine = Engine(config, model)
     load_before = os.getloadavg()[0]
     flags = ["--weights", args.weights, "--threads", str(args.threads)]
+    if args.compute_cores is not None:
+        flags += ["--compute-cores", args.compute_cores]
     with served(path, flags) as (urls, pids):
-        bare = BareEngine(engine, args.threads)
+        bare = BareEngine(engine, args.threads, config.cores)
         rounds = asyncio.run(measure(args, bare, urls, pids))
         bare.stop()
     load_after = os.getloadavg()[0]
@@ -243,7 +253,8 @@ def run(args: argparse.Namespace, path: str) -> None:
         f"torch {torch.__version__}, {args.model} ({args.weights}), prompts of {args.input_len}, "
         f"answers of {args.output_len} tokens, {args.rounds * args.num_single} turns of one at a "
         f"time, {args.rounds} rounds of {args.num_many} with {args.concurrency} under way, "
-        f"client on {'any core' if args.client_core is None else f'core {args.client_core}'}; "
+        f"compute on {args.compute_cores or 'any core'}, client on "
+        f"{'any' if args.client_core is None else args.client_core}; "
         f"load average {load_before:.1f} before, {load_after:.1f} after\n"
     )
     print(table(rows, args.concurrency))

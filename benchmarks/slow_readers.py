@@ -1,11 +1,11 @@
 """What clients that behave badly cost their neighbours, on a real `penstock serve`.
 
-Neighbours stream answers over gRPC and HTTP, beside each kind of bad company and, just before,
-without it: clients that stop reading (before: the same clients, reading, for what they ask for is
-work in itself), clients that disconnect at their first token, and calls whose deadline passes (both
-times before: as many calls that take one token and are done; and nobody). Shown are the neighbours'
-inter-token times, and the ratio within a round, as medians over the rounds. Then, with every slot
-of the worker taken:
+Neighbours stream answers over gRPC and HTTP, beside each kind of bad company and, just before or
+just after, without it: clients that stop reading (against the same clients, reading, for what they
+ask for is work in itself), clients that disconnect at their first token, and calls whose deadline
+passes (both against as many calls that take one token and are done, and against nobody). Shown are
+the neighbours' inter-token times, and the ratio within a round, as medians over the rounds; nobody
+against nobody shows what the host does by itself. Then, with every slot of the worker taken:
 
 - how soon after a disconnect the blocks are free: the time until a request that waits for just that
   slot has its first token, which is an upper bound (its own prefill and both ways are in it);
@@ -69,13 +69,13 @@ async def measure_company(server: Server, args: argparse.Namespace) -> list[dict
     for number in tqdm(range(args.rounds + 1), unit="round"):
         figures: dict[str, Any] = {}
         for name, (good, bad) in COMPANY.items():
-            async with beside(good, server):
-                before = await neighbours(server, targets, args)
-            await server.idle()
-            async with beside(bad, server) as counts:
-                beset = await neighbours(server, targets, args)
-            await server.idle()
-            figures[name] = {"before": before, "beside": beset, "num": counts["streams"]}
+            seen: dict[str, dict[str, float]] = {}
+            for which in (("good", "bad"), ("bad", "good"))[number % 2]:
+                async with beside(good if which == "good" else bad, server) as counts:
+                    seen[which] = await neighbours(server, targets, args)
+                    seen[which]["num"] = counts["streams"]
+                await server.idle()
+            figures[name] = seen
         if number:  # the first one warms up
             rounds.append(figures)
     for target in targets:
@@ -181,7 +181,7 @@ def table(results: dict[str, Any]) -> str:
         cells = [name]
         for key in ("p50", "p99"):
             before, beset = (
-                [each[name][when][key] for each in rounds] for when in ("before", "beside")
+                [each[name][which][key] for each in rounds] for which in ("good", "bad")
             )
             ratios = [b / a for a, b in zip(before, beset)]
             cells += [f"{statistics.median(before):.1f} ms", f"{statistics.median(beset):.1f} ms"]

@@ -46,7 +46,10 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         share = _cpus_per_worker(config.num_workers)
         resources = {"num_cpus": share, "runtime_env": {"env_vars": SHORT_SPINS}}
         # Ray would allow a process as many threads as it reserved CPUs; say what is meant.
-        threads = config.engine.threads or max(1, int(share))
+        cores = config.engine.cores
+        threads = config.engine.threads or max(
+            1, int(share) if cores is None else len(cores) // config.num_workers
+        )
         answer_ms = config.gate_answer_ms or GATE_ANSWER_BESIDE_WORKERS_MS
         config = replace(
             config, engine=replace(config.engine, threads=threads), gate_answer_ms=answer_ms

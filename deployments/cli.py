@@ -49,7 +49,9 @@ GROUPS = {
         *("host", "http_port", "grpc_port", "api_keys_file"),
         *("metrics_port", "metrics_host"),
     ),
-    "how much of the machine": ("num_workers", "num_ingress", "device", "threads"),
+    "how much of the machine": (
+        *("num_workers", "num_ingress", "device", "threads", "compute_cores"),
+    ),
     "memory and batches": (
         *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),

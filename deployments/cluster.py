@@ -26,6 +26,7 @@ from penstock.deployments.gate import end_gate
 from penstock.deployments.processes import descendants, end
 from penstock.deployments.registry import NAMESPACE, ClusterView, RegistryClient
 from penstock.deployments.replicas import wants_gpus
+from penstock.workers.cores import allowed_cores, keep_to
 
 log = logging.getLogger("penstock.serve")
 
@@ -82,6 +83,8 @@ class Cluster:
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
             return
+        if config.engine.cores is not None:  # Ray's processes, and so all of ours, inherit it
+            keep_to(allowed_cores() - config.engine.cores)
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")

@@ -27,6 +27,7 @@ from penstock.workers.config import (
     option,
     unknown_setting,
 )
+from penstock.workers.cores import allowed_cores
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.models.folder import BUILTIN
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
@@ -260,6 +261,7 @@ def check_before_start(config: ServeConfig) -> None:
         scheme = read_stored_scheme(folder)
         weight_plan(scheme, config.engine.weights)
         _check_experts(config.engine, scheme)
+    check_cores(config)
     if config.api_keys_file is not None:
         read_api_keys(config.api_keys_file)
     for name in ("http_port", "grpc_port"):
@@ -272,6 +274,33 @@ def _check_experts(engine: EngineConfig, scheme: StoredScheme | None) -> None:
         check_neurons(scheme, engine.weights, f"moe_mode {engine.moe_mode}")
     elif engine.expert_cache_gb is not None and engine.moe_thresholds is not None:
         check_neurons(scheme, engine.weights, "moe_thresholds")
+
+
+def check_cores(config: ServeConfig) -> None:
+    """Raise ConfigError unless the workers can have `compute_cores`, and leave some to the rest."""
+    cores = config.engine.cores
+    if cores is None:
+        return
+    if config.ray_address is not None:
+        raise ConfigError(
+            "compute_cores is for a cluster that is started here; on one that exists leave it out, "
+            "and keep its processes off cores where they are started, as with taskset"
+        )
+    try:
+        allowed = allowed_cores()
+    except OSError as error:
+        raise ConfigError(f"compute_cores cannot be kept: {error}") from None
+    if not cores < allowed:
+        listed = ", ".join(map(str, sorted(allowed)))
+        raise ConfigError(
+            f"compute_cores {config.engine.compute_cores} must be some of the cores that this "
+            f"process may use ({listed}), and leave one at least to ingress, gate and Ray"
+        )
+    if (num := config.num_workers * (config.engine.threads or 1)) > len(cores):
+        raise ConfigError(
+            f"compute_cores {config.engine.compute_cores} is {len(cores)} cores for {num} threads "
+            "(threads x num_workers): give as many cores, or fewer threads"
+        )
 
 
 def check_model(model: str) -> None:

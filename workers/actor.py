@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from penstock.workers.channel_server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
+from penstock.workers.cores import allowed_cores, kept_to
 from penstock.workers.experts.arena import Manifest, RowSource
 from penstock.workers.stats import WorkerInfo
 
@@ -54,17 +55,20 @@ class Worker:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_model(
-            config.model,
-            weights=config.weights,
-            quantize_o=config.quantize_o,
-            quantize_lm_head=config.quantize_lm_head,
-            device=device,
-            progress=False,
-            experts=settings_of(config, experts, far_experts),
-        )
+        cores = config.cores
+        # Loading computes, too: on all cores, for nobody is being served yet.
+        with kept_to(None if cores is None else cores | allowed_cores()):
+            model = load_model(
+                config.model,
+                weights=config.weights,
+                quantize_o=config.quantize_o,
+                quantize_lm_head=config.quantize_lm_head,
+                device=device,
+                progress=False,
+                experts=settings_of(config, experts, far_experts),
+            )
+            engine = Engine(config, model)
         self._routed = model.routed
-        engine = Engine(config, model)
         self._channel = ChannelServer(
             host,
             model_name,
@@ -84,6 +88,7 @@ class Worker:
             engine,
             self._channel.deliver,
             num_threads=config.threads,
+            cores=cores,
             grammars=grammars,
             on_failure=self._channel.break_off,
         )

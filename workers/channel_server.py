@@ -30,7 +30,7 @@ from penstock.workers.wire import request_from, step_message
 
 log = logging.getLogger("penstock.worker")
 
-REPORT_S = 1.0  # and BUSY_REPORT_S while there is work
+REPORT_S = 1.0  # and BUSY_REPORT_S where somebody has come or gone
 BUSY_REPORT_S = 0.1
 SILENCE_TICKS = 100  # of BUSY_REPORT_S; an ingress says twice a second that it lives
 HELLO_S = 5.0  # a connection that has not said by then who it is, is closed
@@ -73,6 +73,7 @@ class ChannelServer:
         self._link_numbers = itertools.count()
         self._sequences = itertools.count(1)  # of reports
         self._pace = Pace()
+        self._num_changes = 0  # of who is here
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
@@ -127,6 +128,7 @@ class ChannelServer:
             route.count(delta)
             if delta.finish_reason is not None:
                 self._routes.pop(delta.request_id, None)
+                self._num_changes += 1
             by_link.setdefault(route.link, []).append((route.stream_id, delta))
         for link, addressed in by_link.items():
             link.outbox.push(addressed)
@@ -155,6 +157,7 @@ class ChannelServer:
                 request.params.max_tokens or 0,
                 submit.expected_tokens,
             )
+            self._num_changes += 1
             self._engine.submit(request)
         elif message.HasField("cancel"):
             self._cancel(link.request_id(message.cancel))
@@ -194,6 +197,7 @@ class ChannelServer:
 
     def _cancel(self, request_id: str) -> None:
         if self._routes.pop(request_id, None) is not None:
+            self._num_changes += 1
             self._engine.cancel(request_id)
 
     def _report(self, link: Link) -> pb.Report:
@@ -270,12 +274,20 @@ class ChannelServer:
             link.messages.end("it did not say who it is")
 
     async def _report_forever(self) -> None:
-        rest_s, was_busy = 0.0, False
+        """Who is here is told within BUSY_REPORT_S; that they go on, every REPORT_S.
+
+        How far each is in between, whoever keeps books tells from its pace. A worker that has many
+        tokens a second but few that come and go costs no more than one that rests.
+        """
+        rest_s, num_changes, num_preemptions = 0.0, -1, 0
         while True:
-            is_busy = bool(self._routes)
-            is_due = is_busy or was_busy or rest_s <= 0  # the last of them is told, too
+            stats = self._engine.stats()
+            if self._routes or num_changes != self._num_changes or rest_s <= 0:
+                self._pace.observe(stats)
+            said = (num_changes, num_preemptions)
+            num_changes, num_preemptions = self._num_changes, stats.num_preemptions
+            is_due = said != (num_changes, num_preemptions) or rest_s <= 0
             if is_due:
-                self._pace.observe(self._engine.stats())
                 rest_s = REPORT_S
             for link in list(self._links):
                 # Counts turns of this loop, not seconds: if it was this process that stood still,
@@ -285,7 +297,6 @@ class ChannelServer:
                     link.messages.end("nothing was heard of it")
                 elif is_due and link.name and not link.messages.is_stuck:
                     self._send(link, pb.DownMessage(report=self._report(link)))
-            was_busy = is_busy
             rest_s -= BUSY_REPORT_S
             await asyncio.sleep(BUSY_REPORT_S)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from penstock.workers.cores import parse_cores
+
 
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names the key and the remedy."""
@@ -202,6 +204,11 @@ class EngineConfig:
     )
     max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
     threads: int | None = option(None, "CPU threads for computing; none: one per core")
+    compute_cores: str | None = option(
+        None,
+        "cores that only compute, as in taskset: 1, or 2-7,9; all else of a server that is started "
+        "here keeps off them; none: threads run wherever the system puts them",
+    )
     seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
 
     def __post_init__(self) -> None:
@@ -237,8 +244,19 @@ class EngineConfig:
                 f"moe_mode {self.moe_mode} is for experts that come out of a cache; give it a size "
                 "with expert_cache_gb"
             )
+        try:
+            self.cores  # noqa: B018
+        except ValueError as error:
+            raise ConfigError(f"compute_cores: {error}") from None
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two; got {self.block_size}")
+
+    @property
+    def cores(self) -> frozenset[int] | None:
+        """`compute_cores` by number; None where none are given."""
+        return (
+            None if self.compute_cores is None else parse_cores(str(self.compute_cores))
+        )  # YAML reads 1 as a number
 
 
 def _positive(name: str, value: float) -> None:

@@ -10,11 +10,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
+from penstock.workers.cores import keep_to
 from penstock.workers.engine import Engine
 from penstock.workers.grammar import GrammarCompiler
 from penstock.workers.grammar_intake import Compiled, GrammarIntake
@@ -53,16 +54,19 @@ class EngineThread:
         deliver: Callable[[list[Delta]], None],
         *,
         num_threads: int | None = None,
+        cores: Collection[int] | None = None,
         grammars: GrammarCompiler | None = None,
         on_failure: Callable[[], None] | None = None,
     ):
         """Without `grammars`, requests that want one are refused. They are closed by `stop`.
 
+        `cores`: this thread and its helpers run there only; None: wherever they may.
         `on_failure` is called on the engine thread, at most once: no request gets a delta any more.
         """
         self._engine = engine
         self._deliver = deliver
         self._num_threads = num_threads
+        self._cores = cores
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._intake = None if grammars is None else GrammarIntake(grammars, self._inbox.put)
@@ -111,6 +115,8 @@ class EngineThread:
         return time.monotonic() - self._last_progress_s if self._busy else 0.0
 
     def _run(self) -> None:
+        if self._cores is not None:
+            keep_to(self._cores)  # before it has helpers, which then are kept there, too
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:

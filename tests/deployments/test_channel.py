@@ -567,3 +567,40 @@ def test_joined_deltas_are_as_if_both_had_come_in_one_step():
     assert joined(first, last) == whole
     later = joined(dataclasses.replace(whole, token_ids=[1]), Delta("a", [3]))
     assert (later.num_cached_tokens, later.num_evicted_tokens) == (1, 128)
+
+
+def test_a_worker_tells_who_is_here_at_once_and_that_they_go_on_once_a_second(
+    nodes, run, monkeypatch
+):
+    node = nodes[0]
+    step = node.engine.step
+    monkeypatch.setattr(node.engine, "step", lambda: (time.sleep(0.02), step())[1])
+
+    async def scenario() -> int:
+        told: list[set[str]] = []
+        async with pool_of(node) as pool:
+            monkeypatch.setattr(
+                pool, "reported", lambda _, report: told.append(set(report.request_ids))
+            )
+
+            async def until(names: set[str]) -> None:
+                async with asyncio.timeout(20):
+                    while not told or told[-1] != names:
+                        await asyncio.sleep(0.01)
+
+            long = asyncio.ensure_future(collect(pool, request(1, 1800)))
+            await until({"req-1"})
+            del told[:]
+            await asyncio.sleep(3.0)
+            num_quiet = len(told)
+            assert not long.done()
+            other = asyncio.ensure_future(collect(pool, request(2, 1800)))
+            await until({"req-1", "req-2"})
+            other.cancel()
+            await until({"req-1"})
+            long.cancel()
+            await until(set())
+            await asyncio.gather(long, other, return_exceptions=True)
+        return num_quiet
+
+    assert run(scenario()) <= 4  # one a second, and not one for each look

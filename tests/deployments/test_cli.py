@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -123,6 +124,42 @@ def test_serve_chat_and_leave_nothing_behind(folder):
     assert served.lines[-1] == "stopped"
     assert "Traceback" not in served.output
     served.assert_nothing_left(pids, http, grpc, metrics)
+
+
+def _cores_of(pid: int) -> dict[int, set[int]]:
+    """By thread, those that it may run on; nothing if the process has ended."""
+    cores = {}
+    with contextlib.suppress(FileNotFoundError):
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            with contextlib.suppress(ProcessLookupError):
+                cores[thread] = set(os.sched_getaffinity(thread))
+    return cores
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can be left to nobody")
+def test_the_engine_has_its_cores_for_itself(folder):
+    mine = {max(os.sched_getaffinity(0))}
+    http, grpc = free_port(), free_port()
+    served = Served(
+        *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", "0"),
+        *("--compute-cores", str(*mine)),
+        folder=folder,
+    )
+    try:
+        served.wait_for("ready after")
+        with Client(f"127.0.0.1:{grpc}") as client:
+            assert client.reply(PROMPT, max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+        of_engines = []
+        for pid in descendants(served.process.pid):
+            cores = _cores_of(pid)
+            if mine in cores.values():  # the worker: what else may run there came up as it loaded
+                of_engines += [each for each in cores.values() if each == mine]
+                cores = {pid: cores[pid]}
+            assert all(each.isdisjoint(mine) for each in cores.values()), pid
+        assert of_engines == [mine]
+        assert served.end() == 0
+    finally:
+        served.process.kill()
 
 
 def _watch_metrics(output: str, http: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import penstock.deployments
 from penstock.deployments.config import (
     ServeConfig,
     check_before_start,
+    check_cores,
     check_model,
     config_from,
     read_api_keys,
@@ -74,6 +76,7 @@ def test_numbers_as_people_write_them(text, number):
         ({"metrics_port": 70000}, ["metrics_port", "65535"]),
         ({"metrics_port": 8001}, ["metrics_port", "differ"]),
         ({"block_size": 24}, ["block_size", "power of two"]),
+        ({"compute_cores": "some"}, ["compute_cores", "2-7,9"]),
     ],
 )
 def test_a_bad_setting_is_named_with_its_remedy(values, words):
@@ -171,3 +174,31 @@ def test_the_cluster_file_is_one_that_ray_up_takes():
     cluster = yaml.safe_load((ROOT.parent / "cluster.yaml").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["head_node_type"] in cluster["available_node_types"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, None),
+        ({"compute_cores": 2}, None),
+        ({"compute_cores": "2-3", "num_workers": 2}, None),
+        ({"compute_cores": "0-3"}, ["compute_cores 0-3", "0, 1, 2, 3", "leave one"]),
+        ({"compute_cores": "2,7"}, ["compute_cores 2,7", "0, 1, 2, 3"]),
+        ({"compute_cores": "2-3", "threads": 2, "num_workers": 2}, ["2 cores for 4 threads"]),
+        ({"compute_cores": "2", "ray_address": "auto"}, ["compute_cores", "started here"]),
+    ],
+)
+def test_cores_are_checked_before_anything_starts(values, words, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    if words is None:
+        check_cores(config_from(values))
+        return
+    with pytest.raises(ConfigError) as error:
+        check_cores(config_from(values))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_where_no_thread_can_be_kept_on_a_core(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(ConfigError, match=r"compute_cores cannot be kept.*Linux"):
+        check_cores(config_from({"compute_cores": "0"}))
