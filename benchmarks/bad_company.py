@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ PROMPT_LEN = 24
 LONG = 1800  # tokens of an answer that nobody waits for
 OFTEN_S = 0.05  # between clients that come and go: more than all that the neighbours ask for
 SELDOM_S = 0.5
+WATCH_S = 3.0  # to see what the worker does for one
+END = b"[DONE]"
 STAY_S = 5.0  # how long a long answer is held on to
 SETTLE_S = 2.5  # until the worker has announced itself anew
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -135,9 +138,9 @@ async def stop_reading(server: Server, counts: dict[str, int]) -> None:
     await take_long(server, counts, reads=False)
 
 
-async def take_one(server: Server, counts: dict[str, int], *, every_s: float) -> None:
-    """One token is asked for, and read to its end."""
-    await _leave_soon(server, counts, every_s, max_tokens=1)
+async def take_few(server: Server, counts: dict[str, int], *, num: int, every_s: float) -> None:
+    """So many tokens are asked for, and read to their end."""
+    await _leave_soon(server, counts, every_s, max_tokens=num)
 
 
 async def disconnect(server: Server, counts: dict[str, int], *, every_s: float) -> None:
@@ -151,13 +154,17 @@ async def _leave_soon(
     async def over_grpc(client: AsyncClient) -> None:
         stream = client.generate(server.prompt(), max_tokens=max_tokens, **GREEDY)
         await anext(stream)
-        if max_tokens == 1:
+        if max_tokens < LONG:
             async for _ in stream:
                 pass
         await stream.aclose()
 
     async def over_http() -> None:
-        reset(await server.open_http(max_tokens))
+        sock = await server.open_http(max_tokens)
+        if max_tokens < LONG:
+            while END not in await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+                pass
+        reset(sock)
 
     async with AsyncClient(server.grpc_target) as client, asyncio.TaskGroup() as group:
         while True:
@@ -184,24 +191,38 @@ async def expire(server: Server, counts: dict[str, int], *, every_s: float) -> N
 
 
 Company = Callable[[Server, dict[str, int]], Awaitable[None]]
-_ONES = partial(take_one, every_s=OFTEN_S)
+
+
+@dataclass(frozen=True)
+class Likewise:
+    """Well-behaved calls, as many, each of as many tokens as the worker makes for a bad one."""
+
+
 # What the neighbours are compared with: well-behaved requests that are as much work, or nobody.
-COMPANY: dict[str, tuple[Company | None, Company | None]] = {
+COMPANY: dict[str, tuple[Company | Likewise | None, Company | None]] = {
     "nobody (against nobody: what the host does)": (None, None),
     "clients that do not read (against the same, reading)": (read_on, stop_reading),
-    "20 a second disconnect (against as many that take one token)": (
-        _ONES,
+    "20 a second disconnect (against as many that end)": (
+        Likewise(),
         partial(disconnect, every_s=OFTEN_S),
     ),
-    "20 deadlines a second expire (against as many that take one token)": (
-        _ONES,
+    "20 deadlines a second expire (against as many that end)": (
+        Likewise(),
         partial(expire, every_s=OFTEN_S),
     ),
     "2 a second disconnect (against nobody)": (None, partial(disconnect, every_s=SELDOM_S)),
     "2 deadlines a second expire (against nobody)": (None, partial(expire, every_s=SELDOM_S)),
-    "20 a second disconnect (against nobody)": (None, partial(disconnect, every_s=OFTEN_S)),
-    "20 deadlines a second expire (against nobody)": (None, partial(expire, every_s=OFTEN_S)),
 }
+
+
+async def tokens_of_each(company: Company, server: Server) -> int:
+    """How many the worker makes for one of its calls, before it hears that it is over."""
+    before = await server.idle()
+    async with beside(company, server) as counts:
+        await asyncio.sleep(WATCH_S)
+    after = await server.idle()
+    made = after["num_generated_tokens"] - before["num_generated_tokens"]
+    return max(1, round(made / counts["streams"]))
 
 
 @contextlib.asynccontextmanager

@@ -3,9 +3,10 @@
 Neighbours stream answers over gRPC and HTTP, beside each kind of bad company and, just before or
 just after, without it: clients that stop reading (against the same clients, reading, for what they
 ask for is work in itself), clients that disconnect at their first token, and calls whose deadline
-passes (both against as many calls that take one token and are done, and against nobody). Shown are
-the neighbours' inter-token times, and the ratio within a round, as medians over the rounds; nobody
-against nobody shows what the host does by itself. Then, with every slot of the worker taken:
+passes (both, 20 a second, against as many calls that end by themselves, each of as many tokens as
+the worker makes for a bad one before it hears of its end; and, 2 a second, against nobody). Shown
+are the neighbours' inter-token times, and the ratio within a round, as medians over the rounds;
+nobody against nobody shows what the host does by itself. Then, with every slot taken:
 
 - how soon after a disconnect the blocks are free: the time until a request that waits for just that
   slot has its first token, which is an upper bound (its own prefill and both ways are in it);
@@ -26,10 +27,25 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bad_company import COMPANY, GREEDY, LONG, NUM_SLOTS, PROMPT_LEN, Server, beside, reset
+import numpy as np
+from bad_company import (
+    COMPANY,
+    GREEDY,
+    LONG,
+    NUM_SLOTS,
+    OFTEN_S,
+    PROMPT_LEN,
+    Likewise,
+    Server,
+    beside,
+    reset,
+    take_few,
+    tokens_of_each,
+)
 from server_process import served
 from tqdm import tqdm
 
@@ -60,15 +76,22 @@ async def neighbours(server: Server, targets: list[Target], args: Any) -> dict[s
     return {"p50": figures["itl_ms"]["p50"], "p99": figures["itl_ms"]["p99"]}
 
 
-async def measure_company(server: Server, args: argparse.Namespace) -> list[dict[str, Any]]:
+async def measure_company(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     targets = [
         target_of(url, model=None, api_key=None, is_chat=False, sampling=GREEDY, extra_body={})
         for url in server.urls.values()
     ]
+    pairs, made = [], {}
+    for name, (good, bad) in COMPANY.items():
+        if isinstance(good, Likewise):
+            assert bad is not None, name
+            made[name] = await tokens_of_each(bad, server)
+            good = partial(take_few, num=made[name], every_s=OFTEN_S)
+        pairs.append((name, good, bad))
     rounds = []
     for number in tqdm(range(args.rounds + 1), unit="round"):
         figures: dict[str, Any] = {}
-        for name, (good, bad) in COMPANY.items():
+        for name, good, bad in pairs:
             seen: dict[str, dict[str, float]] = {}
             for which in (("good", "bad"), ("bad", "good"))[number % 2]:
                 async with beside(good if which == "good" else bad, server) as counts:
@@ -80,7 +103,7 @@ async def measure_company(server: Server, args: argparse.Namespace) -> list[dict
             rounds.append(figures)
     for target in targets:
         await target.close()
-    return rounds
+    return {"rounds": rounds, "tokens_of_each": made}
 
 
 async def hold_slots(server: Server, client: AsyncClient, num: int) -> list[Any]:
@@ -174,18 +197,22 @@ async def measure(args: argparse.Namespace, urls: dict[str, str]) -> dict[str, A
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = ["| company | ITL p50 without | with | ratio | ITL p99 without | with | ratio |"]
+    lines = [
+        "| company | ITL p50 without | with | ratio (quartiles) "
+        "| ITL p99 without | with | ratio (quartiles) |"
+    ]
     lines.append("|" + " --- |" * 7)
-    rounds = results["company"]
+    rounds, made = results["company"]["rounds"], results["company"]["tokens_of_each"]
     for name in COMPANY:
-        cells = [name]
+        cells = [f"{name[:-1]}, each of {made[name]} tokens)" if name in made else name]
         for key in ("p50", "p99"):
             before, beset = (
                 [each[name][which][key] for each in rounds] for which in ("good", "bad")
             )
             ratios = [b / a for a, b in zip(before, beset)]
             cells += [f"{statistics.median(before):.1f} ms", f"{statistics.median(beset):.1f} ms"]
-            cells.append(f"{statistics.median(ratios):.2f}")
+            low, middle, high = np.percentile(ratios, [25, 50, 75])
+            cells.append(f"**{middle:.2f}** ({low:.2f}, {high:.2f})")
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| a client leaves by | blocks free within, p50 | most | target |"]
     lines.append("|" + " --- |" * 4)
@@ -209,6 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compute-cores", metavar="LIST", help="of the server")
     parser.add_argument("--neighbours", type=int, default=4, help="well-behaved streams")
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
@@ -217,6 +245,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     flags = ["--threads", str(args.threads), "--max-num-seqs", str(NUM_SLOTS)]
+    if args.compute_cores is not None:
+        flags += ["--compute-cores", args.compute_cores]
     load_before = os.getloadavg()[0]
     with served(args.model, flags) as (urls, _):
         results = asyncio.run(measure(args, urls))
@@ -228,7 +258,8 @@ def main() -> None:
         "args": {name: str(value) for name, value in vars(args).items()},
     }
     print(
-        f"\n{about['date']}, {about['cores']} cores, {args.model}, {args.threads} compute threads, "
+        f"\n{about['date']}, {about['cores']} cores, {args.model}, {args.threads} compute threads "
+        f"on {args.compute_cores or 'any core'}, "
         f"{args.neighbours} neighbours, {NUM_SLOTS} slots, medians of {args.rounds} rounds; load "
         f"average {load_before:.1f} before, {about['load_after']:.1f} after\n"
     )
