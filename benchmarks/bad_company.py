@@ -138,9 +138,11 @@ async def stop_reading(server: Server, counts: dict[str, int]) -> None:
     await take_long(server, counts, reads=False)
 
 
-async def take_few(server: Server, counts: dict[str, int], *, num: int, every_s: float) -> None:
-    """So many tokens are asked for, and read to their end."""
-    await _leave_soon(server, counts, every_s, max_tokens=num)
+async def take_few(
+    server: Server, counts: dict[str, int], *, num: int, every_s: float, is_grpc: bool
+) -> None:
+    """So many tokens are asked for, and read to their end; over gRPC, or every other one."""
+    await _leave_soon(server, counts, every_s, max_tokens=num, is_grpc=is_grpc)
 
 
 async def disconnect(server: Server, counts: dict[str, int], *, every_s: float) -> None:
@@ -149,7 +151,12 @@ async def disconnect(server: Server, counts: dict[str, int], *, every_s: float) 
 
 
 async def _leave_soon(
-    server: Server, counts: dict[str, int], every_s: float, max_tokens: int
+    server: Server,
+    counts: dict[str, int],
+    every_s: float,
+    max_tokens: int,
+    *,
+    is_grpc: bool = False,
 ) -> None:
     async def over_grpc(client: AsyncClient) -> None:
         stream = client.generate(server.prompt(), max_tokens=max_tokens, **GREEDY)
@@ -168,7 +175,8 @@ async def _leave_soon(
 
     async with AsyncClient(server.grpc_target) as client, asyncio.TaskGroup() as group:
         while True:
-            group.create_task(over_grpc(client) if counts["streams"] % 2 else over_http())
+            takes_grpc = is_grpc or counts["streams"] % 2
+            group.create_task(over_grpc(client) if takes_grpc else over_http())
             counts["streams"] += 1
             await asyncio.sleep(every_s)
 
@@ -197,6 +205,8 @@ Company = Callable[[Server, dict[str, int]], Awaitable[None]]
 class Likewise:
     """Well-behaved calls, as many, each of as many tokens as the worker makes for a bad one."""
 
+    is_grpc: bool = False  # all of them; else every other one
+
 
 # What the neighbours are compared with: well-behaved requests that are as much work, or nobody.
 COMPANY: dict[str, tuple[Company | Likewise | None, Company | None]] = {
@@ -207,7 +217,7 @@ COMPANY: dict[str, tuple[Company | Likewise | None, Company | None]] = {
         partial(disconnect, every_s=OFTEN_S),
     ),
     "20 deadlines a second expire (against as many that end)": (
-        Likewise(),
+        Likewise(is_grpc=True),
         partial(expire, every_s=OFTEN_S),
     ),
     "2 a second disconnect (against nobody)": (None, partial(disconnect, every_s=SELDOM_S)),

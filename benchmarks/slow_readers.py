@@ -83,10 +83,12 @@ async def measure_company(server: Server, args: argparse.Namespace) -> dict[str,
     ]
     pairs, made = [], {}
     for name, (good, bad) in COMPANY.items():
+        if args.only not in name:
+            continue
         if isinstance(good, Likewise):
             assert bad is not None, name
             made[name] = await tokens_of_each(bad, server)
-            good = partial(take_few, num=made[name], every_s=OFTEN_S)
+            good = partial(take_few, num=made[name], every_s=OFTEN_S, is_grpc=good.is_grpc)
         pairs.append((name, good, bad))
     rounds = []
     for number in tqdm(range(args.rounds + 1), unit="round"):
@@ -203,7 +205,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     lines.append("|" + " --- |" * 7)
     rounds, made = results["company"]["rounds"], results["company"]["tokens_of_each"]
-    for name in COMPANY:
+    for name in rounds[0]:
         cells = [f"{name[:-1]}, each of {made[name]} tokens)" if name in made else name]
         for key in ("p50", "p99"):
             before, beset = (
@@ -240,6 +242,7 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, default=4, help="well-behaved streams")
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
+    parser.add_argument("--only", metavar="TEXT", default="", help="company whose name has it")
     parser.add_argument("--disconnects", type=int, default=10, help="of each kind")
     parser.add_argument("--expired", type=int, default=50, help="calls that expire in the queue")
     parser.add_argument("--json", type=Path, help="also write the figures here")

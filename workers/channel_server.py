@@ -276,8 +276,8 @@ class ChannelServer:
     async def _report_forever(self) -> None:
         """Who is here is told within BUSY_REPORT_S; that they go on, every REPORT_S.
 
-        How far each is in between, whoever keeps books tells from its pace. A worker that has many
-        tokens a second but few that come and go costs no more than one that rests.
+        How far each is in between, whoever keeps books tells from its pace: answers that go on
+        steadily cost no reports.
         """
         rest_s, num_changes, num_preemptions = 0.0, -1, 0
         while True:
