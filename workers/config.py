@@ -245,7 +245,7 @@ class EngineConfig:
                 "with expert_cache_gb"
             )
         try:
-            self.cores  # noqa: B018
+            _ = self.cores
         except ValueError as error:
             raise ConfigError(f"compute_cores: {error}") from None
         if self.block_size & (self.block_size - 1):
