@@ -23,7 +23,6 @@ LONG = 1800  # tokens of an answer that nobody waits for
 OFTEN_S = 0.05  # between clients that come and go: more than all that the neighbours ask for
 SELDOM_S = 0.5
 WATCH_S = 3.0  # to see what the worker does for one
-END = b"[DONE]"
 STAY_S = 5.0  # how long a long answer is held on to
 SETTLE_S = 2.5  # until the worker has announced itself anew
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -77,6 +76,7 @@ class Server:
         ).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            "connection: close\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
         await loop.sock_sendall(sock, head.encode() + body)
@@ -169,7 +169,7 @@ async def _leave_soon(
     async def over_http() -> None:
         sock = await server.open_http(max_tokens)
         if max_tokens < LONG:
-            while END not in await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+            while await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
                 pass
         reset(sock)
 
