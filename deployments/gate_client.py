@@ -22,6 +22,7 @@ import grpc
 from penstock.deployments.asked import AskedRequest
 from penstock.deployments.breaker import Breaker
 from penstock.deployments.errors import ServiceError
+from penstock.deployments.gate_outbox import GateOutbox
 from penstock.deployments.gate_wire import features_message
 from penstock.deployments.passes import Passes
 from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
@@ -37,8 +38,7 @@ SILENCE_TICKS = (
 )
 TICK_S = 0.25
 REPORT_GATHER_S = 0.02
-TELL_S = 0.002  # after which the gate hears of who came in with a pass
-TEXT_S = 0.05  # and of the texts of those that came in: the first step goes before the books
+TEXT_S = 0.05  # to the texts of those that came in: the first step goes before the books
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 1.0)
 WAIT_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -103,9 +103,7 @@ class GateClient:
         self._fresh: set[int] = set()  # epochs of which the gate has not the newest
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
         self._passes = Passes()
-        self._outgoing = pb.FromIngress()
-        self._number = 0
-        self._filled = asyncio.Event()
+        self._outbox = GateOutbox()
         self._due: asyncio.TimerHandle | None = None
         self._is_connected = False
         self._num_silent_ticks = 0
@@ -139,16 +137,14 @@ class GateClient:
         epoch: int | None
         if not again and (epoch := self._pass(request, epochs, now)) is not None:
             self.num_passed += 1
-            # Told after the request itself has gone.
-            self._entered.append((request, epoch))
-            if len(self._entered) == 1:
-                asyncio.get_running_loop().call_later(TELL_S, self._tell_entered)
+            self._entered.append((request, epoch))  # told after the request itself has gone
+            self._outbox.soon()
             return epoch
         self.num_asked += 1
         self._tell_entered()  # before this one: it must be judged beside them
         asking = self._asking[request.request_id] = _Asking()
         if again:
-            self._outgoing.declined.append(request.request_id)
+            self._outbox.message.declined.append(request.request_id)
         try:
             if not await self._ask(request, asking, again):
                 self.breaker.fault(self._clock())
@@ -170,18 +166,18 @@ class GateClient:
         self._tell_entered()  # an end behind its beginning
         self._tell_texts()
         if self._is_connected:
-            self._outgoing.ended.add(request_id=request_id, generated=num_generated)
-            self._filled.set()
+            self._outbox.message.ended.add(request_id=request_id, generated=num_generated)
+            self._news()
 
     def learn(self, request: AskedRequest, length: int, ended: str) -> None:
         """How long an answer was, and why: "stop", "length" or "cancel"."""
         if self._is_connected:
             features = self._features_of(request)
-            self._outgoing.labels.add(
+            self._outbox.message.labels.add(
                 features=features, length=length, ended=ended, request_id=request.request_id
             )
             self._features.pop(request.request_id, None)
-            self._filled.set()
+            self._outbox.soon()
 
     def report(self, address: str, epoch: int, report: channel_pb2.Report) -> None:
         """What a worker has said of itself: handed on."""
@@ -241,8 +237,7 @@ class GateClient:
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
     def _pass(self, request: AskedRequest, epochs: Sequence[int], now: float) -> int | None:
-        # The message that is being made may be gone before the offer is in it.
-        return self._passes.take(request, epochs, self._number + 2, now)
+        return self._passes.take(request, epochs, self._outbox.next_number, now)
 
     def _features_of(self, request: AskedRequest) -> pb.Features:
         """Made once: they are told with the offer, and again with the answer's length."""
@@ -307,7 +302,7 @@ class GateClient:
             return
         left_s = request.deadline_s
         features = request.features
-        self._outgoing.offers.add(
+        self._outbox.message.offers.add(
             request_id=request.request_id,
             features=features_message(features) if text_follows else self._features_of(request),
             priority=-request.priority,
@@ -317,16 +312,25 @@ class GateClient:
             prefix=request.prefix,
             text_follows=text_follows,
         )
-        self._filled.set()
+        if entered is None:
+            self._outbox.now()
+        else:
+            self._outbox.soon()
+
+    def _news(self) -> None:
+        """Memory is free: for somebody who waits, or of use when somebody does."""
+        if self._asking or self.figures.num_waiting or not self._passes.has_any:
+            self._outbox.now()
+        else:
+            self._outbox.soon()
 
     async def _serve_stream(self) -> None:
         stream = self._stub.Connect(metadata=self._metadata())
-        self._outgoing, self._number = pb.FromIngress(), 0
-        self._outgoing.ingress_id = self._ingress_id
+        self._outbox.begin(self._ingress_id)
         self._fresh = set(self._reports)
         self._send_reports()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await stream.write(self._taken())
+            await stream.write(self._outbox.take())
             first = await stream.read()
         if first is grpc.aio.EOF:
             return
@@ -355,8 +359,9 @@ class GateClient:
 
     async def _write(self, stream: Any) -> None:
         while True:
-            await self._filled.wait()
-            await stream.write(self._taken())
+            await self._outbox.due()
+            self._tell_entered()
+            await stream.write(self._outbox.take())
 
     async def _watch(self) -> None:
         # Turns of this loop, not seconds: if it was this process that stood still, the gate has
@@ -365,13 +370,6 @@ class GateClient:
             self._num_silent_ticks += 1
             await asyncio.sleep(TICK_S)
         raise TimeoutError
-
-    def _taken(self) -> pb.FromIngress:
-        self._filled.clear()
-        message, self._outgoing = self._outgoing, pb.FromIngress()
-        self._number += 1
-        message.number = self._number
-        return message
 
     def _take(self, message: pb.ToIngress) -> None:
         if message.HasField("passes"):
@@ -397,9 +395,10 @@ class GateClient:
 
     def _send_reports(self) -> None:
         self._due = None
-        self._outgoing.reports.extend(self._reports[e] for e in self._fresh if e in self._reports)
+        fresh = [self._reports[e] for e in self._fresh if e in self._reports]
+        self._outbox.message.reports.extend(fresh)
         self._fresh = set()
-        self._filled.set()
+        self._outbox.now()
 
     def _break(self) -> None:
         self._is_connected = False
