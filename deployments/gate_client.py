@@ -12,9 +12,8 @@ import asyncio
 import logging
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,8 +21,8 @@ import grpc
 from penstock.deployments.asked import AskedRequest
 from penstock.deployments.breaker import Breaker
 from penstock.deployments.errors import ServiceError
+from penstock.deployments.gate_asking import Asking
 from penstock.deployments.gate_outbox import GateOutbox
-from penstock.deployments.gate_wire import features_message
 from penstock.deployments.passes import Passes
 from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -37,15 +36,10 @@ SILENCE_TICKS = (
     5  # the gate speaks four times a second: so many quarters of silence, and it is gone
 )
 TICK_S = 0.25
-REPORT_GATHER_S = 0.02
-TEXT_S = 0.05  # to the texts of those that came in: the first step goes before the books
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 1.0)
 WAIT_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
-MAX_FEATURES = 4096
-NEVER_FITS = "never_fits"
-OVER_SHARE = "displaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +49,6 @@ class GateAddress:
     address: str
     token: str
     pid: int
-
-
-@dataclass(slots=True, eq=False)
-class _Asking:
-    """A request at the gate."""
-
-    answered: asyncio.Event = field(default_factory=asyncio.Event)  # anything at all was said
-    decided: asyncio.Future[int | None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-    def decide(self, epoch: int | None) -> None:
-        self.answered.set()
-        if not self.decided.done():
-            self.decided.set_result(epoch)
-
-    def refuse(self, error: ServiceError) -> None:
-        self.answered.set()
-        if not self.decided.done():
-            self.decided.set_exception(error)
 
 
 class GateClient:
@@ -92,19 +66,12 @@ class GateClient:
         self.figures = pb.Figures()  # as the gate last told
         self.waits = Histogram(WAIT_BOUNDS)  # seconds, of those that asked and came in
         self.num_passed = self.num_asked = self.num_ticketed = self.num_fallback = 0
-        self._ingress_id = ingress_id
         self._where = where
         self._answer_s = answer_s
         self._clock = clock
-        self._asking: dict[str, _Asking] = {}
-        self._entered: list[tuple[AskedRequest, int]] = []  # with a pass; the gate is to be told
-        self._unread: list[tuple[AskedRequest, int]] = []  # came in; what the text says is to come
-        self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
-        self._fresh: set[int] = set()  # epochs of which the gate has not the newest
-        self._features: OrderedDict[str, pb.Features] = OrderedDict()
+        self._asking: dict[str, Asking] = {}
         self._passes = Passes()
-        self._outbox = GateOutbox()
-        self._due: asyncio.TimerHandle | None = None
+        self._outbox = GateOutbox(ingress_id)
         self._is_connected = False
         self._num_silent_ticks = 0
         self._address: GateAddress | None = None
@@ -134,17 +101,14 @@ class GateClient:
         if not self._is_connected or not self.breaker.allows(now):
             self.num_fallback += 1
             return None
-        epoch: int | None
-        if not again and (epoch := self._pass(request, epochs, now)) is not None:
-            self.num_passed += 1
-            self._entered.append((request, epoch))  # told after the request itself has gone
-            self._outbox.soon()
-            return epoch
+        if not again:
+            epoch = self._passes.take(request, epochs, self._outbox.next_number, now)
+            if epoch is not None:
+                self.num_passed += 1
+                self._outbox.entered(request, epoch)
+                return epoch
         self.num_asked += 1
-        self._tell_entered()  # before this one: it must be judged beside them
-        asking = self._asking[request.request_id] = _Asking()
-        if again:
-            self._outbox.message.declined.append(request.request_id)
+        asking = self._asking[request.request_id] = Asking()
         try:
             if not await self._ask(request, asking, again):
                 self.breaker.fault(self._clock())
@@ -163,33 +127,20 @@ class GateClient:
 
     def ended(self, request_id: str, num_generated: int) -> None:
         """A request is over, whatever became of it: its memory is free."""
-        self._tell_entered()  # an end behind its beginning
-        self._tell_texts()
-        if self._is_connected:
-            self._outbox.message.ended.add(request_id=request_id, generated=num_generated)
-            self._news()
+        is_awaited = bool(self._asking or self.figures.num_waiting or not self._passes.has_any)
+        self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
 
     def learn(self, request: AskedRequest, length: int, ended: str) -> None:
         """How long an answer was, and why: "stop", "length" or "cancel"."""
-        if self._is_connected:
-            features = self._features_of(request)
-            self._outbox.message.labels.add(
-                features=features, length=length, ended=ended, request_id=request.request_id
-            )
-            self._features.pop(request.request_id, None)
-            self._outbox.soon()
+        self._outbox.learn(request, length, ended)
 
     def report(self, address: str, epoch: int, report: channel_pb2.Report) -> None:
         """What a worker has said of itself: handed on."""
-        self._reports[epoch] = pb.WorkerReport(address=address, epoch=epoch, report=report)
-        self._fresh.add(epoch)
-        if self._is_connected and self._due is None:
-            loop = asyncio.get_running_loop()
-            self._due = loop.call_later(REPORT_GATHER_S, self._send_reports)
+        self._outbox.report(address, epoch, report)
 
     def lost(self, epoch: int) -> None:
         """A worker is no longer connected."""
-        self._reports.pop(epoch, None)
+        self._outbox.lost(epoch)
         self._passes.drop(epoch)
 
     def release(self) -> None:
@@ -236,40 +187,27 @@ class GateClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    def _pass(self, request: AskedRequest, epochs: Sequence[int], now: float) -> int | None:
-        return self._passes.take(request, epochs, self._outbox.next_number, now)
-
-    def _features_of(self, request: AskedRequest) -> pb.Features:
-        """Made once: they are told with the offer, and again with the answer's length."""
-        message = self._features.get(request.request_id)
-        if message is None:
-            message = features_message(request.features_with_text())
-            self._features[request.request_id] = message
-            if len(self._features) > MAX_FEATURES:
-                self._features.popitem(last=False)
-        return message
-
-    async def _ask(self, request: AskedRequest, asking: _Asking, again: bool) -> bool:
+    async def _ask(self, request: AskedRequest, asking: Asking, again: bool) -> bool:
         """Whether the gate says a word in time.
 
         Where it had room when it last told, there may be some for this one, whatever its text says:
         it is asked without, and the text is read while it answers.
         """
         if self._passes.has_any and not again:
-            self._offer(request, text_follows=True)
+            self._outbox.ask(request, text_follows=True)
             await asyncio.sleep(0)  # it goes out
-            self._features_of(request)
+            self._outbox.read_text(request)
             if not await self._hears(asking):
                 return False
             if asking.decided.done():
                 if not asking.decided.exception() and (epoch := asking.decided.result()):
-                    self._tell_text(request, epoch)
+                    self._outbox.tell_text(request, epoch)
                 return True
             asking.answered.clear()
-        self._offer(request)
+        self._outbox.ask(request, declined=again)
         return await self._hears(asking)
 
-    async def _hears(self, asking: _Asking) -> bool:
+    async def _hears(self, asking: Asking) -> bool:
         """Whether the gate says a word in time."""
         try:
             async with asyncio.timeout(self._answer_s):
@@ -278,63 +216,16 @@ class GateClient:
             return False
         return True
 
-    def _tell_entered(self) -> None:
-        entered, self._entered = self._entered, []
-        for request, epoch in entered:
-            self._offer(request, epoch, text_follows=True)
-            self._tell_text(request, epoch)
-
-    def _tell_text(self, request: AskedRequest, epoch: int) -> None:
-        """Soon."""
-        self._unread.append((request, epoch))
-        if len(self._unread) == 1:
-            asyncio.get_running_loop().call_later(TEXT_S, self._tell_texts)
-
-    def _tell_texts(self) -> None:
-        unread, self._unread = self._unread, []
-        for request, epoch in unread:
-            self._offer(request, epoch)
-
-    def _offer(
-        self, request: AskedRequest, entered: int | None = None, *, text_follows: bool = False
-    ) -> None:
-        if not self._is_connected:
-            return
-        left_s = request.deadline_s
-        features = request.features
-        self._outbox.message.offers.add(
-            request_id=request.request_id,
-            features=features_message(features) if text_follows else self._features_of(request),
-            priority=-request.priority,
-            remaining_s=None if left_s is None else left_s - time.monotonic(),
-            ceiling=request.ceiling or 0,
-            entered=entered,
-            prefix=request.prefix,
-            text_follows=text_follows,
-        )
-        if entered is None:
-            self._outbox.now()
-        else:
-            self._outbox.soon()
-
-    def _news(self) -> None:
-        """Memory is free: for somebody who waits, or of use when somebody does."""
-        if self._asking or self.figures.num_waiting or not self._passes.has_any:
-            self._outbox.now()
-        else:
-            self._outbox.soon()
-
     async def _serve_stream(self) -> None:
         stream = self._stub.Connect(metadata=self._metadata())
-        self._outbox.begin(self._ingress_id)
-        self._fresh = set(self._reports)
-        self._send_reports()
+        self._outbox.begin()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await stream.write(self._outbox.take())
             first = await stream.read()
         if first is grpc.aio.EOF:
             return
         self._num_silent_ticks, self._is_connected = 0, True
+        self._outbox.open()
         self.breaker.success()
         self._take(first)
         log.info("the gate is there")
@@ -360,7 +251,6 @@ class GateClient:
     async def _write(self, stream: Any) -> None:
         while True:
             await self._outbox.due()
-            self._tell_entered()
             await stream.write(self._outbox.take())
 
     async def _watch(self) -> None:
@@ -388,34 +278,20 @@ class GateClient:
                 asking.decide(ticket.epoch)
         for name in message.expired:
             if (asking := self._asking.get(name)) is not None:
-                asking.refuse(ServiceError("deadline_exceeded"))
+                asking.fail(ServiceError("deadline_exceeded"))
         for refusal in message.refusals:
             if (asking := self._asking.get(refusal.request_id)) is not None:
-                _tell_refusal(asking, refusal)
-
-    def _send_reports(self) -> None:
-        self._due = None
-        fresh = [self._reports[e] for e in self._fresh if e in self._reports]
-        self._outbox.message.reports.extend(fresh)
-        self._fresh = set()
-        self._outbox.now()
+                asking.refuse(refusal)
 
     def _break(self) -> None:
         self._is_connected = False
+        self._outbox.close()
         self._passes = Passes()
         self.release()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         assert self._address is not None
         return ((TOKEN_KEY, self._address.token),)
-
-
-def _tell_refusal(asking: _Asking, refusal: pb.Refusal) -> None:
-    if refusal.reason == NEVER_FITS:
-        asking.decide(None)  # the worker says it better, or knows better
-        return
-    code = "over_share" if refusal.reason == OVER_SHARE else "overloaded"
-    asking.refuse(ServiceError(code, refusal.message, retry_after_s=refusal.retry_after_s))
 
 
 def _kind(error: Exception) -> str:
