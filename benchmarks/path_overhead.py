@@ -128,7 +128,12 @@ class Bench:
                 meter = Meter(self._pids)
                 outcomes[path] += await self._run(path, calls, 1)
                 used[path] += meter.used()
-        return {path: self._row(path, outcomes[path], used[path]) for path in self._paths}
+        rows = {path: self._row(path, outcomes[path], used[path]) for path in self._paths}
+        for path, row in rows.items():
+            row["ttfts_ms"] = [
+                round((each.chunks[0].at_s - each.sent_s) * 1e3, 3) for each in outcomes[path]
+            ]
+        return rows
 
     async def _many(self, path: str) -> Row:
         calls = self._calls(self._args.num_many)
@@ -156,7 +161,6 @@ class Bench:
         assert figures["output_tokens"] == wanted, (figures["output_tokens"], wanted)
         wall_s, here_s, ingress_s, worker_s = used
         row = {
-            "ttfts_ms": [round((each.chunks[0].at_s - each.sent_s) * 1e3, 3) for each in outcomes],
             "tokens_per_s": figures["output_tokens_per_s"],
             "wall_ms": wall_s * 1e3 / wanted,
             "engine_cpu_ms": (here_s if path == "bare" else worker_s) * 1e3 / wanted,
@@ -206,7 +210,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-single", type=int, default=6, help="requests, one at a time")
-    parser.add_argument("--num-many", type=int, default=64, help="requests, many under way")
+    parser.add_argument("--num-many", type=int, default=512, help="requests, many under way")
     parser.add_argument("--compute-cores", metavar="LIST", help="of server and bare engine alike")
     parser.add_argument("--client-core", type=int, help="where the client runs, if bound")
     parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
