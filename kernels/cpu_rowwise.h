@@ -181,9 +181,9 @@ void silu_mul(const SiluMulArgs& a) {
         vi top = {};
         for (int64_t d = 0; d < dim; d += W) {
             const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
-            const vf y = rounded_to<T>(g / (1.0f + vexp(-g)) * u);
+            const vf y = g / (1.0f + vexp(-g)) * u;
             store_up_to(out + d, y, dim - d);
-            top = max_bits(top, y);
+            if (a.int8.codes) top = max_bits(top, rounded_to<T>(y));
         }
         write_row(a.int8, row, out, dim, top);
     }

@@ -131,6 +131,18 @@ def test_silu_mul_far_out(cpu_path):
     torch.testing.assert_close(y, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
 
 
+def test_every_bf16_value_is_read_as_it_is_and_rounded_to_the_nearest_even(cpu_path):
+    """silu(33) is 33 in fp32, so the product is exact, and half of them have to be rounded."""
+    up = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(BF16)
+    gate = torch.full_like(up, 33.0)
+    want = (33 * up.float()).to(BF16)
+    for width in (1 << 16, 47):  # whole vectors, and a rest
+        y = rowwise.silu_mul(torch.cat((gate[:width], up[:width])).view(1, -1))
+        same = y.view(torch.int16) == want[:width].view(torch.int16)
+        assert (same | (y.isnan() & want[:width].isnan())).all()
+    assert want.isnan().any() and want.isinf().any() and ((want != 0) & (want.abs() < 1e-38)).any()
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtype):
     x, residual = torch.randn(2, 200, 901).to(dtype)  # enough for a second thread to take part
