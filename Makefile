@@ -30,12 +30,10 @@ test: setup
 	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-# mypy and import-linter want the packages as a plain tree; the links are that tree.
 check: setup
-	@mkdir -p .src/penstock && for d in kernels workers deployments protos; do ln -sfn ../../$$d .src/penstock/$$d; done
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@MYPYPATH=.src $(BIN)/mypy -p penstock.kernels -p penstock.workers -p penstock.deployments
-	@PYTHONPATH=.src $(BIN)/lint-imports
+	@$(BIN)/mypy -p penstock
+	@$(BIN)/lint-imports
 
 bench: setup
 	@$(BIN)/python benchmarks/offline.py
