@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing Penstock and what it needs into $(VENV) (a few minutes the first time)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24" "setuptools>=77" wheel
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" --no-build-isolation
-	@$(BIN)/python -m penstock.kernels.native
+	@$(BIN)/python -m penstock.kernels.cpu.native
 	@touch $@
 
 serve: setup
@@ -36,7 +36,7 @@ check: setup
 	@$(BIN)/lint-imports
 
 bench: setup
-	@$(BIN)/python benchmarks/offline.py
+	@$(BIN)/python -m benchmarks.engine.offline
 
 protos: setup
 	@$(BIN)/python protos/generate.py

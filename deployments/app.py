@@ -14,10 +14,10 @@ import ray
 from ray import serve
 
 from penstock.deployments.config import ServeConfig, config_from
-from penstock.deployments.gate_keeper import GateSetup
-from penstock.deployments.ingress_replica import IngressReplica
-from penstock.deployments.replicas import wants_gpus
-from penstock.deployments.worker_replica import WorkerReplica
+from penstock.deployments.gate.service import GateSetup
+from penstock.deployments.ingress.replica import IngressReplica
+from penstock.deployments.supervision.replicas import wants_gpus
+from penstock.deployments.worker.replica import WorkerReplica
 
 HEALTH_PERIOD_S = 2.0  # how soon a dead replica is replaced
 HEALTH_TIMEOUT_S = 30.0

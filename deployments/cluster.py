@@ -21,12 +21,12 @@ from ray.exceptions import RayError
 
 from penstock.deployments.app import wire
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.expert_link import remove_all
-from penstock.deployments.gate import end_gate
-from penstock.deployments.processes import descendants, end
-from penstock.deployments.registry import NAMESPACE, ClusterView, RegistryClient
-from penstock.deployments.replicas import wants_gpus
-from penstock.workers.cores import allowed_cores, keep_to
+from penstock.deployments.experts.spec import remove_all
+from penstock.deployments.gate.server import end_gate
+from penstock.deployments.supervision.processes import descendants, end
+from penstock.deployments.supervision.registry import NAMESPACE, ClusterView, RegistryClient
+from penstock.deployments.supervision.replicas import wants_gpus
+from penstock.workers.cpu_affinity import allowed_cores, keep_to
 
 log = logging.getLogger("penstock.serve")
 

@@ -19,18 +19,13 @@ from typing import Any
 
 import yaml
 
-from penstock.deployments.reasoning import marks_in
-from penstock.workers.config import (
-    ConfigError,
-    EngineConfig,
-    from_mapping,
-    option,
-    unknown_setting,
-)
-from penstock.workers.cores import allowed_cores
+from penstock.workers.config import EngineConfig, from_mapping, option, unknown_setting
+from penstock.workers.cpu_affinity import allowed_cores
+from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import read_limits, read_stored_scheme
-from penstock.workers.models.folder import BUILTIN
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
+from penstock.workers.text.reasoning import marks_in
+from penstock.workers.weights.hub import BUILTIN
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

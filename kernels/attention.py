@@ -18,57 +18,17 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.kernels import native
+from penstock.kernels.cpu import native
 from penstock.kernels.rowwise import rope_
+from penstock.kernels.types import QUANTISED, KvScales, Rolling
 
 _ATTENTION = struct.Struct("32qd8q")
 _WRITE = struct.Struct("30q")
 _ROPE_WRITE = struct.Struct("36q")
-
-
-@dataclass(frozen=True)
-class Rolling:
-    """Sequences that keep their first tokens (the sinks) and a window, and have dropped the pages
-    between: StreamingLLM (Xiao et al. 2023, section 3.2) without moving a key.
-
-    Rows (R) are those of q in this call, sequences (B) those of the block tables. Positions are
-    absolute. The query at position t sees key p <= t if p < sink_end or p >= window_start (the
-    layer's own window further limits the second). K is stored rotated at its absolute position, so
-    a key before sink_end, which stands closer in the rolled cache, is asked with `q_sink`: the
-    query rotated by as many positions less as were dropped.
-
-    A page is block_size positions. The first `sink_blocks` table entries hold the pages from 0 on;
-    a later page p lies in entry p - base. All four 0 mean full context: such a sequence may stand
-    in the same batch, and has the same bits as without `rolling`.
-    """
-
-    q_sink: Tensor  # [R, H, D], any stride over R
-    sink_ends: Tensor  # int32 [R], at most window_starts
-    window_starts: Tensor  # int32 [R]
-    sink_blocks: Tensor  # int32 [B]
-    bases: Tensor  # int32 [B], pages dropped between the sinks and the window
-    max_visible_len: int  # >= context_len - window_start of every row; sizes the launch on a GPU
-
-
-@dataclass(frozen=True, slots=True)
-class KvScales:
-    """fp16 scales of quantised caches, one for each `group` values along the head dimension.
-
-    Each is [num_blocks, num_kv_heads, block_size, head_dim / group], a view with any stride over
-    the blocks and dense blocks. The scales of a slot that was never written may be anything, too.
-    """
-
-    k: Tensor
-    v: Tensor
-    scratch: tuple[Tensor, Tensor] | None = None  # of the scratch blocks, beside `scratch`
-
-
-QUANTISED = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as the native library numbers them
 
 
 def write_kv(
@@ -90,7 +50,7 @@ def write_kv(
     assert k.dtype == v.dtype and slots.dtype == torch.int64
     _check_cache(k.dtype, k_cache, v_cache, scratch, scales)
     if k.is_cuda:
-        from penstock.kernels import attention_triton
+        from penstock.kernels.triton import attention as attention_triton
 
         attention_triton.write_kv(k, v, k_cache, v_cache, slots, scratch, scales)
         return
@@ -100,7 +60,7 @@ def write_kv(
             _WRITE.pack(*_write_arguments(k, v, k_cache, v_cache, slots, scratch, scales))
         )
     else:
-        from penstock.kernels import attention_torch
+        from penstock.kernels.reference import attention as attention_torch
 
         attention_torch.write_kv(k, v, k_cache, v_cache, slots, scratch, scales)
 
@@ -132,7 +92,7 @@ def rope_write_kv(
     assert cos.dtype == sin.dtype == torch.float32
     _check_cache(k.dtype, k_cache, v_cache, scratch, scales)
     if lib is None:
-        from penstock.kernels import attention_triton
+        from penstock.kernels.triton import attention as attention_triton
 
         attention_triton.rope_write_kv(q, k, v, cos, sin, k_cache, v_cache, slots, scratch, scales)
         return
@@ -169,7 +129,7 @@ def decode_attention(
     """
     out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, scales, out)
     if q.is_cuda:
-        from penstock.kernels import attention_triton
+        from penstock.kernels.triton import attention as attention_triton
 
         return attention_triton.decode_attention(
             q, k_cache, v_cache, block_tables, context_lens, scale, window, max_context_len, out,
@@ -183,7 +143,7 @@ def decode_attention(
         )  # fmt: skip
         lib.ps_decode(arguments)
         return out
-    from penstock.kernels import attention_torch
+    from penstock.kernels.reference import attention as attention_torch
 
     return attention_torch.decode_attention(
         q, k_cache, v_cache, block_tables, context_lens, scale, window, rolling, scratch,
@@ -220,7 +180,7 @@ def prefill_attention(
     assert query_starts.dtype == torch.int32
     out = _prepare(q, k_cache, v_cache, block_tables, context_lens, rolling, scratch, scales, out)
     if q.is_cuda:
-        from penstock.kernels import attention_triton
+        from penstock.kernels.triton import attention as attention_triton
 
         return attention_triton.prefill_attention(
             q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window,
@@ -234,7 +194,7 @@ def prefill_attention(
         )  # fmt: skip
         lib.ps_prefill(arguments)
         return out
-    from penstock.kernels import attention_torch
+    from penstock.kernels.reference import attention as attention_torch
 
     return attention_torch.prefill_attention(
         q, k_cache, v_cache, block_tables, query_starts, context_lens, scale, window, rolling,

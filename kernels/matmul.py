@@ -8,107 +8,24 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import huge_pages, matmul_quant, native
-from penstock.kernels.matmul_quant import NativeWeight
+from penstock.kernels.cpu import huge_pages, native
+from penstock.kernels.cpu import matmul as matmul_quant
+from penstock.kernels.cpu.matmul import NativeWeight
 from penstock.kernels.quant import Int8Rows, QuantizedWeight
+from penstock.kernels.types import Layout, LinearFormat, PackedLinear
 
-# Which CPU path, decided here alone. Microseconds, lowest of interleaved runs, weights out of
-# cache, one core of an AMD EPYC (Zen 4, AVX-512, BF16), torch 2.13:
-#
-#   dtype  K x N         M   F.linear  oneDNN prepacked  native  MKL prepacked
-#   bf16   896 x 4864    1       1009               657     429
-#                        4       1193               600     451
-#                       16       1665              1022     894
-#          4864 x 896   64       3191              2786    2586
-#                      512      21133             20509   19864
-#          896 x 32000   1       6352              3862    2317
-#   fp32   896 x 4864    1       1270              1166     740            818
-#                        4       2026              1011     748           1923
-#                       16       3128              1762    1440           2911
-#                       64       7352              5464    5097           7194
-#                      512      46370             40201   39539
-#
-# With two threads native reads bf16 weights at 27-38 GB/s for M <= 4, all that this memory gives.
-# It also sums each element in one order whatever M is, which the others do not, so that a token's
-# result does not depend on its batch-mates. Hence: native wherever it could be compiled.
-#
-# Quantised weights, the same on one core of an Intel Xeon at 2.5 GHz (AVX-512 without VNNI), rows
-# in fp32; torch's int8 operators leave out part of the work (linear_dynamic has one scale for all
-# rows and 7 bits, qlinear is given codes):
-#
-#   format K x N         M   native  linear_dynamic  onednn.qlinear  _weight_int4pack_mm
-#   int8   896 x 4864    1      532             694             775
-#                        4      603             720             795
-#                       16     1178            1197            1328
-#          896 x 1024   64      992            1055             941
-#   int4   896 x 4864    1      416                                                  423
-#                        4      536                                                  700
-#                       16     1584                                                 2601
-#          896 x 1024   64     1181                                                 2173
-#
-# Where torch leads at M = 16 and 64 (by 16 % at most, 4864 x 896) it does so with 7 bits and one
-# scale for all rows, which makes a row depend on its batch-mates, or with int16 sums that overflow
-# without VNNI. Hence again: native at every M, no crossover between operators. For few rows the
-# codes are unpacked in registers as they stream by, for several tiles of rows once for all.
-#
-# Between formats there is a crossover. Rows in bf16, one core of that Xeon (2026-11-22):
-#
-#   K x N           M    int4    int8    bf16    fp32
-#   896 x 4864      1     292     458     939    1611
-#                   4     471     498    1069    1801
-#                  16    1474    1041    2613    2533
-#                  64    4958    3712   10367    5961
-#                 256   19362   14394   39965   19261
-#   2048 x 8192     1    1009    1677    3469    6288
-#                  16    5368    3871   10305   10861
-#                  64   19641   13461   53083   27684
-#                 256   73566   50706  175001   98422
-#
-# int4 leads up to M = 4, int8 (by 1.3 to 1.5) from 16 on. An int4 weight stays with its path all
-# the same: opened once into bf16 or fp32 it would be no faster at any M, and through the int8 path
-# rows of large batches would be rounded to 8 bits: a token would depend on its batch-mates.
-#
-# With AMX (one core of a Xeon, Sapphire Rapids, 2026-11-22), 896 x 4864, against the best of torch:
-#
-#   format   M   native   torch        M   native   torch
-#   bf16     1      819    1404       64     1073    1306
-#   int8     1      431     698       64     1145    1925
-#   int4     1      263     321       64     5086    9894
-#
-# `benchmarks/matmul.py` measures against torch again.
-Layout = Literal["native", "onednn", "plain", "triton"]
-
-LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8"]
 FLOAT_FORMATS: dict[torch.dtype, LinearFormat] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
 
 _PACK = struct.Struct("7q")
 _LINEAR = struct.Struct("11q")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLinear:
-    """A weight [N, K] in the form that `linear` reads fastest, and its bias [N] or None.
-
-    `payload` is that form, and `layout` says who can read it. `num_bytes` is what one pass over the
-    weight reads: codes, scales and zeros, or plain elements.
-    """
-
-    payload: Any
-    bias: Tensor | None
-    in_features: int
-    out_features: int
-    num_bytes: int
-    format: LinearFormat
-    layout: Layout
 
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
@@ -176,7 +93,7 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
     splits.) On the native path a row's result has the same bits whatever M is.
     """
     if packed.layout == "triton":
-        from penstock.kernels import matmul_triton
+        from penstock.kernels.triton import matmul as matmul_triton
 
         return matmul_triton.linear(x, packed.payload, out)
     if isinstance(packed.payload, NativeWeight):
@@ -204,7 +121,7 @@ def _pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedLinea
     layout: Layout = "plain"
     payload: Any = weight
     if weight.codes.is_cuda:
-        from penstock.kernels import matmul_triton
+        from penstock.kernels.triton import matmul as matmul_triton
 
         layout, payload = "triton", matmul_triton.pack(weight, bias)
     elif (packed := matmul_quant.pack_native(weight, bias)) is not None:

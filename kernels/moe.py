@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels import native
-from penstock.kernels.matmul import PackedLinear, linear
+from penstock.kernels.cpu import native
+from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import silu_mul, silu_mul_int8
+from penstock.kernels.types import PackedLinear
 
 _COMBINE = struct.Struct("9q")
 
@@ -43,7 +44,7 @@ def pack_experts(experts: Sequence[Expert]) -> Sequence[Expert]:
     formats = {(gate_up.format, down.format) for gate_up, down in experts}
     if not _on_gpu(experts[0][0]) or len(formats) > 1:
         return experts
-    from penstock.kernels import moe_triton
+    from penstock.kernels.triton import moe as moe_triton
 
     grouped = GroupedExperts(experts)
     grouped.table = moe_triton.expert_table(grouped)
@@ -83,7 +84,7 @@ def moe_mlp(
     if out is None:
         out = torch.empty_like(x)
     if isinstance(experts, GroupedExperts):
-        from penstock.kernels import moe_triton
+        from penstock.kernels.triton import moe as moe_triton
 
         table = experts.table
         return moe_triton.moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out)
@@ -163,7 +164,7 @@ def _combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Te
     weights = weights.float().contiguous()
     assert out.is_contiguous() and routed.is_contiguous()
     if routed.is_cuda:
-        from penstock.kernels import rowwise_triton
+        from penstock.kernels.triton import rowwise as rowwise_triton
 
         return rowwise_triton.combine(routed, places, weights, out)
     lib = native.usable(routed)

@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from penstock.kernels import native
+from penstock.kernels.cpu import native
 from penstock.kernels.quant import Int8Rows, quantize_rows_int8
 
 _RMS_NORM = struct.Struct("14qdq3q")
@@ -61,7 +61,7 @@ def rms_norm(
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if x.is_cuda:
-        from penstock.kernels import rowwise_triton
+        from penstock.kernels.triton import rowwise as rowwise_triton
 
         return rowwise_triton.rms_norm(x, weight, eps, residual, out, total)
     lib = native.usable(x)
@@ -93,7 +93,7 @@ def rms_norm_int8(
     if out is None:
         out = _new_rows(x, x.shape[1])
     if x.is_cuda:
-        from penstock.kernels import rowwise_quant_triton
+        from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 
         return rowwise_quant_triton.rms_norm_int8(x, weight, eps, residual, out, total)
     lib = native.usable(x)
@@ -115,7 +115,7 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     if out is None:
         out = _new_rows(gate_up, gate_up.shape[1] // 2)
     if gate_up.is_cuda:
-        from penstock.kernels import rowwise_quant_triton
+        from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 
         return rowwise_quant_triton.silu_mul_int8(gate_up, out)
     lib = native.usable(gate_up)
@@ -130,7 +130,7 @@ def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     if out is None:
         out = _new_rows(x, x.shape[1])
     if x.is_cuda:
-        from penstock.kernels import rowwise_quant_triton
+        from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 
         rowwise_quant_triton.quantize_rows(x, out.codes, out.scales)
         return out
@@ -153,7 +153,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     assert native.rows_are_dense(q) and native.rows_are_dense(k)
     if q.is_cuda:
-        from penstock.kernels import rowwise_triton
+        from penstock.kernels.triton import rowwise as rowwise_triton
 
         rowwise_triton.rope_(q, k, cos, sin)
         return
@@ -174,7 +174,7 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     assert native.rows_are_dense(q) and native.rows_are_dense(out)
     assert out.shape == q.shape and out.dtype == q.dtype
     if q.is_cuda:
-        from penstock.kernels import rowwise_triton
+        from penstock.kernels.triton import rowwise as rowwise_triton
 
         return rowwise_triton.rope_to(q, cos, sin, out)
     lib = native.usable(q)
@@ -192,7 +192,7 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if gate_up.is_cuda:
-        from penstock.kernels import rowwise_triton
+        from penstock.kernels.triton import rowwise as rowwise_triton
 
         return rowwise_triton.silu_mul(gate_up, out)
     lib = native.usable(gate_up)

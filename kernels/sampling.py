@@ -10,31 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.kernels import native
+from penstock.kernels.cpu import native
+from penstock.kernels.types import SamplingRows
 
 NUM_TOP_CANDIDATES = 256  # nucleus rows look here first; a flat row that needs more is sorted whole
 _SAMPLE = struct.Struct("13q")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Parameters of each row, fp64 [R] on the CPU.
-
-    inverse_temperature 0: the likeliest token, whatever else is set. top_k 0, top_p 1, min_p 0:
-    off. Each filter sees what the one before has left; equal logits at an edge all stay.
-    uniform in [0, 1) is the row's random number.
-    """
-
-    inverse_temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniform: Tensor
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -45,7 +29,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     assert logits.dtype == torch.float32 and logits.dim() == 2
     assert rows.uniform.dtype == torch.float64 and rows.uniform.shape[0] == logits.shape[0]
     if logits.is_cuda:
-        from penstock.kernels import sampling_triton
+        from penstock.kernels.triton import sampling as sampling_triton
 
         return sampling_triton.sample(logits, rows)
     lib = native.usable(logits)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,12 +25,20 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Tests run in two processes, a file in one of them. Those that start Ray take turns: two clusters
 # that start at once on two cores miss their own deadlines. They are long, so they begin.
-RAY_FILES = ("test_cluster.py", "test_cli.py", "test_gate_cluster.py", "test_expert_store.py")
+RAY_FILES = {
+    ROOT / "deployments" / each
+    for each in (
+        "test_cluster.py",
+        "cli/test_main.py",
+        "gate/test_server.py",
+        "experts/test_store.py",
+    )
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in RAY_FILES)
+    items.sort(key=lambda item: item.path not in RAY_FILES)
     for item in items:
-        group = "ray" if item.path.name in RAY_FILES else str(item.path)
+        group = "ray" if item.path in RAY_FILES else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))

@@ -7,15 +7,13 @@ import io
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "deployments"))
+from tests.deployments.serving import EngineBackend, Serving
 
-from serving import EngineBackend, Serving  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 
 def blocks(document, language):

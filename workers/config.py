@@ -12,11 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.workers.cores import parse_cores
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used. The message names the key and the remedy."""
+from penstock.workers.cpu_affinity import parse_cores
+from penstock.workers.errors import ConfigError
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.workers.config import ConfigError
+from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import StoredScheme, read_scheme
 
 MODEL_TYPES = {

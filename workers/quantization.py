@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.workers.config import ConfigError
+from penstock.workers.errors import ConfigError
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.workers.config import CONTEXT_POLICIES
-from penstock.workers.structured import StructuredSpec
+from penstock.workers.structured_spec import StructuredSpec
 
 
 class RequestError(ValueError):

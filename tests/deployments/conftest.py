@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import grpc
 import httpx
 import pytest
-from serving import EngineBackend, Serving
+
+from tests.deployments.serving import EngineBackend, Serving
 
 
 @pytest.fixture(scope="module")

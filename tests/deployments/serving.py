@@ -20,17 +20,17 @@ import httpx
 import torch
 import uvicorn
 
-from penstock.deployments.core import RequestCore
-from penstock.deployments.grpc_ingress import start_server
-from penstock.deployments.http_ingress import build_app
-from penstock.deployments.reasoning import Marks
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.http.app import build_app
 from penstock.workers.config import EngineConfig
-from penstock.workers.engine import Engine
-from penstock.workers.engine_thread import EngineThread
-from penstock.workers.grammar import GrammarCompiler
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model, resolve_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
-from penstock.workers.tokenizer import Tokenizer
+from penstock.workers.structured.grammar import GrammarCompiler
+from penstock.workers.text.reasoning import Marks
+from penstock.workers.text.tokenizer import Tokenizer
 
 MODEL = "builtin"
 

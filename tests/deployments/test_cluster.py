@@ -19,15 +19,15 @@ from typing import Any
 
 import httpx
 import pytest
-from hostile import CASES, Fronts, GoodTraffic, run_all
-from ports import free_port
 
 from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.processes import is_running
-from penstock.deployments.registry import ClusterView
+from penstock.deployments.supervision.processes import is_running
+from penstock.deployments.supervision.registry import ClusterView
 from penstock.workers.config import EngineConfig
+from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, run_all
+from tests.deployments.ports import free_port
 
 NUM_WORKERS = 2
 # fp32, so that ids do not depend on what else is in the batch

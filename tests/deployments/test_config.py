@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 import ray.autoscaler
 import yaml
-from ports import free_port
 from ray.serve.schema import ServeDeploySchema
 
 import penstock.deployments
@@ -26,7 +25,9 @@ from penstock.deployments.config import (
     read_config,
     settings,
 )
-from penstock.workers.config import ConfigError, EngineConfig
+from penstock.workers.config import EngineConfig
+from penstock.workers.errors import ConfigError
+from tests.deployments.ports import free_port
 
 ROOT = Path(penstock.deployments.__file__).parent
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from penstock.kernels import native
+from penstock.kernels.cpu import native
 
 
 @pytest.fixture(autouse=True)

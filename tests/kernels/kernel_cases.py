@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import KvScales
 from penstock.kernels.quant import dequantize_kv, quantize_kv
+from penstock.kernels.types import KvScales
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kernel_cases import Paged, poisoned, put
 from torch import Tensor
 
-from penstock.kernels.attention import KvScales, Rolling
+from penstock.kernels.types import KvScales, Rolling
+from tests.kernels.kernel_cases import Paged, poisoned, put
 
 INT32 = torch.int32
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import assert_close, dense_attention, paged, starts_of
 
-from penstock.kernels import attention, attention_torch, native
+from penstock.kernels import attention
+from penstock.kernels.cpu import native
+from penstock.kernels.reference import attention as attention_torch
+from tests.kernels.kernel_cases import assert_close, dense_attention, paged, starts_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CONTEXTS = [1, 15, 16, 17, 63, 500]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import assert_close
 
-from penstock.kernels import matmul, native
+from penstock.kernels import matmul
+from penstock.kernels.cpu import native
+from tests.kernels.kernel_cases import assert_close
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS = [1, 2, 5, 11, 12, 13, 25, 64]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import assert_close
 
 from penstock.kernels.matmul import pack_linear
 from penstock.kernels.moe import moe_mlp, moe_reference
+from tests.kernels.kernel_cases import assert_close
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

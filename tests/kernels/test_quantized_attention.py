@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
-from rolled_cases import Roll, RolledPaged, dense_rolled_attention, rolled_paged
 from torch import Tensor
 
 from penstock.kernels import attention
-from penstock.kernels.attention import KvScales
 from penstock.kernels.quant import quantize_kv
 from penstock.kernels.rowwise import rope_
+from penstock.kernels.types import KvScales
+from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
+from tests.kernels.rolled_cases import Roll, RolledPaged, dense_rolled_attention, rolled_paged
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import assert_close, dense_attention, paged, starts_of
-from rolled_cases import INT32, Roll, RolledPaged, dense_rolled_attention, rolled_paged
 from torch import Tensor
 
-from penstock.kernels import attention, attention_torch
+from penstock.kernels import attention
+from penstock.kernels.reference import attention as attention_torch
+from penstock.kernels.types import Rolling
+from tests.kernels.kernel_cases import assert_close, dense_attention, paged, starts_of
+from tests.kernels.rolled_cases import (
+    INT32,
+    Roll,
+    RolledPaged,
+    dense_rolled_attention,
+    rolled_paged,
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SCALE = 0.125
@@ -238,7 +246,7 @@ def test_an_endless_sequence_costs_its_visible_keys(cpu_path, position):
     start = position + 1 - visible
     page = start // block_size
     near = paged([visible + start % block_size + block_size], num_kv_heads=2, head_dim=32)
-    rolling = attention.Rolling(
+    rolling = Rolling(
         q_sink=torch.randn(1, 6, 32),
         sink_ends=torch.tensor([sinks], dtype=INT32),
         window_starts=torch.tensor([start], dtype=INT32),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import assert_close
 
 from penstock.kernels import rowwise
+from tests.kernels.kernel_cases import assert_close
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [FP32, BF16, FP16]

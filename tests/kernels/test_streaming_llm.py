@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import assert_close, starts_of
-from rolled_cases import INT32, Roll
 from torch import Tensor
 
 from penstock.kernels import attention, rowwise
+from penstock.kernels.types import Rolling
+from tests.kernels.kernel_cases import assert_close, starts_of
+from tests.kernels.rolled_cases import INT32, Roll
 
 SCALE = 0.125
 
@@ -73,7 +74,7 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
                 for p in range(first, last)
             ]
             attention.write_kv(k[first:last], v[first:last], *cache, torch.tensor(slots))
-            rolling = attention.Rolling(
+            rolling = Rolling(
                 q_sink=q_sink[first:last],
                 sink_ends=torch.tensor([e[0] for e in edges[first:last]], dtype=INT32),
                 window_starts=torch.tensor([e[1] for e in edges[first:last]], dtype=INT32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from penstock.workers.request import Delta, Request
 
 

@@ -20,9 +20,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def thresholds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """The file of a checkpoint's neuron thresholds, by its name."""
-    from checkpoints import make_checkpoint
-
-    from penstock.workers.experts.calibrate import calibrate
+    from penstock.workers.calibrate import calibrate
+    from tests.workers.checkpoints import make_checkpoint
 
     root = tmp_path_factory.mktemp("thresholds")
 

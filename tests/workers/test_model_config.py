@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
 
-from penstock.workers.config import ConfigError
+from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from tests.workers.checkpoints import make_checkpoint
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

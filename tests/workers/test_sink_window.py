@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 
 import pytest
-import streaming_reference as slow
 import torch
-from checkpoints import make_checkpoint, random_prompt, reference_model
 
 from penstock.kernels.attention import write_kv
 from penstock.kernels.rowwise import rope_
-from penstock.workers.config import ConfigError, EngineConfig
-from penstock.workers.engine import Engine
+from penstock.workers.config import EngineConfig
+from penstock.workers.context_policy import FULL, ContextSettings, SinkWindow
+from penstock.workers.engine.engine import Engine
+from penstock.workers.errors import ConfigError
 from penstock.workers.models import layers
 from penstock.workers.models.loader import load_model
-from penstock.workers.policies import FULL, ContextSettings, SinkWindow
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
-from penstock.workers.ridge import Decision
+from penstock.workers.scheduling.ridge import Decision
+from tests.workers import streaming_reference as slow
+from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_model
 
 NUM_ROLLS = 20
 BLOCK_SIZE = 8

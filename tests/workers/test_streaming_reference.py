@@ -8,14 +8,18 @@ after every forward, as `StartRecentKVCache` does. It shares no layer code with 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+from benchmarks.streaming.torch_scorer import Policy, TorchScorer
+from tests.workers.checkpoints import (
     ALL,
     FAMILIES,
     make_checkpoint,
@@ -25,7 +29,7 @@ from checkpoints import (
     reference_logits,
     reference_model,
 )
-from streaming_reference import (
+from tests.workers.streaming_reference import (
     SinkWindow,
     StreamingReference,
     greedy,
@@ -35,14 +39,6 @@ from streaming_reference import (
     sliding_window_recompute_greedy,
     window_only,
 )
-from torch import Tensor
-from transformers import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from streaming_score import Policy, TorchScorer
 
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.arena import Places, RowSource
+from penstock.workers.errors import LoadError
 from penstock.workers.experts.copier import CHUNK_BYTES, Copier
-from penstock.workers.experts.forms import Form
+from penstock.workers.experts.expert_file import Places, RowSource
+from penstock.workers.experts.layouts import Form
 from penstock.workers.experts.lookups import CacheCounts, Wanted
 from penstock.workers.experts.slots import Key, Load, Slot, SlotTable, make_slots
-from penstock.workers.models.folder import LoadError
 
 log = logging.getLogger("penstock.experts")
 

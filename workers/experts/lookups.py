@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.workers.experts.arena import Places
+from penstock.workers.experts.expert_file import Places
 from penstock.workers.experts.slots import Key, Residence, SlotTable
 
 Wanted = Mapping[int, Places]  # rows by expert; of those that it lacks, all are wanted

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from penstock.kernels.matmul import PackedLinear, linear, pack_linear
+from penstock.kernels.matmul import linear, pack_linear
 from penstock.kernels.quant import WeightFormat, quantize_weight
-from penstock.workers.experts.arena import RowSource
+from penstock.kernels.types import PackedLinear
+from penstock.workers.experts.expert_file import RowSource
 from penstock.workers.experts.slots import Key
-from penstock.workers.models.weight_sources import DTYPES
+from penstock.workers.weights.sources import DTYPES
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "int4")
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from penstock.kernels.expert_image import ExpertImage, pack_for
 from penstock.kernels.moe import Expert
-from penstock.kernels.packed_image import ExpertImage, pack_for
 from penstock.kernels.quant import QuantizedWeight
-from penstock.workers.experts.arena import PIECE_BYTES, Bytes, Manifest, digest_of
-from penstock.workers.experts.checkpoint_experts import CheckpointExperts
-from penstock.workers.models.folder import LoadError
-from penstock.workers.models.stored_weights import joined
-from penstock.workers.models.weight_sources import DTYPES, CheckpointWeights, planned
+from penstock.workers.errors import LoadError
+from penstock.workers.experts.checkpoint import CheckpointExperts
+from penstock.workers.experts.expert_file import PIECE_BYTES, Bytes, Manifest, digest_of
 from penstock.workers.quantization import weight_plan
+from penstock.workers.weights.sources import DTYPES, CheckpointWeights, planned
+from penstock.workers.weights.stored import joined
 
 ZEROS = (".qzeros", ".weight_zero_point")  # stored beside the codes of an int4 weight
 

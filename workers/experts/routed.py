@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.kernels.moe import Visited
-from penstock.workers.experts.arena import Places
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.link import LinkMeter
+from penstock.workers.experts.copier import LinkMeter
+from penstock.workers.experts.expert_file import Places
+from penstock.workers.experts.lookahead import Predictor, RoutedLayer
 from penstock.workers.experts.lookups import Wanted
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons import NeuronChoice
-from penstock.workers.experts.predictor import Predictor, RoutedLayer
+from penstock.workers.experts.routing import Routing
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.moe import Routing
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
 WHOLE_SHARE = 0.75  # of an expert's neurons: if more are wanted, all of them come in one piece

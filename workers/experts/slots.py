@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.arena import Places
-from penstock.workers.experts.forms import Form
+from penstock.workers.experts.expert_file import Places
+from penstock.workers.experts.layouts import Form
 
 Key = tuple[int, int]  # layer, expert
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
-from penstock.kernels.expert_twin import quantize_neurons
-from penstock.workers.experts.arena import (
+from penstock.kernels.expert_rows import quantize_neurons
+from penstock.workers.errors import LoadError
+from penstock.workers.experts.checkpoint import NAMES, CheckpointExperts, rows_of
+from penstock.workers.experts.expert_file import (
     TWIN_GROUP,
     Bytes,
     ExpertEntry,
@@ -24,9 +26,7 @@ from penstock.workers.experts.arena import (
     checksums_of,
     digest_of,
 )
-from penstock.workers.experts.checkpoint_experts import NAMES, CheckpointExperts, rows_of
 from penstock.workers.experts.packed import PackedExperts
-from penstock.workers.models.folder import LoadError
 
 MANIFEST_SUFFIX = ".json"
 

@@ -6,33 +6,23 @@ Knows layers and flat batches; nothing of sequences, blocks' owners, sampling or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.matmul import PackedLinear, linear
+from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
+from penstock.kernels.types import PackedLinear
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.memory import KvLayer
+from penstock.workers.memory.arena import KvLayer
+from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import Attention, AttentionInputs, Mlp
-from penstock.workers.models.moe import MoeMlp
+from penstock.workers.models.decoder_layer import DecoderLayer
+from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.rope import Rope
-from penstock.workers.models.weight_facts import weight_facts
-from penstock.workers.workspace import Workspace, activation_plan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """One layer; the norm weights are [hidden]."""
-
-    input_norm: Tensor
-    attention: Attention
-    post_attention_norm: Tensor
-    mlp: Mlp | MoeMlp
+from penstock.workers.models.weight_summary import weight_facts
 
 
 class Decoder:
@@ -56,7 +46,9 @@ class Decoder:
         self.lm_head = lm_head
         self.routed = routed  # where experts come out of a cache
         self.plan = activation_plan(config, self.dtype)
-        self.weights = weight_facts(self)
+        slots = () if routed is None else routed.cache.table
+        cached = [packed for slot in slots for packed in slot.expert]
+        self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normed by whoever comes next; whether that one takes
         # int8 rows, the norm that feeds it makes them at once.

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.attention import Rolling, decode_attention, prefill_attention, rope_write_kv
-from penstock.kernels.matmul import PackedLinear, linear
+from penstock.kernels.attention import decode_attention, prefill_attention, rope_write_kv
+from penstock.kernels.matmul import linear
 from penstock.kernels.moe import gated_mlp
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to
-from penstock.workers.memory import KvLayer
+from penstock.kernels.types import PackedLinear, Rolling
+from penstock.workers.memory.arena import KvLayer
+from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,32 +14,34 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from penstock.kernels.matmul import PackedLinear, pack_linear
+from penstock.kernels.matmul import pack_linear
 from penstock.kernels.quant import QuantizedWeight
-from penstock.workers.config import ConfigError
-from penstock.workers.experts.opening import ExpertSettings, open_experts
-from penstock.workers.experts.predictor import RoutedLayer
+from penstock.kernels.types import PackedLinear
+from penstock.workers.errors import ConfigError
+from penstock.workers.experts.build import ExpertSettings, open_experts
+from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.checkpoint import StoredTensor, open_checkpoint
-from penstock.workers.models.decoder import Decoder, DecoderLayer
-from penstock.workers.models.folder import resolve_model
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.models.stored_weights import joined
-from penstock.workers.models.weight_sources import (
-    DTYPES,
-    CheckpointWeights,
-    RandomWeights,
-    WeightSource,
-    planned,
-)
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     QuantizedFormat,
     WeightPlan,
     weight_plan,
 )
+from penstock.workers.weights.checkpoint import StoredTensor, open_checkpoint
+from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.sources import (
+    DTYPES,
+    CheckpointWeights,
+    RandomWeights,
+    WeightSource,
+    planned,
+)
+from penstock.workers.weights.stored import joined
 
 log = logging.getLogger("penstock.loader")
 

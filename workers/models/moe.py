@@ -5,37 +5,19 @@ Knows packed weights; nothing of where experts are kept or how they came into me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.matmul import PackedLinear, linear
-from penstock.kernels.moe import Expert, Visit, gated_mlp, moe_mlp, pack_experts
+from penstock.kernels.matmul import linear
+from penstock.kernels.moe import Expert, gated_mlp, moe_mlp, pack_experts
 from penstock.kernels.quant import Int8Rows
+from penstock.kernels.types import PackedLinear
+from penstock.workers.experts.routing import ExpertSource, Routing
+from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Mlp
-from penstock.workers.workspace import Workspace
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Which of how many experts each token goes through: the layer's own, or those and others that
-    stand in for them; and how to come by them."""
-
-    ids: Tensor  # int64 [T, k]
-    num_experts: int
-    experts: Sequence[Expert] | Visit
-
-
-class ExpertSource(Protocol):
-    """Experts that are not all in device memory."""
-
-    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> Routing:
-        """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
-        residual stream [T, hidden], with all that is known of this layer's output."""
 
 
 class MoeMlp:

@@ -1,0 +1,87 @@
+"""A `penstock serve` of its own for a benchmark: started on free ports, found, watched, ended.
+
+Linux: processes are read from /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.deployments.supervision.processes import descendants
+
+START_S = 240
+PORTS = range(20_000, 32_000)
+TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the processes
+
+
+@contextlib.contextmanager
+def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES."""
+    ports = [_free_port() for _ in range(3)]
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model, *flags]
+    command += [part for name, port in zip(names, ports) for part in (name, str(port))]
+    with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
+        log = Path(folder) / "serve.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "TMPDIR": folder},
+                start_new_session=True,
+            )
+        before = signal.signal(signal.SIGTERM, _end)  # or the server would outlive the benchmark
+        try:
+            deadline_s = time.monotonic() + START_S
+            while "ready after" not in log.read_text():
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+                time.sleep(0.1)
+            urls = {
+                "HTTP, SSE": f"http://127.0.0.1:{ports[0]}",
+                "gRPC": f"grpc://127.0.0.1:{ports[1]}",
+            }
+            yield urls, [_find(process.pid, title) for title in TITLES]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _free_port() -> int:
+    """Not one that the system hands out while the cluster starts, as all from 32768 on may be."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError(f"none of 100 ports in {PORTS} was free")
+
+
+def _find(pid: int, title: str) -> int:
+    for each in descendants(pid):
+        if title in Path(f"/proc/{each}/cmdline").read_text():
+            return each
+    raise RuntimeError(f"no process named {title} runs below {pid}")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that the live threads of a process have used, user and system, to the ns."""
+    total_ns = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns / 1e9

@@ -1,0 +1,87 @@
+"""What the programs about experts share: the model, its text, an arena, and where figures go.
+
+Nobody runs it. Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from penstock.workers.engine.engine import Engine
+from penstock.workers.experts.checkpoint import CheckpointExperts
+from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.writer import remove_arena, write_arena
+from penstock.workers.models.loader import open_model
+from penstock.workers.request import Request, SamplingParams
+from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.sources import DTYPES
+from tools.builtin_models import data
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "builtin-moe"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With the options that all of them have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    corpus = ROOT.parent / "shared" / "data" / "classics"
+    parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="path without a suffix")
+    return parser
+
+
+def books(corpus: Path) -> list[Sequence[int]]:
+    """Tokens of the held-out books, which the model was not made from."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL), local_files_only=True)
+    return [data.heldout_tokens(corpus, book, tokenizer)[0] for book in data.HELDOUT_BOOKS]
+
+
+@contextmanager
+def arena(model: str, weights: str, *, has_twins: bool = False) -> Iterator[Manifest]:
+    """The experts of a model in shared memory, for as long as it is open."""
+    folder, config, tensors = open_model(model, weights, "cpu")
+    experts = CheckpointExperts(folder, config, tensors, weights)
+    path = Path(f"/dev/shm/penstock-bench-{os.getpid()}-{weights}.arena")
+    try:
+        yield write_arena(experts, path, DTYPES[config.dtype], has_twins=has_twins)
+    finally:
+        remove_arena(path)
+
+
+def drain(engine: Engine, ids: Sequence[int], num_new: int) -> None:
+    """Answer one prompt to its end."""
+    params = SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True)
+    engine.add(Request("one", tuple(ids), params))
+    while engine.has_work():
+        engine.step()
+
+
+def finish(out: Path | None, found: dict[str, Any], lines: Callable[[Any], list[str]]) -> None:
+    """Print what `lines` says of `found`, and write both to `out`, .txt and .json."""
+    found = {"machine": machine(), "command": " ".join(sys.argv), **found}
+    text = "\n".join([found["machine"], "", *lines(found)])
+    print(text)
+    if out is not None:
+        out.with_name(out.name + ".json").write_text(json.dumps(found, indent=1) + "\n")
+        out.with_name(out.name + ".txt").write_text(text + "\n")
+
+
+def machine() -> str:
+    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    name = names[0].partition(":")[2].strip() if names else platform.processor()
+    threads = torch.get_num_threads()
+    return f"{name}, {os.cpu_count()} cores, {threads} thread(s), torch {torch.__version__}"

@@ -1,0 +1,178 @@
+"""Time of a token over a slow link, by how many experts the cache holds and what it does with them.
+
+decode     One token at a time, batch of one. demand: nothing is kept from token to token; LRU over
+           all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, as
+           the measured counters allow it (prefetch) or at every layer (always). neurons: moe_mode
+           sparse. twins: moe_mode quantized.
+formats    The same for experts as they are served with --formats: what a quantised expert saves.
+prompt     A prompt in one step, its layers' experts streamed ahead or only on demand, in turns.
+
+Beside each the floor of a token that loads all that it needs, L * k * bytes / B.
+
+    python -m benchmarks.experts.speed --out benchmarks/results/2026-11-21-experts-speed
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from benchmarks.experts.common import MODEL, arena, books, drain, finish, parser_of
+from benchmarks.experts.interleave import (
+    DEMAND,
+    Runner,
+    Turns,
+    empty,
+    make_engine,
+    table,
+    take_turns,
+)
+from penstock.workers.engine.engine import Engine
+from penstock.workers.experts.build import ExpertSettings
+from penstock.workers.experts.expert_file import Manifest
+
+LONG_PROMPT = 512
+Modes = dict[str, dict[str, Any]]  # settings by name
+MODES: Modes = {
+    "LRU": {"is_fair": False},
+    "LRU + always": {"is_fair": False, "prefetch": True},
+    "fair": {},
+    "fair + prefetch": {"prefetch": True},
+    "fair + always": {"prefetch": True},
+    "fair + neurons": {"mode": "sparse"},
+    "fair + neurons + always": {"mode": "sparse", "prefetch": True},
+    "fair + twins": {"mode": "quantized"},
+}
+WHOLE_MODES = ("fair", "fair + always")  # those that a quantised expert has
+
+
+class Decoding:
+    """Engines of one link, as they are added."""
+
+    def __init__(self, args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float):
+        self.args, self.prompt, self.bytes_per_s = args, prompt, bytes_per_s
+        self.turns = Turns(args.warm, args.new)
+        self.runners: list[Runner] = []
+
+    def add(self, weights: str, manifest: Manifest, modes: Modes) -> None:
+        """One engine without a cache, one that keeps nothing, and each of `modes` by size."""
+        common = {"manifest": manifest, "bytes_per_s": self.bytes_per_s}
+        self._start("no cache of experts", weights, 100, None)
+        nothing = ExpertSettings(num_slots=4, prefetch=False, **common)  # type: ignore[arg-type]
+        self._start(DEMAND, weights, 0, nothing)
+        for percent in self.args.percent:
+            num_slots = max(1, round(manifest.num_all * percent / 100))
+            for name, options in modes.items():
+                values = {"prefetch": False, "keep": self.args.keep, **options, **common}
+                settings = ExpertSettings(num_slots=num_slots, **values)
+                self._start(name, weights, percent, settings)
+
+    def run(self) -> dict[str, Any]:
+        try:
+            rows = take_turns(self.runners, self.turns, self.bytes_per_s)
+        finally:
+            for each in self.runners:
+                each.engine.close()
+        return {"bytes_per_s": self.bytes_per_s, "keep": self.args.keep, "rows": rows}
+
+    def _start(
+        self, name: str, weights: str, percent: int, settings: ExpertSettings | None
+    ) -> None:
+        start = (name, weights, percent, settings, self.prompt, self.turns)
+        self.runners.append(Runner.start(*start))
+
+
+def decode(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float) -> dict[str, Any]:
+    """Seconds of a token by mode and share, and what was moved for it."""
+    with arena(MODEL, args.weights, has_twins=True) as manifest:
+        decoding = Decoding(args, prompt, bytes_per_s)
+        decoding.add(args.weights, manifest, MODES)
+        return decoding.run()
+
+
+def formats(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float) -> dict[str, Any]:
+    """The same by number format."""
+    decoding = Decoding(args, prompt, bytes_per_s)
+    with ExitStack() as stack:
+        for weights in args.formats:
+            manifest = stack.enter_context(arena(MODEL, weights))
+            decoding.add(weights, manifest, {name: MODES[name] for name in WHOLE_MODES})
+        return decoding.run()
+
+
+def prompt_times(
+    args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float
+) -> dict[str, Any]:
+    """Milliseconds of a prompt, by whether its experts are streamed; nothing there at its start."""
+    engines: dict[str, Engine] = {}
+    times: dict[str, list[float]] = {"on demand": [], "streamed": []}
+    with arena(MODEL, args.weights) as manifest:
+        for name in times:
+            settings = ExpertSettings(
+                num_slots=args.prompt_slots,
+                prefetch=False,
+                manifest=manifest,
+                bytes_per_s=bytes_per_s,
+            )
+            engines[name] = make_engine(args.weights, settings)
+        engines["on demand"].model.routed.predictor = None  # type: ignore[union-attr]
+        for _ in range(args.prompts + 1):
+            for name, engine in engines.items():
+                empty(engine)
+                began_s = time.perf_counter()
+                drain(engine, prompt[:LONG_PROMPT], 1)
+                times[name].append(1e3 * (time.perf_counter() - began_s))
+        for engine in engines.values():
+            engine.close()
+    medians = {name: statistics.median(each[1:]) for name, each in times.items()}
+    return {"bytes_per_s": bytes_per_s, "slots": args.prompt_slots, **medians}
+
+
+PARTS = {"decode": decode, "formats": formats, "prompt": prompt_times}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    text = []
+    for each in [*found.get("decode", []), *found.get("formats", [])]:
+        link = f"Link {each['bytes_per_s'] / 1e9:g} GB/s"
+        text += [f"{link}; sparse keeps {each['keep']:g} of the neurons", "", *table(each["rows"])]
+    for each in found.get("prompt", []):
+        text.append(
+            f"prompt of {LONG_PROMPT} tokens, {each['slots']} slots, link "
+            f"{each['bytes_per_s'] / 1e9:g} GB/s: on demand {each['on demand']:.0f} ms, streamed "
+            f"{each['streamed']:.0f} ms"
+        )
+    return text
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["decode", "prompt"])
+    parser.add_argument("--weights", default="fp32", help="number format that is computed in")
+    parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "int4"])
+    parser.add_argument("--gb-per-s", type=float, nargs="+", default=[0.04, 0.4])
+    parser.add_argument("--percent", type=int, nargs="+", default=[5, 10, 25, 50, 100])
+    parser.add_argument("--keep", type=float, default=0.2, help="share of neurons")
+    parser.add_argument("--new", type=int, default=24, help="tokens that are timed")
+    parser.add_argument("--warm", type=int, default=8, help="tokens before them")
+    parser.add_argument("--prompts", type=int, default=5, help="prompts that are timed")
+    parser.add_argument("--prompt-slots", type=int, default=16)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    prompt = books(args.corpus)[0]
+    rates = [1e9 * rate for rate in args.gb_per_s]
+    finish(
+        args.out,
+        {part: [PARTS[part](args, prompt, rate) for rate in rates] for part in args.parts},
+        lines,
+    )
+
+
+if __name__ == "__main__":
+    main()

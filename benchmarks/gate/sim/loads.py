@@ -1,0 +1,238 @@
+"""Loads of the simulator: who asks for what, when, and how long the answers become.
+
+Lengths come from traces (Azure's chat service; the 1,024 requests with text of PPL's benchmark) or,
+for long reasoning, from a log-normal law. Arrivals are drawn anew: Poisson, or Gamma with a higher
+coefficient of variation. `max_tokens` is what a client writes and has nothing to do with the true
+length, but cuts it. No prompt with text comes twice in a run: a predictor would know it by heart.
+Knows nothing of workers or policies.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gate.sim.worker import Job, StepModel, WorkerShape
+from penstock.deployments.prediction.features import Features
+from penstock.deployments.prediction.text_digest import TextDigest, digest_text
+
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces"
+TEXTS, LENGTHS = "ppl_samples_1024.json", "ppl_samples_1024_lengths.json"
+AZURE = "AzureLLMInferenceTrace_conv_2023.csv"
+
+# Assumed step times of such machines, not measured by us; pools: what is left beside the weights.
+GPUS = {
+    "7b-int8-a100-80g": WorkerShape(StepModel(9e-3, 0.0, 0.33e-6, 25e-6), num_blocks=4096),
+    "13b-fp16-a100-40g": WorkerShape(
+        StepModel(20e-3, 0.0, 0.53e-6, 130e-6), num_blocks=981, budget=512
+    ),
+}
+
+
+class MissingTraceError(SystemExit):
+    """A trace is not there; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a good answer is, in seconds."""
+
+    ttft: float = 10.0
+    tpot: float = 0.06  # mean
+    gap: float = 1.5  # longest
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Requests of one kind."""
+
+    kind: str  # "azure", "ppl", "reasoning"
+    share: float = 1.0
+    tenants: tuple[str, ...] = ("",)
+    max_tokens: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A named load: sources, pace, machine and what is asked of the service."""
+
+    what: str
+    sources: tuple[Source, ...]
+    rate: float  # requests a second, for one worker
+    gpu: str
+    slo: Slo = field(default_factory=Slo)
+    cv: float = 1.0  # of the gaps between arrivals; 1: Poisson
+    num_requests: int = 1500
+    leaving: float = 0.0  # share of clients that leave at some token of their answer
+    longest_wait_s: float | None = None  # the gate refuses whoever would wait longer
+    settled: float = 0.2  # of the requests, that come first and are not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Prompt and natural answer, in tokens, and what the text says."""
+
+    prompt: int
+    natural: int
+    text: TextDigest | None = None
+
+
+def jobs_of(
+    load: Load, seed: int, folder: Path, *, workers: int = 1, scale: float = 1.0
+) -> list[Job]:
+    """The requests of one run, in the order of their arrival. The same seed, the same requests."""
+    rng = np.random.default_rng(seed)
+    num = load.num_requests * workers
+    shares = np.array([each.share for each in load.sources])
+    kinds = rng.choice(len(shares), num, p=shares / shares.sum())
+    shape = 1.0 / load.cv**2
+    gaps = rng.gamma(shape, 1.0 / (shape * load.rate * workers * scale), num)
+    times = np.cumsum(gaps)
+    drawn = [
+        iter(shapes_of(each.kind, int((kinds == i).sum()), rng, folder))
+        for i, each in enumerate(load.sources)
+    ]
+    jobs = []
+    for number, (at, kind) in enumerate(zip(times.tolist(), kinds.tolist())):
+        source, shape_of = load.sources[kind], next(drawn[kind])
+        tenant = source.tenants[int(rng.integers(len(source.tenants)))]
+        length, ended = min(shape_of.natural, source.max_tokens), "stop"
+        if shape_of.natural > source.max_tokens:
+            ended = "length"
+        if rng.random() < load.leaving:
+            length, ended = int(rng.integers(1, length + 1)), "cancel"
+        features = Features(
+            "model",
+            tenant=tenant,
+            prompt_tokens=shape_of.prompt,
+            max_tokens=source.max_tokens,
+            text=shape_of.text,
+        )
+        jobs.append(
+            Job(
+                f"r{number}",
+                at,
+                shape_of.prompt,
+                length,
+                ended,
+                source.max_tokens,
+                tenant,
+                features,
+            )
+        )
+    return jobs
+
+
+def shapes_of(kind: str, num: int, rng: np.random.Generator, folder: Path) -> list[Shape]:
+    """So many requests of a kind, drawn by `rng`."""
+    if kind == "reasoning":
+        natural = np.exp(rng.normal(np.log(1500.0), 0.9, num))
+        prompts = np.exp(rng.normal(np.log(200.0), 1.0, num))
+        return [
+            Shape(int(np.clip(p, 8, 4000)), max(int(n), 1))
+            for p, n in zip(prompts.tolist(), natural.tolist())
+        ]
+    if kind == "ppl":
+        texts = read_texts(folder)
+        if num > len(texts):
+            raise SystemExit(
+                f"this run wants {num} prompts with text and there are {len(texts)}: take a load "
+                "without text, or fewer requests"
+            )
+        return [texts[i] for i in rng.permutation(len(texts))[:num].tolist()]
+    rows = read_azure(folder)
+    return [rows[i] for i in rng.integers(len(rows), size=num).tolist()]
+
+
+@cache
+def read_texts(folder: Path) -> list[Shape]:
+    texts = json.loads(_trace(folder, TEXTS).read_text())
+    lengths = {each["id"]: each for each in json.loads(_trace(folder, LENGTHS).read_text())}
+    return [
+        Shape(
+            max(lengths[each["id"]]["prompt_tokens"], 1),
+            max(lengths[each["id"]]["gen_tokens"], 1),
+            digest_text(each["conversations"][0]["value"]),
+        )
+        for each in texts
+    ]
+
+
+@cache
+def read_azure(folder: Path) -> list[Shape]:
+    with _trace(folder, AZURE).open(newline="") as file:
+        rows = [(int(r["ContextTokens"]), int(r["GeneratedTokens"])) for r in csv.DictReader(file)]
+    return [Shape(prompt, natural) for prompt, natural in rows if prompt > 0 and natural > 0]
+
+
+def _trace(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.exists():
+        raise MissingTraceError(
+            f"{path} is missing: name the folder of the traces with --data (docs/predictor.md "
+            "says where they come from), or take --load reasoning, which needs none"
+        )
+    return path
+
+
+_CHAT = tuple(f"chat-{i}" for i in range(4))
+LOADS = {
+    "reasoning": Load(
+        "long answers (log-normal, median 1,500), max_tokens 16k, near saturation",
+        (Source("reasoning", max_tokens=16_384),),
+        rate=0.42,
+        gpu="7b-int8-a100-80g",
+    ),
+    "overload": Load(
+        "the same, half as much again as can be served",
+        (Source("reasoning", max_tokens=16_384),),
+        rate=0.8,
+        gpu="7b-int8-a100-80g",
+        longest_wait_s=8.0,
+    ),
+    "generous": Load(
+        "PPL's requests with their text, max_tokens 2,048 whatever they need",
+        (Source("ppl", max_tokens=2048),),
+        rate=4.0,
+        gpu="13b-fp16-a100-40g",
+        num_requests=1024,
+    ),
+    "chat": Load(
+        "Azure's chat trace, max_tokens 1,024: prompts dominate",
+        (Source("azure", max_tokens=1024),),
+        rate=6.0,
+        gpu="7b-int8-a100-80g",
+    ),
+    "bursts": Load(
+        "the same in bursts: Gamma arrivals with a CV of 3, some clients leave",
+        (Source("azure", max_tokens=1024),),
+        rate=4.5,
+        gpu="7b-int8-a100-80g",
+        cv=3.0,
+        leaving=0.1,
+    ),
+    "mixed": Load(
+        "chat of four tenants and reasoning of one, on one worker",
+        (
+            Source("azure", 0.8, _CHAT, 1024),
+            Source("reasoning", 0.2, ("reasoning",), 16_384),
+        ),
+        rate=1.6,
+        gpu="7b-int8-a100-80g",
+    ),
+    "noisy": Load(
+        "one tenant sends ten times as much as each of nine others, in overload",
+        (
+            Source("azure", 10.0, ("noisy",), 1024),
+            Source("azure", 9.0, tuple(f"quiet-{i}" for i in range(9)), 1024),
+        ),
+        rate=9.0,
+        gpu="7b-int8-a100-80g",
+        longest_wait_s=60.0,
+    ),
+}

@@ -1,0 +1,5 @@
+"""KV formats, the arena, and memory pressure.
+
+Imported by nothing outside benchmarks.
+Begin with pressure.py.
+"""

@@ -1,0 +1,128 @@
+"""What a KV format admits: the same bytes, the same requests, a pool that cannot hold them all.
+
+    python -m benchmarks.memory.kv_formats [--out benchmarks/results/2026-11-21-kv-formats.md]
+
+A random model that computes in fp32, with 8 kv heads of 64 and two layers, so that no block is
+rounded up. Every format gets a pool of the same bytes; `16 bit` is fp32 KV in twice the bytes: it
+has the blocks that 16-bit KV would have, and costs no conversion on a CPU without bf16
+instructions. Activations lie apart. Requests all come at once; rounds of all formats are
+interleaved, and the best of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.model_config import ModelConfig, RopeConfig
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.loader import build_random
+from penstock.workers.request import Request, SamplingParams
+
+POOL_BYTES = 4 * 2**20
+NUM_REQUESTS, PROMPT, ANSWER = 40, 48, 48
+# kv, kv_group, pools of POOL_BYTES
+FORMATS: dict[str, tuple[str, str, int]] = {
+    "fp32": ("auto", "auto", 1),
+    "16 bit": ("auto", "auto", 2),
+    "int8 g8": ("int8", "8", 1),
+    "int8 g32": ("int8", "32", 1),
+    "int8 g64": ("int8", "64", 1),
+    "fp8 g32": ("fp8", "32", 1),
+}
+
+
+def model() -> Decoder:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", model_type="llama", vocab_size=512, hidden_size=256,
+        num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64, intermediate_size=688,
+        rms_norm_eps=1e-5, tie_word_embeddings=True, max_position_embeddings=512,
+        rope=RopeConfig(10000.0, 64), sliding_window=(None,) * 2, moe_layers=(False,) * 2,
+        dtype="fp32",
+    )  # fmt: skip
+    return build_random(config, weights="fp32")
+
+
+def run(decoder: Decoder, kind: str) -> dict[str, float]:
+    kv, group, pools = FORMATS[kind]
+    settings = {"kv": kv, "kv_group": group, "activation_memory": "separate", "max_num_seqs": 64,
+                "max_num_batched_tokens": 256, "prefix_cache": False}  # fmt: skip
+    probe = Engine(EngineConfig(num_blocks=1, **settings), decoder)
+    num_blocks = pools * POOL_BYTES // probe.arena.layout.block_bytes
+    engine = Engine(EngineConfig(num_blocks=num_blocks, **settings), decoder)
+    draw, running = random.Random(0), []
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+    for i in range(NUM_REQUESTS):
+        prompt = tuple(draw.randrange(1, 512) for _ in range(PROMPT))
+        engine.add(Request(str(i), prompt, params))
+    began = time.perf_counter()
+    while engine.has_work():
+        engine.step()
+        if engine.scheduler.waiting:  # while there is a queue, the pool is what limits
+            running.append(len(engine.scheduler.running))
+    seconds, stats = time.perf_counter() - began, engine.stats()
+    assert stats.num_generated_tokens == NUM_REQUESTS * ANSWER
+    return {
+        "block_bytes": stats.num_block_bytes,
+        "blocks": stats.num_blocks,
+        "peak": max(running),
+        "mean": statistics.mean(running),
+        "preemptions": stats.num_preemptions,
+        "steps": stats.num_steps,
+        "rate": stats.num_generated_tokens / seconds,
+    }
+
+
+def table(best: dict[str, dict[str, float]]) -> str:
+    base = best["16 bit"]
+    lines = [
+        "| KV | bytes a block | blocks | computed factor | most running | mean running | factor | "
+        "preemptions | steps | tokens/s | factor |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, row in best.items():
+        size = row["block_bytes"] / (2 if kind == "16 bit" else 1)
+        factor = base["block_bytes"] / 2 / size
+        lines.append(
+            f"| {kind} | {size:.0f} | {row['blocks']} | {factor:.2f} | {row['peak']} | "
+            f"{row['mean']:.1f} | {row['mean'] / base['mean']:.2f} | {row['preemptions']} | "
+            f"{row['steps']} | {row['rate']:.0f} | {row['rate'] / base['rate']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    decoder, best = model(), {}
+    for _ in range(args.rounds):
+        for kind in FORMATS:
+            row = run(decoder, kind)
+            if kind not in best or row["rate"] > best[kind]["rate"]:
+                best[kind] = row
+    head = (
+        f"{NUM_REQUESTS} requests at once, {PROMPT} prompt + {ANSWER} answer tokens, a pool of "
+        f"{POOL_BYTES / 2**20:.0f} MiB; one thread, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}; best of {args.rounds} interleaved rounds."
+    )
+    text = f"{head}\n\n{table(best)}\n"
+    print(text)
+    if args.out is not None:
+        args.out.write_text(
+            f"# What a KV format admits\n\n    {__doc__.splitlines()[2].strip()}\n\n{text}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""`penstock bench ablate`: the server recipe, and what each of its parts brings.
+
+The same load is served with all parts and with each one left out, in turns and in one process, on
+the engine alone: prompts come in as text and answers leave as text. Knows nothing of command lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.deployments.bench.admission import Admission, Held, admission_of
+from penstock.deployments.bench.load import Job
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.thread import EngineThread
+from penstock.workers.errors import ConfigError
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.request import Delta, Request, SamplingParams
+from penstock.workers.text.detokenizer import Detokenizer
+from penstock.workers.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Which parts are on."""
+
+    weights: str = "int8"
+    kv: str = "int8"
+    merges: bool = True  # prompts and decodes share a step
+    is_continuous: bool = True  # requests join and leave at any step
+    is_pipelined: bool = True  # text is made beside the steps
+    admission: str = "predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the recipe: its name, the recipe without it, and what was published for it."""
+
+    name: str
+    without: Recipe
+    published: str
+
+
+def parts_of(full: Recipe) -> list[Part]:
+    """Each part of `full` left out. The published gains are those of the talk on PPL.LLM."""
+    without = dataclasses.replace
+    return [
+        Part("continuous batching", without(full, is_continuous=False), "+100 %, with merge step"),
+        Part("merge step", without(full, merges=False), "+100 %, with continuous batching"),
+        Part(f"KV {full.kv}", without(full, kv="auto"), "2x requests"),
+        Part(f"weights {full.weights}", without(full, weights="auto"), "about +100 %"),
+        Part("pipeline", without(full, is_pipelined=False), "10-20 %"),
+        Part("predicted admission", without(full, admission="reserve_max"), "none"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one load. `tokens_per_s` counts generated tokens that somebody wanted."""
+
+    wall_s: float
+    num_tokens: int
+    most_running: int
+    num_preemptions: int
+    num_steps: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request of the load: its prompt as text, and after how many tokens it has enough."""
+
+    text: str
+    job: Job
+
+
+class Driver(Protocol):
+    """An engine, in line with its caller or beside it."""
+
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def deltas(self) -> list[Delta]:
+        """What the next step gave; waits for it."""
+
+
+class InLine:
+    """Everything takes turns on one thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.submit, self.cancel, self.deltas = engine.add, engine.abort, engine.step
+
+    def close(self) -> None:
+        pass
+
+
+class Beside:
+    """The engine on its own thread, as workers run it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._outbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
+        self._thread = EngineThread(engine, self._outbox.put)
+        self.submit, self.cancel = self._thread.submit, self._thread.cancel
+        self.deltas = self._outbox.get
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.stop()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer that is under way, and its text."""
+
+    held: Held
+    detokenizer: Detokenizer
+    num_tokens: int = 0
+    text: list[str] = field(default_factory=list)
+
+
+def serve_once(
+    engine: Engine, tokenizer: Tokenizer, calls: Sequence[Call], recipe: Recipe, max_tokens: int
+) -> Run:
+    """Serve all `calls`, there at once. The engine is told `max_tokens` for each, as clients do who
+    do not know; the client leaves when its answer is as long as its job wants it."""
+    driver = Beside(engine) if recipe.is_pipelined else InLine(engine)
+    rule = admission_of(recipe.admission, engine, max_tokens)
+    before = engine.stats()
+    began_s = time.perf_counter()
+    try:
+        most_running = _serve(driver, rule, tokenizer, calls, recipe, max_tokens)
+    finally:
+        driver.close()
+    wall_s, after = time.perf_counter() - began_s, engine.stats()
+    return Run(
+        wall_s,
+        sum(call.job.output_tokens for call in calls),
+        most_running,
+        after.num_preemptions - before.num_preemptions,
+        after.num_steps - before.num_steps,
+    )
+
+
+def _serve(
+    driver: Any,
+    rule: Admission,
+    tokenizer: Tokenizer,
+    calls: Sequence[Call],
+    recipe: Recipe,
+    max_tokens: int,
+) -> int:
+    """Until every call has its tokens; the most answers that were under way at once."""
+    wanted = {f"ablate-{i}": call for i, call in enumerate(calls)}
+    prompts: dict[str, list[int]] = {}
+    for request_id, call in wanted.items():
+        prompts[request_id] = tokenizer.encode(call.text)[: call.job.prompt_tokens]
+        rule.offer(Held(request_id, len(prompts[request_id])))
+    answers: dict[str, _Answer] = {}
+    most = num_done = 0
+    while num_done < len(wanted):
+        if recipe.is_continuous or not answers:
+            for held in rule.take():
+                answers[held.request_id] = _Answer(held, tokenizer.detokenizer())
+                params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+                driver.submit(Request(held.request_id, tuple(prompts[held.request_id]), params))
+        most = max(most, len(answers))
+        for delta in driver.deltas():
+            answer = answers.get(delta.request_id)
+            if answer is None:  # the step was under way when its client left
+                continue
+            if delta.error is not None:
+                raise RuntimeError(f"{delta.request_id}: {delta.error_message or delta.error}")
+            answer.num_tokens += len(delta.token_ids)
+            answer.text.append(answer.detokenizer.feed(delta.token_ids))
+            rule.progressed(delta.request_id, answer.num_tokens)
+            target = wanted[delta.request_id].job.output_tokens
+            if answer.num_tokens >= target or delta.finish_reason is not None:
+                if delta.finish_reason is None:
+                    driver.cancel(delta.request_id)
+                del answers[delta.request_id]
+                rule.ended(delta.request_id, answer.num_tokens)
+                num_done += 1
+    return most
+
+
+def engine_for(model: Decoder, config: EngineConfig, recipe: Recipe) -> Engine:
+    """A fresh engine with the parts of `recipe` that are the engine's own."""
+    return Engine(
+        dataclasses.replace(
+            config, weights=recipe.weights, kv=recipe.kv, merge_steps=recipe.merges
+        ),
+        model,
+    )
+
+
+def pool_gb(model: Decoder, config: EngineConfig, calls: Sequence[Call], share: float) -> float:
+    """GiB of a pool that holds `share` of all tokens of `calls` in the model's own KV format."""
+    probe = Engine(dataclasses.replace(config, kv="auto", num_blocks=1, kv_cache_gb=None), model)
+    tokens = sum(call.job.prompt_tokens + call.job.output_tokens for call in calls)
+    blocks = max(1, round(share * tokens / config.block_size))
+    num_bytes = probe.arena.reserve_bytes + blocks * probe.arena.layout.block_bytes
+    probe.close()
+    return num_bytes / 2**30
+
+
+def ablate(
+    models: Callable[[str], Decoder],
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    calls: Sequence[Call],
+    *,
+    full: Recipe,
+    rounds: int,
+    max_tokens: int,
+) -> Iterator[tuple[str, Run]]:
+    """(name, run) of the full recipe ("everything") and without each part, `rounds` times.
+
+    `models(weights)`: the model in a number format. The order turns around from round to round, so
+    that a machine that grows slower does not favour anybody.
+    """
+    rows = [("everything", full), *((part.name, part.without) for part in parts_of(full))]
+    longest = max(call.job.prompt_tokens for call in calls) + max_tokens
+    for number in range(rounds):
+        for name, recipe in rows if number % 2 == 0 else reversed(rows):
+            engine = engine_for(models(recipe.weights), config, recipe)
+            if engine.max_model_len < longest:
+                raise ConfigError(
+                    f"the pool or the model takes {engine.max_model_len} tokens, and a request of "
+                    f"this load may need {longest}: raise --kv-cache-gb or lower --max-tokens"
+                )
+            yield name, serve_once(engine, tokenizer, calls, recipe, max_tokens)
+            engine.close()

@@ -1,0 +1,116 @@
+"""What `penstock bench ablate` does with its flags: models, load, table, JSON.
+
+Ties the pieces together; measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from penstock.deployments.bench import report as bench_report
+from penstock.deployments.bench.ablation import Call, Recipe, Run, ablate, parts_of, pool_gb
+from penstock.deployments.bench.load import WORDS, Job
+from penstock.deployments.cli.bench import compute_of, jobs_of, plain
+from penstock.workers.config import EngineConfig
+from penstock.workers.errors import ConfigError
+
+LONGER = 4  # times the longest answer: what clients ask for who do not know
+
+
+def run_ablate(args: argparse.Namespace) -> int:
+    """`penstock bench ablate`; the exit status. Raises ConfigError, or LoadError."""
+    from penstock.workers.models.loader import load_model
+    from penstock.workers.text.tokenizer import Tokenizer
+    from penstock.workers.weights.hub import resolve_model
+
+    jobs = jobs_of(args)
+    device, threads = compute_of(args)
+    folder = resolve_model(args.model_path)
+
+    @functools.cache
+    def model(weights: str) -> Any:
+        return load_model(folder, weights=weights, device=device, progress=not args.no_progress)
+
+    calls = _calls(jobs, args.seed)
+    longest = max(job.output_tokens for job in jobs)
+    max_tokens = args.max_tokens or LONGER * longest
+    if max_tokens < longest:
+        raise ConfigError(f"--max-tokens {max_tokens} is below the longest answer, {longest}")
+    config = EngineConfig(
+        model=args.model_path,
+        device=device,
+        threads=threads,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_waiting=len(jobs),
+        prefix_cache=False,  # random words: it would be work for nothing
+    )
+    share = args.pool_share
+    config = replace(config, kv_cache_gb=pool_gb(model("auto"), config, calls, share))
+    full = Recipe(weights=args.weights, kv=args.kv)
+    num_runs = args.rounds * (1 + len(parts_of(full)))
+    runs: dict[str, list[Run]] = {}
+    with tqdm(total=num_runs, unit="run", disable=args.no_progress or None) as bar:
+        for name, run in ablate(
+            model,
+            Tokenizer.load(folder),
+            config,
+            calls,
+            full=full,
+            rounds=args.rounds,
+            max_tokens=max_tokens,
+        ):
+            runs.setdefault(name, []).append(run)
+            bar.update()
+    print(table(full, runs))
+    if args.json is not None:
+        content = {"args": plain(args), "threads": threads, "max_tokens": max_tokens}
+        found = {name: [asdict(run) for run in each] for name, each in runs.items()}
+        bench_report.write_json(args.json, {**content, "runs": found})
+    return 0
+
+
+def table(full: Recipe, runs: Mapping[str, Sequence[Run]]) -> str:
+    """For people: medians, and the gain of each part beside what was published."""
+    published = {part.name: part.published for part in parts_of(full)}
+    head = ("without", "tokens/s", "gain of the part", "at once", "preempted", "steps", "published")
+    rows = [head]
+    everything = _median(runs["everything"], "tokens_per_s")
+    for name, each in runs.items():
+        rate = _median(each, "tokens_per_s")
+        gains = [a.tokens_per_s / b.tokens_per_s - 1 for a, b in zip(runs["everything"], each)]
+        spread = f"{min(gains):+.0%} to {max(gains):+.0%}"
+        is_full = name == "everything"
+        rows.append(
+            (
+                "nothing" if is_full else name,
+                f"{rate:.1f}",
+                "" if is_full else f"{everything / rate - 1:+.0%} ({spread})",
+                f"{_median(each, 'most_running'):.0f}",
+                f"{_median(each, 'num_preemptions'):.0f}",
+                f"{_median(each, 'num_steps'):.0f}",
+                published.get(name, ""),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
+
+
+def _median(runs: Sequence[Run], name: str) -> float:
+    return statistics.median(getattr(run, name) for run in runs)
+
+
+def _calls(jobs: Sequence[Job], seed: int) -> list[Call]:
+    """A text for each job, of at least as many tokens as its prompt wants."""
+    rng = np.random.default_rng((seed, 3))
+    return [Call(" ".join(rng.choice(WORDS, size=job.prompt_tokens)), job) for job in jobs]

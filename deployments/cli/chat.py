@@ -1,0 +1,93 @@
+"""`penstock chat`: a conversation in the terminal, streamed as the model speaks.
+
+Knows nothing of HTTP or gRPC: a `Server` gives the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.deployments.cli.server import Message, Server, ServerError
+
+HELP = """\
+Type a message, and Enter. Ctrl-C stops an answer; Ctrl-D or /quit ends the conversation.
+  /reset         forget what was said
+  /system TEXT   what the model is told beforehand; without TEXT: nothing
+  /help          this
+  /quit          end"""
+
+
+class ChatRepl:
+    """One conversation: `system` if there is any, then turns of user and assistant."""
+
+    def __init__(self, server: Server, sampling: dict[str, Any], system: str | None = None):
+        self._server = server
+        self._sampling = sampling
+        self._system = system
+        self._turns: list[Message] = []
+
+    def run(self) -> int:
+        """Until the user leaves; the exit status."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            with contextlib.suppress(ImportError):  # absent from some Pythons
+                import readline  # noqa: F401  (gives `input` line editing and history)
+            print(f"Talking with {', '.join(self._server.models())}. /help helps.")
+        for line in _lines("> " if is_terminal else ""):
+            if line.startswith("/"):
+                if not self._command(line):
+                    break
+            elif line:
+                self._answer(line)
+        return 0
+
+    def _command(self, line: str) -> bool:
+        """Do what a line with a slash says; False to end."""
+        name, _, rest = line.partition(" ")
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/reset":
+            self._turns.clear()
+        elif name == "/system":
+            self._system = rest.strip() or None
+            self._turns.clear()
+        elif name == "/help":
+            print(HELP)
+        else:
+            print(f"{name} is no command; /help lists them")
+        return True
+
+    def _answer(self, text: str) -> None:
+        """Ask, print the answer as it comes, and remember both."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        asked = {"role": "user", "content": text}
+        said: list[str] = []
+        stream = self._server.chat([*system, *self._turns, asked], self._sampling)
+        try:
+            for piece in stream:
+                said.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        except ServerError as error:
+            print(f"\nerror: {error}" if said else f"error: {error}", flush=True)
+            return
+        finally:
+            closing = getattr(stream, "close", None)
+            if closing is not None:
+                closing()
+        print()
+        self._turns += [asked, {"role": "assistant", "content": "".join(said)}]
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """What the user types, until Ctrl-D, or Ctrl-C at the prompt."""
+    while True:
+        try:
+            yield input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return

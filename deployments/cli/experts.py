@@ -1,0 +1,75 @@
+"""`penstock experts`: how each worker's cache of experts does, as a table.
+
+Reads what workers announced last; asks none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.deployments.cli.server import HttpServer, connect
+from penstock.workers.errors import ConfigError
+
+Figures = Mapping[str, Any]
+
+
+def run_experts(url: str, api_key: str | None) -> int:
+    """Print the table; the exit status. Raises ConfigError or ServerError."""
+    with connect(url, api_key=api_key) as server:
+        if not isinstance(server, HttpServer):
+            raise ConfigError("penstock experts asks over HTTP; give --url http://host:port")
+        status = server.status()
+    found = [(each["id"], each["experts"]) for each in status["workers"] if each.get("experts")]
+    if not found:
+        print("no worker has a cache of experts: start one with --expert-cache-gb")
+        return 1
+    for worker, figures in found:
+        print("\n".join(table(worker, figures)))
+    return 0
+
+
+def table(worker: str, figures: Figures) -> Iterator[str]:
+    """The lines of one worker."""
+    lookups = figures["num_hits"] + figures["num_partial"] + figures["num_misses"]
+    gib = figures["num_slots"] * figures["slot_bytes"] / 2**30
+    yield (
+        f"worker {worker}: {figures['num_slots']} of {figures['num_experts']} experts fit "
+        f"({gib:.2f} GiB), epoch {figures['epoch']} of the store"
+    )
+    yield (
+        f"  experts needed {lookups:,}: there {_percent(figures['num_hits'], lookups)}, in part "
+        f"{_percent(figures['num_partial'], lookups)}, absent "
+        f"{_percent(figures['num_misses'], lookups)}; of their rows there "
+        f"{_percent(figures['num_neurons_there'], figures['num_neurons_wanted'])}"
+    )
+    yield (
+        f"  prefetched {figures['num_prefetched']:,}: used "
+        f"{_percent(figures['num_prefetch_used'], figures['num_prefetched'])}"
+    )
+    if figures["num_withheld"]:
+        yield f"  nothing prefetched for {figures['num_withheld']:,} layers: the link had no time"
+    if figures["num_sparse_neurons"]:
+        yield (
+            f"  sparse: {figures['num_sparse_neurons']:,} neurons to choose from, left out "
+            f"{_percent(figures['num_skipped_neurons'], figures['num_sparse_neurons'])}"
+        )
+    yield (
+        f"  moved {figures['demand_bytes'] / 1e9:.2f} GB on demand, "
+        f"{figures['prefetch_bytes'] / 1e9:.2f} GB ahead, in {figures['link_busy_s']:.1f} s; steps "
+        f"waited {figures['stall_s']:.1f} s"
+    )
+    if figures["num_corrupted"]:
+        yield f"  {figures['num_corrupted']} loads failed: bytes did not match their digest"
+    if figures["by_layer"]:
+        yield f"  {'layer':>5} {'foreseen':>9} {'as the token before':>20} {'neurons':>9}"
+    for each in figures["by_layer"]:
+        yield (
+            f"  {each['layer']:>5} {_percent(each['num_right'], each['num_routed']):>9} "
+            f"{_percent(each['num_repeated'], each['num_repeated_routed']):>20} "
+            f"{_percent(each['num_neurons_right'], each['num_neurons']):>9}"
+        )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,310 @@
+"""The `penstock` command: serve a model, and talk to a server.
+
+Flags of `serve` are made from the fields of the configuration. What a command needs is imported
+when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from penstock.deployments.cli.bench_flags import add_bench
+from penstock.deployments.cli.calibrate import add_calibrate, run_calibrate
+from penstock.deployments.cli.plan import add_plan, run_plan
+from penstock.deployments.cli.quantize import add_quantize, run_quantize
+from penstock.deployments.config import Setting, config_from, read_api_keys, read_config, settings
+from penstock.workers.errors import ConfigError
+
+SERVE_EXAMPLES = """\
+examples:
+  penstock serve                                  the built-in model, on this machine only
+  penstock serve ./my-checkpoint --num-workers 2  a folder with config.json and safetensors
+  penstock serve org/name --host 0.0.0.0 --api-keys-file keys.txt
+  penstock serve --config penstock.yaml --http-port 9000
+
+A file for --config holds the same settings, one a line (num_workers: 2); flags override it.
+Numbers may end in k, M or G (x1000), or Ki, Mi or Gi (x1024).
+"""
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that others can read
+
+GROUPS = {
+    "what to serve": (
+        *("served_model_name", "weights", "quantize_o", "quantize_lm_head"),
+        *("max_model_len", "seed", "reasoning_marks"),
+    ),
+    "where to listen": (
+        *("host", "http_port", "grpc_port", "api_keys_file"),
+        *("metrics_port", "metrics_host"),
+    ),
+    "how much of the machine": (
+        *("num_workers", "num_ingress", "device", "threads", "compute_cores"),
+    ),
+    "memory and batches": (
+        *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
+        *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
+        *("merge_steps", "look_ahead", "cuda_graphs"),
+    ),
+    "who may come in": (
+        *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
+    ),
+    "what requests see of their past": (
+        *("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
+    ),
+    "when KV blocks run out": (
+        *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
+        *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
+    ),
+    "experts of a mixture-of-experts model": (
+        *("expert_cache_gb", "expert_prefetch", "expert_store", "expert_store_dir"),
+        *("moe_mode", "moe_keep", "moe_score", "moe_thresholds"),
+    ),
+    "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    args, rest = build_parser().parse_known_args(arguments)
+    try:
+        if rest:
+            raise _not_understood(rest[0])
+        status: int = args.run(args)
+        return status
+    except ConfigError as error:
+        return _fail(error, 2)
+    except (RuntimeError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Serve large language models on a Ray cluster, and talk to them.",
+        epilog="A first tour: `penstock serve` in one terminal, `penstock chat` in another.",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_chat(commands)
+    _add_complete(commands)
+    add_bench(
+        commands,
+        _add_server_flags,
+        run_serve=_bench_serve,
+        run_offline=_bench_offline,
+        run_ablate=_bench_ablate,
+    )
+    add_plan(commands, run_plan)
+    experts = commands.add_parser("experts", help="how the caches of experts of a server do")
+    _add_server_flags(experts)
+    experts.set_defaults(run=_experts)
+    add_quantize(commands, run_quantize)
+    add_calibrate(commands, run_calibrate)
+    models = commands.add_parser("models", help="name the models that a server serves")
+    _add_server_flags(models)
+    models.set_defaults(run=_models)
+    queue = commands.add_parser("queue", help="show who waits at a server's gate, and why")
+    _add_server_flags(queue)
+    queue.add_argument("--limit", type=int, default=50, metavar="N", help="rows (default: 50)")
+    queue.set_defaults(run=_queue)
+    commands.add_parser("version", help="print the version").set_defaults(run=_version)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP and gRPC",
+        usage="penstock serve [MODEL] [--config FILE] [--SETTING VALUE ...]",
+        allow_abbrev=False,
+        description="Serve a model over HTTP (as OpenAI's API) and gRPC, until Ctrl-C.",
+        epilog=SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = {setting.name: setting for setting in settings()}
+    model = known.pop("model")
+    # Absent flags leave no trace, so that the file's settings show through.
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help=f"{model.help} (default: {model.default})",
+    )
+    serve.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
+    for title, names in GROUPS.items():
+        group = serve.add_argument_group(title)
+        for name in names:
+            _add_setting(group, known.pop(name))
+    assert not known, f"settings in no group: {', '.join(known)}"
+    serve.set_defaults(run=_serve)
+
+
+def _add_setting(group: Any, setting: Setting) -> None:
+    flag = _flag(setting.name)
+    default = "none" if setting.default is None else setting.default
+    # Where the help says what no value means, a default would only repeat it.
+    text = setting.help if default == "none" else f"{setting.help} (default: {default})"
+    text = text.replace("%", "%%")
+    common = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
+    if setting.kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif setting.choices:
+        group.add_argument(flag, choices=setting.choices, **common)
+    else:
+        metavar = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+        group.add_argument(flag, metavar=metavar, **common)
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser("chat", help="talk with a model, as the server streams")
+    _add_server_flags(chat)
+    _add_sampling_flags(chat)
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    chat.set_defaults(run=_chat)
+
+
+def _add_complete(commands: Any) -> None:
+    complete = commands.add_parser("complete", help="continue a text")
+    complete.add_argument("prompt", metavar="PROMPT", help="the text; '-' reads it from stdin")
+    _add_server_flags(complete)
+    _add_sampling_flags(complete)
+    complete.set_defaults(run=_complete)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        help=f"http://host:port or grpc://host:port (default: {DEFAULT_URL})",
+    )
+    group.add_argument("--model", help="name of the model; none: the one that is served")
+    group.add_argument(
+        "--api-key-file", metavar="FILE", help=f"file with the key; else ${KEY_VARIABLE}"
+    )
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling; what is left out is the server's choice")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="X")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed, the same answer")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.serve import run_serve
+
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
+    file = read_config(args.config) if args.config else {}
+    return run_serve(config_from({**file, **given}))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.chat import ChatRepl
+
+    with _server(args) as server:
+        return ChatRepl(server, _sampling(args), system=args.system).run()
+
+
+def _complete(args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with _server(args) as server:
+        for text in server.complete(prompt, _sampling(args)):
+            print(text, end="", flush=True)
+    print()
+    return 0
+
+
+def _models(args: argparse.Namespace) -> int:
+    with _server(args) as server:
+        print("\n".join(server.models()))
+    return 0
+
+
+def _experts(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.experts import run_experts
+
+    return run_experts(args.url, _api_key(args))
+
+
+def _queue(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.queue import fetch_queue, queue_text
+
+    print(queue_text(fetch_queue(args.url, _api_key(args), args.limit)))
+    return 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"penstock {version('penstock')}")
+    return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.bench import run_serve
+
+    return run_serve(args, _api_key(args))
+
+
+def _bench_offline(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.bench import run_offline
+
+    return run_offline(args)
+
+
+def _bench_ablate(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.ablate import run_ablate
+
+    return run_ablate(args)
+
+
+def _server(args: argparse.Namespace) -> Any:
+    from penstock.deployments.cli.server import connect
+
+    return connect(args.url, model=args.model, api_key=_api_key(args))
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    if args.api_key_file is not None:
+        return read_api_keys(args.api_key_file)[0]
+    return os.environ.get(KEY_VARIABLE)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _not_understood(argument: str) -> ConfigError:
+    """The error for a flag or word that no command takes; it names the nearest flag."""
+    if not argument.startswith("-"):
+        return ConfigError(f"unexpected {argument!r}: see `penstock --help`")
+    flags = [_flag(setting.name) for setting in settings()]
+    near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "see --help"
+    return ConfigError(f"unknown flag {argument}; {hint}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"penstock: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""How a plan is shown: its rows, a table, a picture. Knows nothing of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.workers.planning.hardware import Device
+from penstock.workers.planning.roofline import Roofline
+
+CURVE_POINTS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One choice of number formats on one device. None: the model does not fit."""
+
+    weights: str
+    kv: str
+    weight_gb: float
+    kv_bytes_per_token: float
+    num_blocks: int
+    batch: int
+    step_ms: float | None
+    tokens_per_s: float | None
+    ridge_tokens: float
+    link_threshold_gb_per_s: float
+    ttft_ms: dict[int, float] | None  # by prompt length
+    cost_per_million: float | None
+
+
+def row_of(
+    roofline: Roofline,
+    context: int,
+    prompt_lens: Sequence[int],
+    batch: int | None = None,
+    price_per_hour: float | None = None,
+) -> Row:
+    """The figures of one choice, at the largest batch, or at `batch` if that fits."""
+    largest = roofline.largest_batch(context)
+    chosen = largest if batch is None else min(batch, largest)
+    chunk = roofline.batched_tokens
+    fits = chosen > 0
+    return Row(
+        weights=roofline.weights,
+        kv=roofline.kv,
+        weight_gb=roofline.weight_bytes / 1e9,
+        kv_bytes_per_token=roofline.kv_bytes_per_token,
+        num_blocks=roofline.num_blocks,
+        batch=chosen,
+        step_ms=roofline.decode(chosen, context).seconds * 1e3 if fits else None,
+        tokens_per_s=roofline.tokens_per_s(chosen, context) if fits else None,
+        ridge_tokens=roofline.ridge_tokens,
+        link_threshold_gb_per_s=roofline.link_threshold() / 1e9,
+        ttft_ms={n: roofline.prefill_s(n, chunk) * 1e3 for n in prompt_lens} if fits else None,
+        cost_per_million=roofline.cost_per_million(chosen, context, price_per_hour)
+        if fits and price_per_hour is not None
+        else None,
+    )
+
+
+def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> str:
+    """The rows of one device, for people."""
+    title = (
+        f"{device.name}: {device.memory_bytes / 1e9:.0f} GB, {device.bandwidth / 1e9:.0f} GB/s, "
+        f"{device.peak('bf16') / 1e12:.0f} TFLOP/s bf16 ({device.source})"
+    )
+    heads = ["weights", "kv", "weights GB", "blocks", "batch", "step ms", "tokens/s", "nt"]
+    heads += [f"TTFT {n}" for n in prompt_lens]
+    costs = any(row.cost_per_million is not None for row in rows)
+    lines = [title, _line([*heads, *["cost/M"] * costs])]
+    for row in rows:
+        cells = [row.weights, row.kv, f"{row.weight_gb:.1f}"]
+        if row.ttft_ms is None or row.step_ms is None or row.tokens_per_s is None:
+            lines.append(_line(cells) + "   does not fit")
+            continue
+        cells += [str(row.num_blocks), str(row.batch), _short(row.step_ms)]
+        cells += [_short(row.tokens_per_s), f"{row.ridge_tokens:.0f}"]
+        cells += [_short(each) for each in row.ttft_ms.values()]
+        cells += [_short(row.cost_per_million)] if row.cost_per_million is not None else []
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"  {cells[0]:8}{cells[1]:5}" + "".join(f"{cell:>11}" for cell in cells[2:])
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def plot(
+    path: str, rooflines: dict[str, list[Roofline]], context: int, longest: int, title: str
+) -> None:
+    """A row of panels for each device: tokens/s by batch, and TTFT by prompt length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4 * len(rooflines)), layout="constrained")
+    panels = figure.subplots(len(rooflines), 2, squeeze=False)
+    figure.suptitle(f"{title}, {context} tokens a sequence: bounds by the roofline")
+    for (flow, first), (name, choices) in zip(panels, rooflines.items()):
+        for each in choices:
+            largest, label = each.largest_batch(context), f"{each.weights}, kv {each.kv}"
+            if largest == 0:
+                continue
+            batches = _spaced(largest)
+            line = flow.plot(batches, [each.tokens_per_s(b, context) for b in batches], label=label)
+            flow.plot(largest, each.tokens_per_s(largest, context), "o", color=line[0].get_color())
+            lens = _spaced(longest)
+            times = [each.prefill_s(n, each.batched_tokens) for n in lens]
+            if each.kv == choices[0].kv:  # it hardly matters to the first token
+                first.plot(lens, times, label=each.weights, color=line[0].get_color())
+        flow.set(xscale="log", yscale="log", xlabel="batch", ylabel="tokens/s", title=name)
+        first.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="TTFT, s", title=name)
+        for panel in (flow, first):
+            panel.grid(alpha=0.3)
+            if panel.lines:
+                panel.legend(fontsize="x-small", ncols=2)
+            else:
+                panel.set_title(f"{name}: does not fit")
+    figure.savefig(path, dpi=120)
+
+
+def _spaced(end: int) -> list[int]:
+    """Whole numbers from 1 to `end`, evenly on a logarithmic axis."""
+    powers = (end ** (i / CURVE_POINTS) for i in range(CURVE_POINTS + 1))
+    return sorted({min(end, round(power)) for power in powers})

@@ -1,0 +1,143 @@
+"""`penstock serve`: brings a cluster up, says how it does, and takes it down when told to.
+
+Ray is imported only once the configuration has been found good, for that takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from penstock.deployments.cli.signals import Interrupted, Signals
+from penstock.deployments.cli.throughput import Throughput
+from penstock.deployments.config import ServeConfig, check_before_start
+
+if TYPE_CHECKING:
+    from penstock.deployments.cluster import Cluster
+    from penstock.deployments.supervision.registry import ClusterView
+
+WATCH_S = 0.25
+RAY_ENV = {
+    "RAY_worker_niceness": "0",  # else replicas run at nice 15, behind all else on the machine
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+
+
+def run_serve(config: ServeConfig) -> int:
+    """Run a cluster until a signal ends it; the exit status. Raises ConfigError or StartError."""
+    config = config.with_absolute_paths()
+    check_before_start(config)
+    began_s = time.monotonic()
+    _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
+    if config.is_open:
+        _say(
+            f"WARNING: no API keys, and {config.host} is not loopback: whoever reaches this machine"
+            " can use it. Put keys into a file and name that with --api-keys-file."
+        )
+    cluster: Cluster | None = None
+    signals = Signals(give_up=lambda: cluster.stop_at_once() if cluster is not None else None)
+    try:
+        _say("starting Ray" if config.ray_address is None else "connecting with Ray")
+        _prepare_environment(config)
+        from penstock.deployments.cluster import Cluster
+
+        cluster = Cluster(config)
+        cluster.start_ray()
+        signals.take_over()
+        _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
+        cluster.deploy()
+        cluster.wait_until_up(_Arrivals(config.num_workers).tell)
+        signals.may_break_off = False
+        _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
+        _say(_welcome(config, cluster.view()))
+        _watch(cluster, config, signals)
+        cluster.drain(is_hurried=lambda: signals.num_seen > 1)
+    except (Interrupted, SystemExit):  # Ray, while it starts, turns SIGTERM into SystemExit
+        return 130
+    finally:
+        signals.may_break_off = False  # nothing breaks off the cleaning up
+        if cluster is not None:
+            cluster.stop()
+    _say("stopped")
+    return 0
+
+
+def _prepare_environment(config: ServeConfig) -> None:
+    """Set what Ray reads from the environment, unless the user already has."""
+    for name, value in RAY_ENV.items():
+        os.environ.setdefault(name, value)
+    if config.ray_address is None and "RAY_AUTH_MODE" not in os.environ:
+        # Ray's ports are open on every interface: let in nobody but our own processes.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
+    """Say how the cluster does, until a signal comes."""
+    throughput = Throughput(time.monotonic)
+    num_workers, num_failures = config.num_workers, 0
+    while not signals.num_seen:
+        time.sleep(WATCH_S)
+        view = cluster.view()
+        if view.num_failures > num_failures:
+            _say(view.failures[-1])
+        num_failures = view.num_failures
+        if len(view.workers) != num_workers:
+            is_less = len(view.workers) < num_workers
+            what = "a worker was lost, and is being replaced" if is_less else "a worker has come"
+            num_workers = len(view.workers)
+            _say(f"{what}: {num_workers} of {config.num_workers} serve")
+        if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
+            _say(f"{time.strftime('%H:%M:%S')} {line}")
+    if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
+        _say(f"stopping: what runs has {config.drain_s:g} s to end; Ctrl-C again ends it now")
+
+
+class _Arrivals:
+    """Says when a worker has loaded the model."""
+
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
+        self._num_seen = 0
+
+    def tell(self, view: ClusterView) -> None:
+        while self._num_seen < len(view.workers):
+            self._num_seen += 1
+            if self._num_workers > 1:
+                _say(f"worker {self._num_seen} of {self._num_workers} is there")
+
+
+def _welcome(config: ServeConfig, view: ClusterView) -> str:
+    metrics = sorted(each.metrics_address for each in view.ingresses if each.metrics_address)
+    watch = "".join(f"  watch http://{address}/metrics  (Prometheus)\n" for address in metrics)
+    return (
+        f"  HTTP  http://{config.address(config.http_port)}/v1  (as OpenAI's; /docs in a browser)\n"
+        f"  gRPC  {config.address(config.grpc_port)}\n"
+        f"{watch}"
+        f"  try   penstock chat{_port_flag(config)}\n"
+        "Ctrl-C stops"
+    )
+
+
+def _weights(view: ClusterView) -> str:
+    """What the workers hold; nothing where none says so."""
+    for info, _ in view.workers:
+        if info.weights:
+            return f"; {info.weights} weights of {info.weight_bytes / 2**20:.1f} MiB a worker"
+    return ""
+
+
+def _port_flag(config: ServeConfig) -> str:
+    default = ServeConfig()
+    if (config.host, config.http_port) == (default.host, default.http_port):
+        return ""
+    return f" --url http://{config.address(config.http_port)}"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,166 @@
+"""A server somewhere, over HTTP or gRPC, as `penstock chat`, `complete` and `models` see it.
+
+Knows nothing of terminals; gives text as it comes, and one kind of error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
+
+import httpx
+
+from penstock.deployments.client import Client, ClientError
+from penstock.workers.errors import ConfigError
+
+Message = dict[str, str]
+Sampling = Mapping[str, Any]
+CONNECT_TIMEOUT_S = 5.0
+START_ONE = "is one running? `penstock serve` starts one"
+
+
+class ServerError(RuntimeError):
+    """The server refused, failed or is not there; the message is for the user."""
+
+
+class Server(Protocol):
+    """Text from a server. Closing an iterator ends the generation."""
+
+    def models(self) -> list[str]: ...
+    def chat(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]: ...
+    def complete(self, prompt: str, sampling: Sampling) -> Iterator[str]: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Server:
+    """The server at `url`, http(s)://host:port or grpc://host:port. Raises ConfigError for others.
+
+    Nothing is sent before the first call.
+    """
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https") and parts.hostname:
+        return HttpServer(url, model, api_key)
+    if parts.scheme == "grpc" and parts.hostname and parts.port:
+        return GrpcServer(parts.netloc, model, api_key)
+    raise ConfigError(f"cannot read --url {url!r}: write http://host:port or grpc://host:port")
+
+
+class HttpServer:
+    """An OpenAI-compatible server."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None):
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        # No limit on reading: a long prompt takes its time.
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def models(self) -> list[str]:
+        with self._errors():
+            response = self._http.get("/v1/models")
+            _check(response)
+            return [model["id"] for model in response.json()["data"]]
+
+    def status(self) -> dict[str, Any]:
+        """What `/v1/penstock/status` tells of the workers."""
+        with self._errors():
+            response = self._http.get("/v1/penstock/status")
+            _check(response)
+            told: dict[str, Any] = response.json()
+            return told
+
+    def chat(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
+        body = {"messages": list(messages), **sampling}
+        for choice in self._stream("/v1/chat/completions", body):
+            yield choice["delta"].get("content") or ""
+
+    def complete(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        for choice in self._stream("/v1/completions", {"prompt": prompt, **sampling}):
+            yield choice["text"]
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The choices of each event. Raises ServerError, also if one comes in mid-stream."""
+        self._model = self._model or self.models()[0]
+        body |= {"model": self._model, "stream": True}
+        with self._errors(), self._http.stream("POST", path, json=body) as response:
+            if response.is_error:
+                response.read()
+            _check(response)
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise ServerError(event["error"]["message"])
+                yield from event["choices"]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError:
+            raise ServerError(f"no server answers at {self._url}; {START_ONE}") from None
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
+        except (ValueError, KeyError, IndexError) as error:
+            raise ServerError(f"{self._url} does not speak OpenAI's protocol: {error!r}") from None
+
+
+class GrpcServer:
+    """A Penstock server, over gRPC."""
+
+    def __init__(self, target: str, model: str | None, api_key: str | None):
+        self._target = target
+        self._client = Client(target, model=model or "", api_key=api_key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def models(self) -> list[str]:
+        with self._errors():
+            return [model.name for model in self._client.models()]
+
+    def chat(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
+        with self._errors(), closing(self._client.chat(messages, **sampling)) as pieces:
+            for piece in pieces:
+                yield piece.text
+
+    def complete(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        with self._errors(), closing(self._client.generate(prompt, **sampling)) as pieces:
+            for piece in pieces:
+                yield piece.text
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ClientError as error:
+            if error.code == "unavailable":  # gRPC's own word: the server said nothing
+                message = f"no server answers at {self._target}; {START_ONE}"
+                raise ServerError(message) from None
+            raise ServerError(error.message) from None
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise ServerError with what the server says is wrong."""
+    if not response.is_error:
+        return
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"HTTP status {response.status_code}"
+    raise ServerError(message)

@@ -1,0 +1,106 @@
+"""A worker's line to the expert store of its node, and what names that store.
+
+Knows nothing of arenas and copies. Loads torch only in a process that makes a store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.deployments.experts.spec import Hot, StoreSpec
+from penstock.deployments.supervision.registry import CALL_TIMEOUT_S, NAMESPACE
+from penstock.workers.errors import LoadError
+from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.stats import ExpertStats
+
+log = logging.getLogger("penstock.experts")
+
+REBORN_S = 30.0  # that a dead store has to come back, before a worker gives up
+MAX_HINTS = 4096
+
+
+class ExpertStoreClient:
+    """The store of this node, from a worker of it. The actor is made by whoever asks first.
+
+    Ray restarts it for ever. While it is away workers go on with what they have mapped.
+    """
+
+    def __init__(self, spec: StoreSpec):
+        self._spec = spec
+        self._handle: Any = None
+
+    def manifest(self) -> Manifest:
+        """Waits until the experts are loaded. Raises LoadError or ConfigError if they cannot be."""
+        manifest: Manifest = self.ask("manifest")
+        return manifest
+
+    def is_near(self) -> bool:
+        """Whether the store's file can be mapped here."""
+        return not self._spec.is_single or self.ask("node") == _own_node()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Any method of the store, however long it takes, also while it is being restarted.
+
+        Raises what the method raises, and LoadError if the store does not come back.
+        """
+        given_up_s: float | None = None
+        while True:
+            try:
+                return ray.get(getattr(self.actor(), method).remote(*args))
+            except RayTaskError as error:
+                raise error.cause from None
+            except (ActorDiedError, ActorUnavailableError) as error:
+                self._handle = None
+                given_up_s = given_up_s or time.monotonic() + REBORN_S
+                if time.monotonic() > given_up_s:
+                    raise LoadError(f"the expert store keeps dying: {error}") from None
+                time.sleep(0.2)
+
+    async def beat(self, worker: int, stats: ExpertStats, hot: Sequence[Hot]) -> int:
+        """Raises Ray's errors or TimeoutError while the store is away."""
+        actor = self._handle or await asyncio.to_thread(self.actor)
+        try:
+            call = actor.beat.remote(worker, stats, hot)
+            epoch: int = await asyncio.wait_for(call, CALL_TIMEOUT_S)
+        except ActorDiedError:
+            self._handle = None
+            raise
+        return epoch
+
+    def call_now(self, method: str, *args: Any) -> Any:
+        """Any method of ExpertStore."""
+        return ray.get(getattr(self.actor(), method).remote(*args), timeout=CALL_TIMEOUT_S)
+
+    def actor(self) -> Any:
+        if self._handle is None:
+            # It loads torch, which the ingress and the command line can do without.
+            from penstock.deployments.experts.store import StoreActor
+
+            node = _own_node()
+            place = "one" if self._spec.is_single else node[:12]
+            options = {
+                "name": f"{self._spec.app_name}-experts-{self._spec.digest}-{place}",
+                "namespace": NAMESPACE,
+                "get_if_exists": True,
+                "lifetime": "detached",
+                "max_restarts": -1,
+                "max_concurrency": 8,
+                "num_cpus": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                    node, soft=self._spec.is_single
+                ),
+            }
+            self._handle = ray.remote(StoreActor).options(**options).remote(self._spec)
+        return self._handle
+
+
+def _own_node() -> str:
+    return ray.get_runtime_context().get_node_id()

@@ -1,0 +1,39 @@
+"""Which experts a store holds, and the folder in which its files lie."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+Hot = tuple[int, int, int]  # layer, expert, steps that needed it
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Which experts a store holds, and where. Stores of different specs are different actors."""
+
+    app_name: str
+    model: str
+    weights: str
+    device: str  # "cpu" or "cuda": what workers compute on, which settles their dtype
+    folder: str
+    has_twins: bool = False  # int8 copies of all experts beside them
+    is_single: bool = False  # one store for all nodes
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=6).hexdigest()
+
+
+def app_folder(folder: str, app_name: str) -> Path:
+    """Where the arenas of an application lie, on each of its nodes."""
+    return Path(folder) / f"penstock-{os.getuid()}-{re.sub(r'[^A-Za-z0-9_-]', '_', app_name)}"
+
+
+def remove_all(folder: str, app_name: str) -> None:
+    """The arenas of an application on this machine, whoever wrote them."""
+    shutil.rmtree(app_folder(folder, app_name), ignore_errors=True)

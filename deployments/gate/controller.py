@@ -1,0 +1,423 @@
+"""The gate: who may come in, when, and on which worker. Pure: a simulator drives what serves.
+
+Requests wait here, not at the workers, and are bound to one when it has room (late binding): by
+the quantile rule of gate_room, in the order of gate_queue, against the books of gate_ledger. Behind
+a first one that does not fit, a few later ones may pass if they leave its reservation alone (EASY
+backfill). A request that would wait too long is told so at once.
+
+One owner calls it; nothing is locked. The clock is told, never read: `now` is in seconds and never
+goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from penstock.deployments.gate.futures import Demands
+from penstock.deployments.gate.ledger import Ledger
+from penstock.deployments.gate.placement import Choice, Places
+from penstock.deployments.gate.retry_after import Returns
+from penstock.deployments.gate.types import (
+    Demand,
+    Expiry,
+    GateRequest,
+    GateSettings,
+    Outcome,
+    Refusal,
+    Report,
+    Ticket,
+    Wait,
+    WorkerSpec,
+)
+from penstock.deployments.gate.wait_queue import GateQueue, Waiting
+from penstock.deployments.prediction.distribution import LengthDistribution
+
+
+class Gate:
+    """Waiting requests and the books of the workers; all of one model."""
+
+    SHARE = 0.9  # of all memory that is in use when the queue is not empty
+    STEP = 0.05  # by which one admission corrects the predicted waits
+
+    def __init__(self, settings: GateSettings | None = None, *, seed: int = 0) -> None:
+        self.settings = settings or GateSettings()
+        self.queue = GateQueue(self.settings.queue)
+        self.ledgers: dict[str, Ledger] = {}
+        self.wait_factor = 1.0  # seconds waited per second of memory ahead
+        self._returns = Returns(self._would_wait)
+        self._places = Places(self.ledgers)
+        self._demands = Demands(seed, self.settings.num_samples)
+        self._number = 0
+        self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
+        self._capacity = 1 << 16  # of all workers, when last there were any
+        self._displaced: list[Refusal] = []
+        self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
+        self._strangers: set[str] = set()  # running, and came past the gate
+
+    def add_worker(self, spec: WorkerSpec) -> list[str]:
+        """A worker, or a new life of one; returns what was admitted to the old life."""
+        known = self.ledgers.get(spec.name)
+        if known is not None and known.spec == spec:
+            return []
+        lost = self.remove_worker(spec.name)
+        self.ledgers[spec.name], self._pace_s = Ledger(spec), None
+        self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
+        return lost
+
+    def remove_worker(self, name: str) -> list[str]:
+        """A worker is gone; returns what was admitted to it, for whoever sends it elsewhere."""
+        ledger = self.ledgers.pop(name, None)
+        if ledger is None:
+            return []
+        self._places.forget(ledger)
+        self._pace_s = None
+        self._strangers = {each for each in self._strangers if each not in ledger}
+        lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
+        for each in lost:
+            del self._admitted[each]
+        if self.ledgers:
+            self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
+        return lost
+
+    def offer(
+        self,
+        request: GateRequest,
+        law: LengthDistribution,
+        now: float,
+        *,
+        holding: LengthDistribution | None = None,
+    ) -> Refusal | None:
+        """A request comes: it waits (None), and `tick` will tell; or is refused at once.
+
+        `law` is of the answer's length, for order and charges; `holding` of how long its memory is
+        held, clients that leave included (None: the same). Raises ValueError for an id that waits
+        or runs already.
+        """
+        name = request.request_id
+        if name in self.queue or name in self._admitted or name in self._strangers:
+            raise ValueError(f"request_id {name!r} is already here: give each request its own")
+        demand = self._demands.of(request, holding or law)
+        entry = self._entry(request, demand, law, now)
+        if self.ledgers and not self._places.could_fit(demand):
+            return _never(entry, max(each.spec.capacity for each in self.ledgers.values()))
+        fixed, ahead = self._foretold(entry, now)
+        wait = fixed + self.wait_factor * ahead
+        room_s = self.settings.longest_wait_s
+        if request.deadline is not None:
+            room_s = min(room_s, request.deadline - now)
+        if wait > room_s:
+            text = f"it would wait {wait:.1f} s, and may {max(room_s, 0.0):.1f} s"
+            lasting_s = room_s if request.deadline is None else None
+            return self._refuse(entry, "too_long", text, wait - room_s / 2, lasting_s)
+        if len(self.queue) >= self.settings.queue.max_waiting:
+            leaves = self.queue.displaced_by(request.tenant)
+            if leaves is None:
+                return self._refuse(entry, "queue_full", f"{len(self.queue)} requests wait", wait)
+            self.queue.remove(leaves.request_id)
+            text = "the queue is full, and its tenant has the most waiting"
+            later = sum(leaves.predicted_wait)
+            self._displaced.append(self._refuse(leaves, "displaced", text, later))
+        entry.predicted_wait, entry.told_s = (fixed, ahead), wait
+        self.queue.add(entry)
+        return None
+
+    def would_wait(self, request: GateRequest, law: LengthDistribution, now: float) -> float:
+        """Seconds that it would wait if it came now, as `offer` judges it. Nothing is changed."""
+        demand = self._demands.of(request, law)
+        return self._would_wait(self._entry(request, demand, law, now), now)
+
+    def entered(
+        self,
+        request: GateRequest,
+        law: LengthDistribution,
+        worker: str,
+        now: float,
+        *,
+        holding: LengthDistribution | None = None,
+    ) -> None:
+        """A request that went in without asking, as it was allowed to: the books hear of it."""
+        name, ledger = request.request_id, self.ledgers.get(worker)
+        if ledger is None or name in self.queue or name in self._admitted:
+            return
+        demand = self._demands.of(request, holding or law)
+        entry = self._entry(request, demand, law, now)
+        tokens = round(entry.expected)
+        if name not in self._strangers:  # else the prompt was counted when it came
+            tokens += request.prompt_tokens
+        ledger.withdraw(name)  # a report was faster, and knows less
+        self._strangers.discard(name)
+        ledger.lease(demand, now + self.settings.lease_s)
+        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
+        self._admitted[name] = (worker, entry)
+        self._places.sent(request.prefix, tokens, ledger)
+
+    def let_in(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
+        """Come in unseen: with nobody waiting, where there is room whatever its length becomes.
+
+        No law is needed for that, and so it takes a moment. On its worker it is held by the broad
+        law until `entered` tells its own. None: it has to be judged, by `offer`.
+        """
+        name = request.request_id
+        if len(self.queue) or self.is_admitted(name):
+            return None
+        demand = self._demands.unseen(request, max_tokens)
+        rooms = Choice(self.ledgers, self.settings, now)
+        worker = self._places.unseen(demand, request.prefix, rooms)
+        if worker is None:
+            return None
+        ledger, until = self.ledgers[worker], now + self.settings.lease_s
+        self._lease_unseen(request, demand, ledger, until)
+        return Ticket(name, ledger.spec.name, ledger.spec.epoch, 0.0, until)
+
+    def hold(self, request: GateRequest, max_tokens: int | None, worker: str, now: float) -> bool:
+        """One went in without asking: the books have it by the broad law until `entered`."""
+        name, ledger = request.request_id, self.ledgers.get(worker)
+        if name in self._strangers and ledger is not None and name in ledger:
+            return True  # since it was let in, or a report listed it
+        if ledger is None or name in self.queue or self.is_admitted(name):
+            return False
+        demand = self._demands.unseen(request, max_tokens)
+        self._lease_unseen(request, demand, ledger, now + self.settings.lease_s)
+        return True
+
+    def _lease_unseen(
+        self, request: GateRequest, demand: Demand, ledger: Ledger, until: float
+    ) -> None:
+        """It may be over before it is judged, and its beginning is cached all the same."""
+        ledger.lease(demand, until)
+        self._strangers.add(request.request_id)
+        self._places.sent(request.prefix, request.prompt_tokens, ledger)
+
+    def is_admitted(self, request_id: str) -> bool:
+        """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
+        return request_id in self._admitted or request_id in self._strangers
+
+    def spare(self) -> dict[str, tuple[int, int]]:
+        """By worker: tokens and slots that nobody will need, however long all answers become."""
+        return {name: each.spare() for name, each in self.ledgers.items()}
+
+    def cancel(self, request_id: str, now: float) -> bool:
+        """The client left; True if it waited (a running one ends with `completed`)."""
+        return self.queue.remove(request_id) is not None
+
+    def started(self, request_id: str, now: float) -> None:
+        """The worker has the request: the lease becomes a holding."""
+        if request_id in self._admitted:
+            self.ledgers[self._admitted[request_id][0]].started(request_id, now)
+
+    def declined(self, request_id: str, now: float) -> bool:
+        """The worker had no room: back to the queue, and no more for it until it reports."""
+        if request_id in self._strangers:  # let in, and not judged yet: it comes as a new one
+            self._strangers.remove(request_id)
+            for ledger in self.ledgers.values():
+                if ledger.ended(request_id, now):
+                    ledger.is_open = False
+        if request_id not in self._admitted:
+            return False
+        worker, entry = self._admitted.pop(request_id)
+        self.ledgers[worker].ended(request_id, now)  # a report under way may still list it
+        self.ledgers[worker].is_open = False
+        self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+        entry.returned = True
+        self.queue.add(entry)
+        return True
+
+    def completed(self, request_id: str, generated: int, now: float) -> None:
+        """An answer ended after so many tokens, for whatever reason: its memory is free."""
+        books = list(self.ledgers.values())
+        if request_id in self._strangers:
+            self._strangers.remove(request_id)  # it may be anywhere, and on two workers
+        elif request_id in self._admitted:
+            books = [self.ledgers[self._admitted[request_id][0]]]
+        else:
+            return
+        for ledger in books:
+            if ledger.ended(request_id, now):
+                ledger.headroom.count(completions=1)
+        if request_id not in self._admitted:
+            return
+        _, entry = self._admitted.pop(request_id)
+        settings = self.queue.settings
+        owed = settings.charge(entry.tenant, entry.demand.prompt_tokens, generated)
+        self.queue.counters.charge(entry.tenant, owed - self.queue.charge_of(entry))
+
+    def report(self, worker: str, report: Report, now: float) -> None:
+        """A worker says what it runs. Workers that are not known are not listened to."""
+        ledger = self.ledgers.get(worker)
+        if ledger is None:
+            return
+        self._pace_s = None
+        strangers = {e.request_id: self._demands.adopted(e) for e in ledger.unknown(report)}
+        self._strangers.update(strangers)
+        for gone in ledger.report(report, now, strangers):
+            self._strangers.discard(gone)
+            self._admitted.pop(gone, None)  # its charge stays: how long it became is not known
+
+    def tick(self, now: float) -> list[Outcome]:
+        """Whatever was decided by now: tickets, and those that leave the queue without one."""
+        outcomes: list[Outcome] = [*self._displaced]
+        self._displaced = []
+        self._returns.look(now)
+        for entry in self.queue.take_expired(now):
+            outcomes.append(Expiry(entry.request_id, now - entry.arrived))
+        for ledger in self.ledgers.values():
+            for name in ledger.expire(now):
+                self._strangers.discard(name)
+                if name in self._admitted:
+                    _, entry = self._admitted.pop(name)
+                    self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+        if not len(self.queue):
+            self._places.first_fits_at = None
+        elif self.ledgers:
+            outcomes.extend(self._admit(now))
+        return outcomes
+
+    def explain(self, now: float, limit: int = 32) -> list[Wait]:
+        """Why the first of those that wait do, and until when. Changes nothing."""
+        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
+        waits: list[Wait] = []
+        first_s: float | None = None
+        for position, entry in enumerate(islice(self.queue.order(now), limit)):
+            waited = now - entry.arrived
+            if position == 0:
+                wait = self._places.explain(entry, rooms, now)
+                first_s = wait.expected_s
+            else:
+                expected = None
+                if first_s is not None:
+                    ahead = self.queue.area_ahead(entry, now) / Gate.SHARE
+                    expected = first_s + self.wait_factor * ahead
+                reason = "behind" if rooms else "no_worker"
+                wait = Wait(entry.request_id, entry.tenant, position, reason, waited, expected)
+            waits.append(wait)
+        return waits
+
+    def _admit(self, now: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
+        order = self.queue.order(now)
+        self._places.first_fits_at = None
+        for entry in order:
+            if not self._places.could_fit(entry.demand):  # the worker that could is gone
+                self.queue.remove(entry.request_id)
+                largest = max(each.spec.capacity for each in self.ledgers.values())
+                outcomes.append(_never(entry, largest))
+                continue
+            [able] = self._places.able([entry], rooms)
+            if able:
+                worker = self._places.best(able, entry)
+                outcomes.append(self._grant(entry, worker, rooms, now))
+                continue
+            outcomes.extend(self._backfill(entry, order, rooms, now))
+            break
+        return outcomes
+
+    def _backfill(
+        self, first: Waiting, order: Iterator[Waiting], rooms: Choice, now: float
+    ) -> list[Outcome]:
+        """Later ones that fit and leave the first one's reservation alone."""
+        reserved = self._places.reserve(first, rooms, now)
+        if reserved is None:
+            return []
+        steps, kept = reserved
+        outcomes: list[Outcome] = []
+        own = self._places.candidate(first, kept)
+        max_wait_s = self.settings.queue.max_wait_s
+        later = list(islice(order, self.settings.max_passes))
+        all_able = self._places.able(later, rooms)
+        for i, entry in enumerate(later):
+            if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
+                break
+            able = all_able[i]
+            for place, name in enumerate(each[1] for each in able):
+                if name == kept:
+                    joined = rooms[kept].joined_by(self._places.candidate(entry, kept))
+                    if not joined.admits_after(steps, own):
+                        del able[place]
+                    break
+            if able:
+                first.num_passed += 1
+                worker = self._places.best(able, entry)
+                outcomes.append(self._grant(entry, worker, rooms, now))
+                all_able[i + 1 :] = self._places.able(later[i + 1 :], rooms)
+        return outcomes
+
+    def _grant(self, entry: Waiting, worker: str, rooms: Choice, now: float) -> Ticket:
+        ledger = self.ledgers[worker]
+        until = now + self.settings.lease_s
+        if entry.request_id in ledger:  # by a report of an earlier stay
+            ledger.withdraw(entry.request_id)
+            self._strangers.discard(entry.request_id)
+        ledger.lease(entry.demand, until)
+        rooms.grant(worker, self._places.candidate(entry, worker))
+        self.queue.remove(entry.request_id)
+        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
+        self._admitted[entry.request_id] = (worker, entry)
+        tokens = entry.demand.prompt_tokens + round(entry.expected)
+        self._places.sent(entry.prefix, tokens, ledger)
+        waited = now - entry.arrived
+        fixed, ahead = entry.predicted_wait
+        if ahead > 0:
+            ratio = min(max((waited - fixed) / ahead, 0.1), 10.0)
+            self.wait_factor += Gate.STEP * (ratio - self.wait_factor)
+        epoch = ledger.spec.epoch
+        return Ticket(entry.request_id, worker, epoch, waited, until, entry.told_s)
+
+    def _entry(
+        self, request: GateRequest, demand: Demand, law: LengthDistribution, now: float
+    ) -> Waiting:
+        """With its expected length, and the tokens x seconds of KV that it will take."""
+        self._number += 1
+        remaining = demand.remaining()
+        steps = remaining.astype(np.float64)
+        area = float((request.prompt_tokens * steps + steps**2 / 2).mean())
+        if self._pace_s is None:
+            paces = [each.step_s for each in self.ledgers.values()] or [0.03]
+            self._pace_s = sum(paces) / len(paces)
+        return Waiting(
+            demand=demand,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrived=now,
+            number=self._number,
+            expected=law.mean,
+            area=area * self._pace_s / self._capacity,
+            deadline=request.deadline,
+            prefix=request.prefix,
+            remaining=remaining,
+        )
+
+    def _would_wait(self, entry: Waiting, now: float) -> float:
+        fixed, ahead = self._foretold(entry, now)
+        return fixed + self.wait_factor * ahead
+
+    def _foretold(self, entry: Waiting, now: float) -> tuple[float, float]:
+        """Seconds until the first one fits, and of all memory that is served before `entry`."""
+        fixed = max((self._places.first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
+        return fixed, self.queue.area_ahead(entry, now) / Gate.SHARE
+
+    def _refuse(
+        self, entry: Waiting, reason: str, text: str, after_s: float, room_s: float | None = None
+    ) -> Refusal:
+        """Its own dice spread the time to stay away by a fifth: not all come back at once.
+
+        `room_s`: that it may wait; of such it is learnt how soon they would have been let in.
+        """
+        least, most = self.settings.retry_s
+        spread = 0.8 + 0.4 * float(entry.demand.u[0])
+        if room_s is not None:
+            self._returns.refused(entry, after_s, room_s)
+        after = min(max(self._returns.factor * after_s, least), most) * spread
+        return Refusal(entry.request_id, reason, f"refused for now: {text}", after)
+
+
+def _never(entry: Waiting, capacity: int) -> Refusal:
+    text = (
+        f"prompt_tokens ({entry.demand.prompt_tokens}) and max_tokens "
+        f"({entry.demand.law.max_tokens}) exceed the {capacity} KV tokens of the largest worker: "
+        "ask for fewer tokens"
+    )
+    return Refusal(entry.request_id, "never_fits", text)

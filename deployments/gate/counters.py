@@ -1,0 +1,56 @@
+"""What the gate counts of its own life, for metrics. Knows nothing of how anything is decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from penstock.deployments.gate.learner import GateLearner
+from penstock.deployments.gate.types import Ticket
+from penstock.deployments.prediction.conformal import LEVELS
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+
+
+@dataclass(slots=True)
+class KeeperCounts:
+    """Totals of this life, for metrics."""
+
+    admitted: int = 0
+    expired: int = 0
+    declined: int = 0
+    completed: int = 0
+    preemptions: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    waits: int = 0  # of those that waited: how many, what they were told, what it was
+    predicted_wait_s: float = 0.0
+    actual_wait_s: float = 0.0
+    wait_error_s: float = 0.0
+
+    def admits(self, ticket: Ticket) -> None:
+        """One of those that were judged comes in; it may have waited."""
+        self.admitted += 1
+        if ticket.predicted_s > 0:
+            self.waits += 1
+            self.predicted_wait_s += ticket.predicted_s
+            self.actual_wait_s += ticket.waited_s
+            self.wait_error_s += abs(ticket.waited_s - ticket.predicted_s)
+
+    def figures(self, life: int, num_waiting: int, learner: GateLearner) -> pb.Figures:
+        """As ingresses hear them."""
+        return pb.Figures(
+            life=life,
+            num_waiting=num_waiting,
+            num_admitted=self.admitted,
+            num_expired=self.expired,
+            num_declined=self.declined,
+            num_refused=self.refused,
+            num_learnt=learner.num_learnt,
+            levels=LEVELS,
+            coverage=learner.coverage.tolist(),
+            num_waits=self.waits,
+            predicted_wait_s=self.predicted_wait_s,
+            actual_wait_s=self.actual_wait_s,
+            wait_error_s=self.wait_error_s,
+            num_preemptions=self.preemptions,
+            num_completed=self.completed,
+        )

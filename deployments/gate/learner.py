@@ -1,0 +1,89 @@
+"""What the gate's predictor is told: ends of answers, and progress until then.
+
+Reports say every tenth of a second how far each answer is. Here it is only noted who is due;
+learning is done in pieces, when the process has nothing better to do. Knows nothing of admission,
+streams or clocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from penstock.deployments.gate.types import Running
+from penstock.deployments.gate.wire import features_from
+from penstock.deployments.prediction.conformal import LEVELS, coverage
+from penstock.deployments.prediction.features import Features
+from penstock.deployments.prediction.predictor import LengthPredictor, Watch
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+
+log = logging.getLogger("penstock.gate")
+
+MAX_LABELS = 4096  # that wait to be learnt; older ones are dropped
+COVERAGE_WEIGHT = 0.01  # of the newest answer
+
+
+class GateLearner:
+    """The predictor's teacher."""
+
+    def __init__(self, predictor: LengthPredictor) -> None:
+        self.predictor = predictor
+        self.coverage = np.array(LEVELS)
+        self.num_learnt = 0
+        self.labels: deque[pb.Label] = deque(maxlen=MAX_LABELS)
+        self._running: dict[str, Watch] = {}
+        self._over: OrderedDict[str, Watch] = OrderedDict()  # whose labels are still to come
+        self._due: OrderedDict[str, int] = OrderedDict()  # tokens of each that is to be learnt from
+
+    def watch(self, request_id: str, features: Features) -> None:
+        """It is to run; if it came back from a worker, it is known already."""
+        if request_id not in self._running:
+            self._running[request_id] = Watch(features)
+
+    def progress(self, running: Iterable[Running]) -> None:
+        """How far answers are. Nothing is learnt yet."""
+        for each in running:
+            watch = self._running.get(each.request_id)
+            if watch is not None and watch.is_due(each.generated):
+                self._due[each.request_id] = each.generated
+
+    def ended(self, request_id: str) -> None:
+        """It is over: what it has still to teach comes as a label, or never does."""
+        self._due.pop(request_id, None)
+        watch = self._running.pop(request_id, None)
+        if watch is not None and watch.counted:
+            self._over[request_id] = watch
+            while len(self._over) > MAX_LABELS:
+                self._over.popitem(last=False)
+
+    def learn(self) -> bool:
+        """One piece; False if there was none."""
+        if self.labels:
+            self._take(self.labels.popleft())
+        elif self._due:
+            name, generated = self._due.popitem(last=False)
+            self.predictor.progress(self._running[name], generated)
+        else:
+            return False
+        return True
+
+    def _take(self, label: pb.Label) -> None:
+        self.ended(label.request_id)  # a label may be faster than the end
+        watch = self._over.pop(label.request_id, None)
+        try:
+            features = features_from(label.features)
+            law = self.predictor.predict(features)
+            is_end, left = label.ended == "stop", label.ended == "cancel"
+            self.predictor.observe(features, label.length, label.ended, watch)
+        except ValueError as error:
+            log.debug("a label that does not fit: %s", error)
+            return
+        self.num_learnt += 1
+        if not features.ignore_eos:
+            held = coverage(law, label.length, is_end, left)
+            for i, hit in enumerate(held):
+                if hit is not None:
+                    self.coverage[i] += COVERAGE_WEIGHT * (hit - self.coverage[i])

@@ -1,0 +1,302 @@
+"""What a worker holds, as the gate knows it between the worker's reports.
+
+Answers promised to it (leases), running on it (with progress dead-reckoned from the last report:
+without that, reports a second old spoil the gate) and over; and how much headroom its past asks
+for. The worker's own memory is the truth: it may refuse what was granted, and its reports correct
+this book. The clock is told, never read; knows nothing of queues, tenants, Ray or gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.deployments.gate.gaussian_forecast import HORIZONS, GridRoom, grid_room
+from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate, Room
+from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
+from penstock.deployments.prediction.distribution import MAX_LENGTH, Ints, StackedLaws, stack
+
+
+@dataclass(slots=True)
+class Headroom:
+    """The share of a worker's memory that is kept free, from how often it had to preempt.
+
+    After each 100 completions: more than 3 preemptions, a hundredth more; else a little less. It
+    repairs a predictor that says half of the truth.
+    """
+
+    share: float = 0.0
+    completions: int = 0
+    preemptions: int = 0
+
+    WINDOW = 100
+    TOLERATED = 3
+    UP, DOWN = 0.01, 0.004
+    LARGEST = 0.3
+
+    def count(self, *, completions: int = 0, preemptions: int = 0) -> None:
+        self.completions += completions
+        self.preemptions += preemptions
+        if self.completions >= Headroom.WINDOW:
+            much = self.preemptions > Headroom.TOLERATED
+            moved = self.share + (Headroom.UP if much else -Headroom.DOWN)
+            self.share = min(max(moved, 0.0), Headroom.LARGEST)
+            self.completions = self.preemptions = 0
+
+
+@dataclass(slots=True)
+class _Holding:
+    demand: Demand
+    expected: float  # of the demand, once
+    lease_until: float | None  # None: the worker has said that it has it
+    generated: int = 0
+    reported_at: float = 0.0  # or when it started, as long as no report has listed it
+    listed: bool = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """One worker's book."""
+
+    spec: WorkerSpec
+    step_s: float = 0.03  # until it reports
+    headroom: Headroom = field(default_factory=Headroom)
+    is_open: bool = True  # closed after a veto, until it reports what it really has
+    _sequence: int = -1
+    _num_preemptions: int = 0
+    _held: dict[str, _Holding] = field(default_factory=dict)
+    _over: dict[str, float] = field(default_factory=dict)  # ended of late: id -> when
+    _expected: float = 0.0  # tokens, sum of _held
+    _reported_at: float = 0.0
+    _leases: int = 0  # of _held, not yet started
+    _laws: StackedLaws | None = None
+    _room: tuple[tuple, Room | GridRoom] | None = None  # None: something changed
+
+    REMEMBER_S = 10.0  # a report may be so late and still list what is over
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._held
+
+    def lease(self, demand: Demand, until: float) -> None:
+        """Promise room until then; afterwards the worker must have said that it started."""
+        if demand.request_id in self._held:
+            raise ValueError(f"request {demand.request_id!r} already is on {self.spec.name}")
+        self._over.pop(demand.request_id, None)
+        self._hold(demand, until)
+        self._leases += 1
+
+    def started(self, request_id: str, now: float) -> None:
+        """The worker has it. Unknown ones (an expired lease) come back with the next report."""
+        holding = self._held.get(request_id)
+        if holding is not None and holding.lease_until is not None:
+            holding.lease_until, holding.reported_at = None, now
+            self._leases -= 1
+
+    def withdraw(self, request_id: str) -> None:
+        """The worker did not take it: as if it had never been promised."""
+        self._drop(request_id)
+
+    def ended(self, request_id: str, now: float) -> bool:
+        """Its memory is free; False if it was not in the book."""
+        self._over.pop(request_id, None)  # the newest at the end
+        self._over[request_id] = now
+        return self._drop(request_id)
+
+    def expire(self, now: float) -> list[str]:
+        """Take back the leases that ran out without a start; forget what ended long ago."""
+        while self._over and now - next(iter(self._over.values())) >= Ledger.REMEMBER_S:
+            del self._over[next(iter(self._over))]  # they are in the order of their ends
+        if not self._leases:
+            return []
+        gone = [
+            name
+            for name, each in self._held.items()
+            if each.lease_until is not None and each.lease_until <= now
+        ]
+        for name in gone:
+            self._drop(name)
+        return gone
+
+    def report(self, report: Report, now: float, strangers: dict[str, Demand]) -> list[str]:
+        """Set the book right; returns what was running and is no longer listed.
+
+        `strangers`: demands for those listed that the book lacks (the gate was restarted, or an
+        ingress went past it). A late report, or one of another life, changes nothing.
+        """
+        if report.epoch != self.spec.epoch or report.sequence <= self._sequence:
+            return []
+        self._sequence, self.is_open = report.sequence, True
+        self._reported_at, self._room = now, None
+        if report.step_s > 0:
+            self.step_s = report.step_s
+        preempted = report.num_preemptions - self._num_preemptions
+        self._num_preemptions = report.num_preemptions
+        self.headroom.count(preemptions=max(preempted, 0))
+        listed = {each.request_id for each in report.running}
+        gone = [
+            name for name, each in self._held.items() if name not in listed and _is_over(each, now)
+        ]
+        for name in gone:
+            self.ended(name, now)
+        for each in report.running:
+            if each.request_id in self._over:
+                continue  # it ended while the report was under way
+            holding = self._held.get(each.request_id)
+            if holding is None:
+                holding = self._hold(strangers[each.request_id], None)
+            self._leases -= holding.lease_until is not None
+            holding.lease_until = None
+            holding.generated, holding.reported_at, holding.listed = each.generated, now, True
+        return gone
+
+    def unknown(self, report: Report) -> list[Running]:
+        """Those of a report that the book lacks and that are not over."""
+        return [
+            each
+            for each in report.running
+            if each.request_id not in self._held and each.request_id not in self._over
+        ]
+
+    def generated(self, now: float) -> Ints:
+        """[n] tokens out by now: a token a step since the last report, short of the limit."""
+        counts = np.zeros(len(self._held), np.int64)
+        for i, each in enumerate(self._held.values()):
+            steps = 0
+            if each.generated > 0:  # with its prompt under way nothing comes
+                steps = max(int((now - each.reported_at) / self.step_s), 0)
+            limit = each.demand.law.max_tokens or MAX_LENGTH
+            counts[i] = max(min(each.generated + steps, limit - 1), each.generated)
+        return counts
+
+    def spare(self) -> tuple[int, int]:
+        """Tokens and slots that stay free even if each answer becomes as long as it may."""
+        size, limit = self.spec.block_size, int((1.0 - self.headroom.share) * self.spec.capacity)
+        for each in self._held.values():
+            demand = each.demand
+            if demand.law.max_tokens is None and demand.ceiling is None:
+                return 0, 0  # nobody knows
+            limit -= demand.longest(size) + size
+        slots = self.spec.slots - len(self._held)
+        return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
+
+    def takes_unseen(self, demand: Demand) -> bool:
+        """Whether there is room however long it and all others become; alone, all may try."""
+        longest = demand.longest(self.spec.block_size)
+        if not self._held:
+            return self.is_open and longest <= self.spec.capacity
+        if demand.law.max_tokens is None and demand.ceiling is None:
+            return False
+        tokens, slots = self.spare()
+        return slots > 0 and longest + self.spec.block_size <= tokens
+
+    def used(self, now: float) -> int:
+        """Tokens of KV that are held by now, half-empty blocks counted as full."""
+        demands = [each.demand for each in self._held.values()]
+        return int(_used(demands, self.generated(now), self.spec.block_size).sum())
+
+    @property
+    def has_slots(self) -> bool:
+        return self.is_open and len(self._held) < self.spec.slots
+
+    def room(
+        self, now: float, level: float, num_samples: int, deviations: float | None = None
+    ) -> Room | GridRoom:
+        """The worker as it should look now; with `deviations`, by means and variances.
+
+        Made once for each change of the book and each step of the worker.
+        """
+        moment = (self._steps(now), self.is_open, level, deviations)
+        if self._room is not None and self._room[0] == moment:
+            return self._room[1]
+        demands = [each.demand for each in self._held.values()]
+        generated = self.generated(now)
+        if self._laws is None:
+            self._laws = stack([each.law for each in demands])
+        used = _used(demands, generated, self.spec.block_size)
+        ceilings = np.array(
+            [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
+        )
+        limit = int((1.0 - self.headroom.share) * self.spec.capacity)
+        slots = self.spec.slots - len(demands) if self.is_open else 0
+        room: Room | GridRoom
+        if deviations is not None:
+            alive = self._laws.survival_after(generated, HORIZONS - 1)
+            alive[:, :2] = 1.0  # at its limit an answer still has this step to go
+            room = grid_room(
+                used,
+                alive,
+                ceilings,
+                capacity=self.spec.capacity,
+                limit=limit,
+                level=level,
+                deviations=deviations,
+                slots=slots,
+            )
+        else:
+            remaining = np.zeros((0, num_samples), np.int64)
+            if demands:
+                u = np.array([each.u for each in demands])
+                # At its limit an answer still has this step to go: its memory is not free yet.
+                remaining = np.maximum(self._laws.sample_remaining(generated, u), 1)
+            room = Room(
+                capacity=self.spec.capacity,
+                limit=limit,
+                level=level,
+                slots=slots,
+                used=used,
+                remaining=remaining,
+                ceilings=ceilings,
+            )
+        self._room = (moment, room)
+        return room
+
+    def joined(self, room: Room | GridRoom, candidate: Candidate, now: float) -> Room | GridRoom:
+        """The `room` once the candidate is in it, whose lease is in the book since then."""
+        joined = room.joined_by(candidate)
+        judged = (room.level, None) if isinstance(room, Room) else (room.level, room.deviations)
+        self._room = ((self._steps(now), self.is_open, *judged), joined)
+        return joined
+
+    @property
+    def load(self) -> float:
+        """Tokens that its answers are expected to hold at their ends, of all that it has."""
+        return self._expected / self.spec.capacity
+
+    def _steps(self, now: float) -> int:
+        """Since the last report: so many tokens more has each answer that it listed."""
+        return int((now - self._reported_at) / self.step_s)
+
+    def _hold(self, demand: Demand, until: float | None) -> _Holding:
+        holding = _Holding(demand, demand.expected, until)
+        self._held[demand.request_id] = holding
+        self._expected += holding.expected
+        self._laws = self._room = None
+        return holding
+
+    def _drop(self, request_id: str) -> bool:
+        holding = self._held.pop(request_id, None)
+        if holding is None:
+            return False
+        self._expected -= holding.expected
+        self._leases -= holding.lease_until is not None
+        self._laws = self._room = None
+        return True
+
+
+def _is_over(holding: _Holding, now: float) -> bool:
+    """Is an answer over that a report does not list? The report may be older than its start."""
+    if holding.lease_until is not None:
+        return False
+    return holding.listed or now - holding.reported_at > Ledger.REMEMBER_S
+
+
+def _used(demands: Sequence[Demand], generated: Ints, block_size: int) -> Ints:
+    return np.array(
+        [each.used(count, block_size) for each, count in zip(demands, generated.tolist())],
+        np.int64,
+    )

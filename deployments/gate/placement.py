@@ -1,0 +1,213 @@
+"""Where there is room for those that wait: now, soonest, and whatever happens.
+
+Of the workers that are looked at, by the quantile rule of each one's room; among those with room
+the one that probably has the prompt's beginning in its cache. The first that fits nowhere has a
+reservation, the worker and the step at which it will fit (EASY backfill). Knows nothing of the
+order of requests, of tenants or of leases.
+
+Which workers are looked at for a request, and their rooms, each made when first asked for.
+
+Up to `max_choices` workers all are looked at. Beyond that only those with the least to hold, by
+tokens that their answers are expected to need: one number a worker, so that the cost of a decision
+does not grow with the cluster. Lives for one moment; knows nothing of the order of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+from penstock.deployments.gate.gaussian_forecast import GridRoom
+from penstock.deployments.gate.ledger import Ledger
+from penstock.deployments.gate.prefix_affinity import PrefixBook
+from penstock.deployments.gate.sampled_forecast import Candidate, Room
+from penstock.deployments.gate.types import Demand, GateSettings, Wait
+from penstock.deployments.gate.wait_queue import Waiting
+from penstock.deployments.prediction.distribution import Floats
+
+
+class Places:
+    """The workers of one gate, whose books others keep."""
+
+    def __init__(self, ledgers: Mapping[str, Ledger]) -> None:
+        self.ledgers = ledgers
+        self.first_fits_at: float | None = None  # the first of those that wait
+        self._reserved: tuple[str, str, float] | None = None  # request, worker, and when
+        self._prefixes: PrefixBook[tuple[str, str]] = PrefixBook()  # by worker and epoch
+
+    def could_fit(self, demand: Demand) -> bool:
+        """Whether some worker could hold it at its longest."""
+        return any(
+            demand.longest(each.spec.block_size) <= each.spec.capacity
+            for each in self.ledgers.values()
+        )
+
+    def candidate(self, entry: Waiting, worker: str) -> Candidate:
+        return entry.candidate(self.ledgers[worker].spec.block_size)
+
+    def able(self, entries: Sequence[Waiting], rooms: Choice) -> list[list[tuple[float, str]]]:
+        """For each: workers with room for it, with its predicted peak as a share."""
+        able: list[list[tuple[float, str]]] = [[] for _ in entries]
+        near: dict[str, list[int]] = {}  # by worker: places in `entries` for which it is looked at
+        for i, entry in enumerate(entries):
+            for name in rooms.near(entry.demand, self.hits(entry.prefix)):
+                near.setdefault(name, []).append(i)
+        for name, places in near.items():
+            room = rooms[name]
+            peaks = room.peaks_if_admitted([self.candidate(entries[i], name) for i in places])
+            for i, peak in zip(places, peaks):
+                if peak is not None:
+                    able[i].append((peak / room.capacity, name))
+        return able
+
+    def best(self, able: Sequence[tuple[float, str]], entry: Waiting) -> str:
+        """Of workers that are able, the one to take."""
+        return best_of(able, self.hits(entry.prefix))
+
+    def unseen(self, demand: Demand, prefix: Sequence[int], rooms: Choice) -> str | None:
+        """The worker that takes it however long it and all others become; None: to be judged."""
+        hits = self.hits(prefix)
+        near = [(self.ledgers[name].load, name) for name in rooms.near(demand, hits)]
+        able = [each for each in near if self.ledgers[each[1]].takes_unseen(demand)]
+        if not able or not hits.keys() <= {name for _, name in able}:
+            return None  # where its beginning is cached, there may be room as well
+        return best_of(able, hits)
+
+    def hits(self, prefix: Sequence[int]) -> dict[str, int]:
+        """By worker: tokens of such a prompt that it probably has in its prefix cache."""
+        found = self._prefixes.hits(prefix) if len(self.ledgers) > 1 else {}
+        return {name: tokens for (name, _), tokens in found.items()}
+
+    def sent(self, prefix: Sequence[int], tokens: int, ledger: Ledger) -> None:
+        """`tokens` go there, and their beginning will be cached."""
+        spec = ledger.spec
+        self._prefixes.note(prefix, (spec.name, spec.epoch), tokens, spec.capacity)
+
+    def forget(self, ledger: Ledger) -> None:
+        """That life of a worker is over."""
+        self._prefixes.forget((ledger.spec.name, ledger.spec.epoch))
+
+    def soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
+        """Where it fits soonest, and after how many steps there."""
+        best: tuple[float, int, str] | None = None
+        for name in rooms.near(entry.demand):
+            steps = rooms[name].fits_after(self.candidate(entry, name))
+            if steps is not None:
+                found = (steps * self.ledgers[name].step_s, steps, name)
+                best = min(best, found) if best is not None else found
+        return None if best is None else best[1:]
+
+    def reserve(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
+        """The reservation of the first one that waits, kept for the next time: steps, worker."""
+        reserved = self._reservation(first, rooms, now)
+        if reserved is not None:
+            steps, worker = reserved
+            self.first_fits_at = now + steps * self.ledgers[worker].step_s
+            self._reserved = (first.request_id, worker, self.first_fits_at)
+        return reserved
+
+    def explain(self, entry: Waiting, rooms: Choice, now: float) -> Wait:
+        """Why the first one waits, and until when."""
+        waited = now - entry.arrived
+        soonest = self.soonest(entry, rooms)
+        if soonest is None:
+            reason = "slots" if rooms else "no_worker"
+            return Wait(entry.request_id, entry.tenant, 0, reason, waited, None)
+        steps, name = soonest
+        room = rooms[name]
+        peak = room.peak_with(self.candidate(entry, name))
+        reason = "slots" if room.slots < 1 else "memory"
+        seconds = steps * self.ledgers[name].step_s
+        return Wait(
+            entry.request_id, entry.tenant, 0, reason, waited, seconds, name, peak, room.limit
+        )
+
+    def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
+        """Where the first one will fit, and after how many steps: the soonest that is found.
+
+        What was reserved before is asked again. The rule is not monotone in time, and a search
+        that skips a moment it had found would let later ones delay it.
+        """
+        found = self.soonest(first, rooms)
+        request_id, worker, at = self._reserved or ("", "", 0.0)
+        if request_id != first.request_id or worker not in self.ledgers:
+            return found
+        step_s = self.ledgers[worker].step_s
+        steps = max(round((at - now) / step_s), 0)
+        if found is not None and found[0] * self.ledgers[found[1]].step_s <= steps * step_s:
+            return found
+        holds = rooms[worker].admits_after(steps, self.candidate(first, worker))
+        return (steps, worker) if holds else found
+
+
+LEEWAY = 0.1  # of a worker's memory: so much fuller it may become for a prefix that it has
+
+
+def best_of(able: Sequence[tuple[float, str]], hits: Mapping[str, int]) -> str:
+    """Of workers with room, each with its predicted peak as a share: longest cached prefix first.
+
+    As far as it is not much fuller than the emptiest; then the smallest peak.
+    """
+    most = min(able)[0] + LEEWAY
+
+    def rank(each: tuple[float, str]) -> tuple[int, float, str]:
+        share, name = each
+        return -hits.get(name, 0) if share <= most else 0, share, name
+
+    return min(able, key=rank)[1]
+
+
+class Choice:
+    """The workers as they are now."""
+
+    def __init__(
+        self,
+        ledgers: Mapping[str, Ledger],
+        settings: GateSettings,
+        now: float,
+        longest_wait_s: float = 0.0,
+    ) -> None:
+        """`longest_wait_s`: of those that wait now. With nobody there caution costs nothing; with
+        a queue it costs throughput, and the level falls."""
+        self._ledgers, self._settings, self._now = ledgers, settings, now
+        self._names = list(ledgers)
+        self._rooms: dict[str, Room | GridRoom] = {}
+        self._deviations = None
+        self._level = settings.level_after(longest_wait_s)
+        if settings.rule == "gaussian":
+            self._deviations = NormalDist().inv_cdf(min(self._level, 1.0 - 1e-9))
+        self._loads: Floats | None = None  # [workers], once somebody asks
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def __getitem__(self, name: str) -> Room | GridRoom:
+        if name not in self._rooms:
+            settings = self._settings
+            self._rooms[name] = self._ledgers[name].room(
+                self._now, self._level, settings.num_samples, self._deviations
+            )
+        return self._rooms[name]
+
+    def near(self, demand: Demand, hits: Iterable[str] = ()) -> list[str]:
+        """Workers to look at for this one, in no order, those of `hits` (its prefix) among them."""
+        most = self._settings.max_choices
+        if len(self._names) <= most:
+            return self._names
+        if self._loads is None:
+            books = self._ledgers.values()
+            self._loads = np.array([e.load if e.has_slots else np.inf for e in books])
+            self._capacities = np.array([each.spec.capacity for each in books])
+            self._places = {name: i for i, name in enumerate(self._names)}
+        loads = np.where(self._capacities >= demand.longest(1), self._loads, np.inf)
+        least = [self._names[i] for i in np.argpartition(loads, most)[:most].tolist()]
+        return [*least, *(name for name in hits if name not in least)]
+
+    def grant(self, name: str, candidate: Candidate) -> None:
+        """The candidate is on that worker now; its ledger knows."""
+        ledger = self._ledgers[name]
+        self._rooms[name] = ledger.joined(self[name], candidate, self._now)
+        if self._loads is not None:
+            self._loads[self._places[name]] = ledger.load if ledger.has_slots else np.inf

@@ -1,0 +1,240 @@
+"""What the gate is asked and what it answers: settings, requests, tickets, refusals, waits.
+
+Plain frozen data that may travel between processes; knows nothing of how anything is decided.
+
+What an answer asks of a worker's memory, what a worker has and what it reports: frozen data.
+
+Tokens are of KV. Knows nothing of what has been promised, of queues or of rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate
+from penstock.deployments.prediction.distribution import Floats, Ints, LengthDistribution, stack
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """How the queue judges. Charges are in virtual tokens."""
+
+    max_waiting: int = 512  # requests
+    max_wait_s: float = 30.0  # then nobody passes any more
+    ageing: float = 0.05  # seconds of KV area that a second of waiting is worth
+    prompt_charge: float = 1.0  # of a prompt token
+    answer_charge: float = 2.0  # of an answer token
+    weights: Mapping[str, float] = field(default_factory=dict)  # shares of tenants, others 1
+
+    def __post_init__(self) -> None:
+        if self.max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1, not {self.max_waiting}")
+        for name in ("max_wait_s", "ageing", "prompt_charge", "answer_charge"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more and finite, not {value}")
+        for tenant, weight in self.weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(f"the weight of tenant {tenant!r} must exceed 0, not {weight}")
+
+    def weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, 1.0)
+
+    def charge(self, tenant: str, prompt_tokens: int, answer_tokens: float) -> float:
+        """What an answer costs its tenant."""
+        tokens = self.prompt_charge * prompt_tokens + self.answer_charge * answer_tokens
+        return tokens / self.weight(tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """How the gate judges."""
+
+    level: float = 0.95  # share of the sampled futures that have to fit
+    pressed_level: float = 0.7  # the same, once somebody has waited for `pressed_s`
+    pressed_s: float = 10.0
+    num_samples: int = 32
+    rule: str = "sampled"  # or "gaussian": means and variances, for many workers
+    max_choices: int = 4  # workers that are looked at for a request: those with least to hold
+    lease_s: float = 2.0  # a grant that has not started by then is taken back
+    max_passes: int = 8  # later requests that may go before a first one that does not fit
+    longest_wait_s: float = math.inf  # who would wait longer is refused at once
+    retry_s: tuple[float, float] = (1.0, 60.0)  # least and most that a client is told to stay away
+    queue: QueueSettings = field(default_factory=QueueSettings)
+
+    def level_after(self, wait_s: float) -> float:
+        """The level while somebody has waited for so long; in tenths, so that rooms last."""
+        share = min(int(10 * wait_s / self.pressed_s), 10) / 10
+        return self.level + share * (min(self.pressed_level, self.level) - self.level)
+
+    def __post_init__(self) -> None:
+        for name in ("level", "pressed_level"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, not {self.num_samples}")
+        if self.rule not in ("sampled", "gaussian"):
+            raise ValueError(f"rule must be 'sampled' or 'gaussian', not {self.rule!r}")
+        if self.max_choices < 1:
+            raise ValueError(f"max_choices must be at least 1, not {self.max_choices}")
+        for name in ("lease_s", "longest_wait_s", "pressed_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must exceed 0, not {getattr(self, name)}")
+        if self.max_passes < 0:
+            raise ValueError(f"max_passes must be 0 or more, not {self.max_passes}")
+        if not 0 <= self.retry_s[0] <= self.retry_s[1]:
+            raise ValueError(f"retry_s must be (least, most) and 0 or more, not {self.retry_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class GateRequest:
+    """What the gate is told of a request, beside the law of its length."""
+
+    request_id: str
+    prompt_tokens: int
+    tenant: str = ""
+    priority: int = 0  # higher goes first
+    deadline: float | None = None  # on the gate's clock; afterwards nobody wants the answer
+    ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
+    prefix: tuple[int, ...] = ()  # marks of the prompt's beginning (prefix_book)
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0:
+            raise ValueError(f"prompt_tokens must be 0 or more, not {self.prompt_tokens}")
+        if self.ceiling is not None and self.ceiling < 1:
+            raise ValueError(f"ceiling must be at least 1 or None, not {self.ceiling}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Come in: this worker holds room, until the lease ends or the request starts there."""
+
+    request_id: str
+    worker: str
+    epoch: str
+    waited_s: float
+    lease_until: float
+    predicted_s: float = 0.0  # that it would wait, as it was thought when it came
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Not now, or never (`retry_after_s` is None)."""
+
+    request_id: str
+    reason: str  # "queue_full", "too_long", "displaced", "never_fits"
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """Its deadline passed while it waited."""
+
+    request_id: str
+    waited_s: float
+
+
+Outcome = Ticket | Refusal | Expiry
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a request waits."""
+
+    request_id: str
+    tenant: str
+    position: int  # 0 goes next
+    reason: str  # "memory", "slots", "behind", "no_worker"
+    waited_s: float
+    expected_s: float | None  # until it goes in, as predicted; None: cannot be told
+    worker: str | None = None  # of the first: where it fits soonest
+    peak: int | None = None  # tokens that would be needed there now
+    limit: int | None = None  # tokens that may be
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker and what it has. `epoch` names one life of it."""
+
+    name: str
+    epoch: str
+    capacity: int  # tokens of KV that fit its pool
+    block_size: int = 16  # tokens
+    slots: int = 256  # answers at once
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "block_size", "slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an answer asks of a worker's memory, and its share of the dice.
+
+    `u` is drawn once per request (common random numbers): a request that was turned away gets no
+    luckier by asking again, and its futures only shrink as tokens come.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    law: LengthDistribution  # of how long its memory is held
+    u: Floats  # [samples] in [0, 1)
+    ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
+
+    def used(self, generated: int, block_size: int) -> int:
+        """Tokens held: the last block may be empty but for one."""
+        return self._capped(self.prompt_tokens + generated + block_size - 1)
+
+    def longest(self, block_size: int) -> int:
+        """Tokens held, in whole blocks, by the longest answer it may become; one, if unlimited."""
+        limit = self.law.max_tokens
+        total = self.prompt_tokens + (1 if limit is None else limit)
+        return self._capped(-(-total // block_size) * block_size)
+
+    @property
+    def expected(self) -> float:
+        """Tokens that it may be expected to hold at its end."""
+        return self._capped(self.prompt_tokens + round(self.law.mean))
+
+    def remaining(self) -> Ints:
+        """[samples] steps to its end, from its beginning."""
+        return stack([self.law]).sample_remaining(np.zeros(1, np.int64), self.u[None, :])[0]
+
+    def candidate(self, block_size: int, remaining: Ints | None = None) -> Candidate:
+        """What it asks of a worker with blocks of this size; `remaining`, if it is known."""
+        return Candidate(
+            used=self.used(0, block_size),
+            remaining=self.remaining() if remaining is None else remaining,
+            ceiling=UNBOUNDED if self.ceiling is None else self.ceiling,
+            longest=self.longest(block_size),
+        )
+
+    def _capped(self, tokens: int) -> int:
+        return tokens if self.ceiling is None else min(tokens, self.ceiling)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One answer in a worker's report."""
+
+    request_id: str
+    generated: int  # 0: its prompt is not yet computed
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that runs on a worker. `sequence` rises within an epoch; late ones are dropped."""
+
+    epoch: str
+    sequence: int
+    running: tuple[Running, ...]
+    step_s: float  # seconds that a step takes of late
+    num_preemptions: int = 0  # since the worker started

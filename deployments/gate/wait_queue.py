@@ -1,0 +1,227 @@
+"""Who waits, and in what order: priority, fairness between tenants, deadlines, predicted size.
+
+1. Class: the priority. Whoever has waited longer than `max_wait_s` is in the highest class that
+   waits, so that nobody starves; not above it, or one tenant's flood would go before all others.
+2. Within a class, the tenant that was served least: a virtual token counter ("VTC", arXiv
+   2401.00588) charged with the predicted length on admission and trued up at the end.
+3. Within a tenant: those that came back from a worker, then the overdue as they came, then the
+   earliest deadline, then the smallest predicted KV area with ageing. So with deadlines and short
+   answers a tenant helps itself against itself only.
+
+Bounded: a full queue refuses whoever comes, unless another tenant has more than its share of it.
+The clock is told, never read; knows nothing of workers or of what fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.deployments.gate.sampled_forecast import Candidate
+from penstock.deployments.gate.types import Demand, QueueSettings
+from penstock.deployments.prediction.distribution import Ints
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request that waits."""
+
+    demand: Demand
+    tenant: str
+    priority: int
+    arrived: float  # seconds of the gate's clock
+    number: int  # of arrivals: no two are equal
+    expected: float  # tokens of its answer
+    area: float  # predicted tokens x seconds of KV, as seconds of all the workers' memory
+    deadline: float | None = None  # afterwards nobody wants the answer
+    returned: bool = False  # a worker had no room after all
+    num_passed: int = 0  # later ones that went before it while it was the first
+    predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
+    told_s: float = 0.0  # the wait that followed from it
+    prefix: tuple[int, ...] = ()  # marks of the prompt's beginning
+    remaining: Ints | None = None  # [samples] steps to its end in its futures
+
+    _line: tuple[int, bool, bool, float, float, int] | None = None  # its place, unless overdue
+    _candidates: dict[int, Candidate] = field(default_factory=dict)  # by block size
+
+    @property
+    def request_id(self) -> str:
+        return self.demand.request_id
+
+    def candidate(self, block_size: int) -> Candidate:
+        """What it asks of a worker with blocks of this size; always the same futures."""
+        if block_size not in self._candidates:
+            self._candidates[block_size] = self.demand.candidate(block_size, self.remaining)
+        return self._candidates[block_size]
+
+    def is_overdue(self, now: float, max_wait_s: float) -> bool:
+        """Nobody may pass it any more."""
+        return self.returned or now - self.arrived >= max_wait_s
+
+
+class TenantCounters:
+    """Virtual tokens that each tenant has been served."""
+
+    MAX_IDLE = 10_000  # tenants remembered beyond those that are active
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+        self._active: dict[str, int] = {}  # requests that wait
+        self._last = 0.0  # the count of whoever was charged last
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counts.get(tenant, 0.0)
+
+    def joins(self, tenant: str) -> None:
+        """One more waits. Whoever comes back from idleness has saved up nothing."""
+        if tenant not in self._active:
+            # With nobody else waiting: what others were served while nobody had to wait for it is
+            # not held against them.
+            least = min((self[each] for each in self._active), default=self._last)
+            self._counts[tenant] = max(self[tenant], least)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+
+    def leaves(self, tenant: str) -> None:
+        self._active[tenant] -= 1
+        if self._active[tenant] == 0:
+            del self._active[tenant]
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Negative: a refund."""
+        self._counts[tenant] = self._last = self[tenant] + tokens
+        if len(self._counts) > len(self._active) + TenantCounters.MAX_IDLE:
+            self._counts = {each: self[each] for each in self._active}
+
+
+class GateQueue:
+    """The waiting requests of one gate."""
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.settings = settings
+        self.counters = TenantCounters()
+        self._waiting: dict[str, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._waiting
+
+    def add(self, entry: Waiting) -> None:
+        self._waiting[entry.request_id] = entry
+        self.counters.joins(entry.tenant)
+
+    def remove(self, request_id: str) -> Waiting | None:
+        entry = self._waiting.pop(request_id, None)
+        if entry is not None:
+            self.counters.leaves(entry.tenant)
+        return entry
+
+    def longest_wait(self, now: float) -> float:
+        """Seconds since the oldest of those that wait came; 0: nobody does."""
+        return now - min((each.arrived for each in self._waiting.values()), default=now)
+
+    def displaced_by(self, tenant: str) -> Waiting | None:
+        """Who leaves a full queue for a request of this tenant: None, the newcomer itself.
+
+        The newest of the lowest priority of the tenant that has most waiting for its weight, if
+        that one still has no less than the newcomer's once both are counted.
+        """
+        counts: dict[str, int] = {}
+        for each in self._waiting.values():
+            counts[each.tenant] = counts.get(each.tenant, 0) + 1
+        shares = {name: count / self.settings.weight(name) for name, count in counts.items()}
+        largest = max(shares, key=lambda name: shares[name])
+        own = (counts.get(tenant, 0) + 1) / self.settings.weight(tenant)
+        if largest == tenant or own > (counts[largest] - 1) / self.settings.weight(largest):
+            return None
+        theirs = [e for e in self._waiting.values() if e.tenant == largest and not e.returned]
+        return min(theirs, key=lambda e: (e.priority, -e.number), default=None)
+
+    def take_expired(self, now: float) -> list[Waiting]:
+        """Those whose deadline has passed, taken out."""
+        late = [e for e in self._waiting.values() if e.deadline is not None and e.deadline <= now]
+        for entry in late:
+            self.remove(entry.request_id)
+        return late
+
+    def order(self, now: float) -> Iterator[Waiting]:
+        """All that wait, as they would be served: each is charged before the next is chosen.
+
+        A still picture: the queue may change while it is walked. O(n), and O(log n) for each one
+        that is walked over.
+        """
+        top = self._top()
+        lines: dict[str, list[tuple[tuple, Waiting]]] = {}
+        for entry in self._waiting.values():
+            lines.setdefault(entry.tenant, []).append((self._key(entry, now, top), entry))
+        heap: list[tuple[int, float, int, str]] = []
+        for tenant, line in lines.items():
+            heapq.heapify(line)  # no two keys are equal
+            heap.append(self._place(line[0][1], self.counters[tenant], now, top))
+        heapq.heapify(heap)
+        while heap:
+            _, count, _, tenant = heapq.heappop(heap)
+            line = lines[tenant]
+            _, entry = heapq.heappop(line)
+            if line:
+                count += self.charge_of(entry)
+                heapq.heappush(heap, self._place(line[0][1], count, now, top))
+            yield entry
+
+    def charge_of(self, entry: Waiting) -> float:
+        """What admitting it costs its tenant."""
+        return self.settings.charge(entry.tenant, entry.demand.prompt_tokens, entry.expected)
+
+    def area_ahead(self, entry: Waiting, now: float) -> float:
+        """KV area, seconds of all memory, that is served before this one (waiting or offered).
+
+        Its own tenant's ahead of it; and of every other tenant in its class or above as much as
+        fairness gives that one meanwhile, and one more. Never less with a longer queue, which an
+        exact walk through the order would not promise.
+        """
+        top = max(self._top(), entry.priority)
+        key, rank = self._key(entry, now, top), self._class(entry, now, top)
+        own = entry.area
+        others: dict[str, float] = {}
+        largest: dict[str, float] = {}
+        for each in self._waiting.values():
+            if each.request_id == entry.request_id:
+                continue
+            if each.tenant == entry.tenant:
+                own += each.area if self._key(each, now, top) < key else 0.0
+            elif self._class(each, now, top) >= rank:
+                others[each.tenant] = others.get(each.tenant, 0.0) + each.area
+                largest[each.tenant] = max(largest.get(each.tenant, 0.0), each.area)
+        weight = self.settings.weight(entry.tenant)
+        shared = sum(
+            min(area, own * self.settings.weight(name) / weight + largest[name])
+            for name, area in others.items()
+        )
+        return own - entry.area + shared
+
+    def _top(self) -> int:
+        return max((each.priority for each in self._waiting.values()), default=0)
+
+    def _class(self, entry: Waiting, now: float, top: int) -> int:
+        return top if entry.is_overdue(now, self.settings.max_wait_s) else entry.priority
+
+    def _place(
+        self, entry: Waiting, count: float, now: float, top: int
+    ) -> tuple[int, float, int, str]:
+        """Between the first ones of the tenants, smallest first."""
+        return (-self._class(entry, now, top), count, entry.number, entry.tenant)
+
+    def _key(
+        self, entry: Waiting, now: float, top: int
+    ) -> tuple[int, bool, bool, float, float, int]:
+        """Within a tenant, smallest first. All age alike, so arrival stands for waiting."""
+        if entry.returned or now - entry.arrived >= self.settings.max_wait_s:
+            return (-top, not entry.returned, False, 0.0, 0.0, entry.number)
+        if entry._line is None:
+            deadline = math.inf if entry.deadline is None else entry.deadline
+            aged = entry.area + self.settings.ageing * entry.arrived
+            entry._line = (-entry.priority, True, True, deadline, aged, entry.number)
+        return entry._line

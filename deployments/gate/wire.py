@@ -1,0 +1,105 @@
+"""The gate's nouns as messages of its internal protocol, and back.
+
+Knows nothing of sockets, streams or queues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.deployments.gate.types import Refusal, Report, Running, Wait, WorkerSpec
+from penstock.deployments.prediction.features import Features
+from penstock.deployments.prediction.text_digest import TextDigest
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+
+_SAME = (
+    *("model", "tenant", "template", "prompt_tokens", "max_tokens", "min_tokens", "temperature"),
+    *("top_p", "ignore_eos", "num_stop", "structured", "num_messages", "has_tools"),
+)
+
+
+def features_message(features: Features) -> pb.Features:
+    message = pb.Features(**{name: getattr(features, name) for name in _SAME})
+    if features.text is not None:
+        message.text_keys = features.text.keys
+        message.text_facts.extend(features.text.facts or ())
+    return message
+
+
+def features_from(message: pb.Features) -> Features:
+    """Raises ValueError naming what does not fit."""
+    values = {name: getattr(message, name) for name in _SAME}
+    if not message.HasField("max_tokens"):
+        values["max_tokens"] = None
+    text = None
+    if message.HasField("text_keys"):
+        text = TextDigest(message.text_keys, tuple(message.text_facts) or None)
+    return Features(**values, text=text)
+
+
+def epoch_name(epoch: int) -> str:
+    """An epoch as the gate's books write it."""
+    return f"{epoch:016x}"
+
+
+def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
+    """The worker of a report; None: it has not said enough."""
+    report = message.report
+    if not (report.num_blocks and report.block_size and report.max_num_seqs):
+        return None
+    return WorkerSpec(
+        message.address,
+        epoch_name(message.epoch),
+        capacity=report.num_blocks * report.block_size,
+        block_size=report.block_size,
+        slots=report.max_num_seqs,
+    )
+
+
+def report_from(message: pb.WorkerReport) -> Report:
+    report = message.report
+    columns = (report.request_ids, report.generated, report.prompt_tokens, report.max_tokens)
+    return Report(
+        epoch_name(message.epoch),
+        report.sequence,
+        tuple(
+            Running(name, generated, prompt, limit or None)
+            for name, generated, prompt, limit in zip(*columns, strict=True)
+        ),
+        report.step_s,
+        report.num_preemptions,
+    )
+
+
+def refusal_message(refusal: Refusal) -> pb.Refusal:
+    return pb.Refusal(
+        request_id=refusal.request_id,
+        reason=refusal.reason,
+        message=refusal.message,
+        retry_after_s=refusal.retry_after_s,
+    )
+
+
+def wait_message(wait: Wait) -> pb.Wait:
+    return pb.Wait(
+        request_id=wait.request_id,
+        tenant=wait.tenant,
+        reason=wait.reason,
+        waited_s=wait.waited_s,
+        expected_s=wait.expected_s,
+        worker=wait.worker or "",
+        peak=wait.peak,
+        limit=wait.limit,
+    )
+
+
+TOKEN_KEY = "penstock-gate-token"
+
+
+@dataclass(frozen=True, slots=True)
+class GateAddress:
+    """Where one life of the gate listens, and the key to it."""
+
+    address: str
+    token: str
+    pid: int

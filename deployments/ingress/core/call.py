@@ -1,0 +1,169 @@
+"""The nouns of the front ends: what a client asks for (`Call`), and what it gets (`TextDelta`).
+
+Knows nothing of HTTP, gRPC, tokenizers or workers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.deployments.ingress.core.logprobs import ScoredToken
+from penstock.deployments.ingress.core.tools import Toolset
+from penstock.workers.request import FinishReason, SamplingParams
+
+MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
+
+
+def new_request_id() -> str:
+    """Names a call within the server and in its logs; no client chooses it."""
+    return secrets.token_hex(12)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What clients may know of a model. `max_model_len`: most tokens of prompt and answer."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    has_chat_template: bool = False
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, for the model's chat template. Each message has `role` and `content`.
+
+    `variables` are for the template, which must know them; their values are plain.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    add_generation_prompt: bool = True
+    tools: Toolset | None = None
+    variables: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a front end understood of one generation that a client asks for.
+
+    `model` None or "" means the one that is served. `deadline_s` is a point on time.monotonic().
+    Of the prompt, the last `truncate_prompt_tokens` are taken; with `echo` it is part of the text,
+    and then `params.max_tokens` may be 0: the prompt is scored, and not answered. `bad_words` join
+    `params.bad_words_ids`.
+    Of those who wait, the lowest `priority` comes first. `tenant` is whom the caller says it calls
+    for: shares are by principal, or without keys by tenant.
+    `principal` tells callers apart for Cancel. `front` and `client_id` are for the log only.
+    With `wants_timings` the usage says where the time went. With `splits_reasoning` the reasoning
+    of a model that has marks for it is kept apart from its answer to a conversation.
+    """
+
+    prompt: str | tuple[int, ...] | ChatPrompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    model: str | None = None
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    echo: bool = False
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    request_id: str = field(default_factory=new_request_id)
+    client_id: str | None = None
+    deadline_s: float | None = None
+    principal: str = ""
+    tenant: str = ""
+    priority: int = 0
+    front: str = ""
+    wants_timings: bool = False
+    splits_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one answer went, in seconds. None: it did not come so far.
+
+    `queue_s` and `prefill_s` are the worker's; `first_token_s` also has what lies between the
+    client and the worker, both ways. `decode_s` goes from the first token to the last.
+    """
+
+    queue_s: float | None
+    prefill_s: float | None
+    first_token_s: float | None
+    decode_s: float | None
+    total_s: float
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache.
+
+    `reasoning_tokens` of the answer came up to the end of the reasoning, its marks included.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    evicted_tokens: int = 0  # put out of sight for good by a sink window
+    moe_mode: str = ""  # how exact the experts were, if not exact, or if that was asked for
+    neurons: int = 0  # sparse: of the experts that tokens of the answer had
+    skipped_neurons: int = 0  # of those, the ones left out
+    timings: Timings | None = None  # with the last piece, where wanted
+    shares_prompt: bool = False  # with another answer of the same call, which counts it
+
+    @classmethod
+    def total(cls, usages: Iterable[Usage]) -> Usage:
+        """Of all answers of a call; a prompt that some of them share is counted once."""
+        sums = cls(0)
+        for usage in usages:
+            sums.completion_tokens += usage.completion_tokens
+            sums.reasoning_tokens += usage.reasoning_tokens
+            sums.evicted_tokens += usage.evicted_tokens
+            sums.moe_mode = sums.moe_mode or usage.moe_mode
+            sums.neurons += usage.neurons
+            sums.skipped_neurons += usage.skipped_neurons
+            if not usage.shares_prompt:
+                sums.prompt_tokens += usage.prompt_tokens
+                sums.cached_tokens += usage.cached_tokens
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """A piece of a call of a tool: `index` tells the calls of an answer apart.
+
+    The first piece of a call has its id and name. `arguments` is JSON, in pieces to be joined.
+    """
+
+    index: int
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """A piece of an answer. The last one has `finish_reason` (never ERROR) and `usage`.
+
+    `text` may be empty while a character, or what may become a stop string, is incomplete.
+    `reasoning` comes before all text of the answer.
+    `stop_reason` is the stop string or the stop token that ended the answer, if one did.
+    `scores`, where asked for, are of the tokens whose text is out with this piece; in the end there
+    is one for every token that is counted, and with echo for the prompt's before. `prompt_scores`,
+    where asked for, come with the first piece.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    scores: list[ScoredToken] = field(default_factory=list)
+    prompt_scores: list[ScoredToken] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallPiece] = field(default_factory=list)
+    ends_in_tool_calls: bool = False  # the last piece, where the answer stopped and made some

@@ -1,0 +1,206 @@
+"""One answer on its way: token deltas in, pieces of text out, until something ends it.
+
+Knows nothing of where the deltas come from or where the text goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, Usage
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.logprobs import (
+    ScoredToken,
+    ScoreQueue,
+    TokenBytes,
+    scored,
+    scored_prompt,
+)
+from penstock.deployments.ingress.core.request_metrics import RequestTimes
+from penstock.deployments.ingress.core.streams import Alarm
+from penstock.deployments.ingress.core.tool_parser import ToolCallReader
+from penstock.deployments.ingress.core.validation import scores_only
+from penstock.workers.request import Delta, FinishReason, Request, RequestError, TokenLogprob
+from penstock.workers.text.detokenizer import Detokenizer, StopChecker
+from penstock.workers.text.reasoning import ReasoningReader
+
+
+class Generation:
+    """A checked request and the state of its answer."""
+
+    def __init__(
+        self,
+        request: Request,
+        call: Call,
+        detokenizer: Detokenizer,
+        *,
+        token_bytes: TokenBytes,
+        start_s: float,
+        first: Generation | None = None,
+        reasoning: ReasoningReader | None = None,
+    ):
+        """`first`: the first answer to the same prompt, if this is another one.
+
+        `reasoning`: for answers from which it is to be told apart.
+        """
+        self.request = request
+        self.call = call
+        self.first = first
+        self.times = RequestTimes(start_s)
+        self.usage = Usage(prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None)
+        self.alarm = Alarm(call.deadline_s)
+        self.is_cancelled = False
+        self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._token_bytes = token_bytes
+        self._detokenizer = detokenizer
+        self._reasoning = reasoning
+        self._thoughts: list[str] = []  # of the piece that is being made
+        self._stops = StopChecker(request.params.stop)
+        self._scores = None if call.params.logprobs is None else ScoreQueue()
+        # What its tokens spell is the answer, with nothing to look for in it or to tell of it.
+        self._is_plain = not request.params.stop and reasoning is None and self._scores is None
+        self._num_sent = 0  # characters
+        self._is_first_delta = True
+        tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
+        self._tool_calls = None if tools is None else ToolCallReader(tools)
+
+    def read_tool_calls(self, piece: TextDelta) -> TextDelta:
+        """`piece` with the calls in its text taken out, where the call has tools."""
+        return piece if self._tool_calls is None else self._tool_calls.read(piece)
+
+    def cancel(self) -> None:
+        """End the answer at the next chance, waking whoever waits for its next delta."""
+        self.is_cancelled = True
+        self.alarm.ring()
+
+    def work_in(self, delta: Delta) -> int:
+        """How much `take` has to spell out of `delta`, in tokens."""
+        num_prompt = len(delta.prompt_logprobs)
+        if self._is_first_delta and self.call.echo:
+            num_prompt = len(self.request.prompt_ids)
+        return len(delta.token_ids) + num_prompt * (1 + (self.request.params.prompt_logprobs or 0))
+
+    def take(self, delta: Delta) -> TextDelta:
+        """The text that `delta` adds. Raises ServiceError if it says that the request failed.
+
+        Tokens behind a complete stop string are neither rendered nor counted, so the answer does
+        not depend on how many tokens came in one delta.
+        """
+        if delta.finish_reason is FinishReason.ERROR:
+            if delta.error_message:
+                raise RequestError(
+                    delta.error_message,
+                    param=delta.error_param,
+                    code=delta.error or "internal_error",
+                )
+            raise ServiceError(delta.error or "internal_error")
+        self.usage.evicted_tokens = max(self.usage.evicted_tokens, delta.num_evicted_tokens)
+        if delta.finish_reason is not None:
+            self._take_moe(delta)
+        self.usage.cached_tokens = max(self.usage.cached_tokens, delta.num_cached_tokens)
+        if not self._is_first_delta:
+            return self._answer(delta, "")
+        self._is_first_delta = False
+        self.prompt_logprobs = (self.first or self).prompt_logprobs or delta.prompt_logprobs
+        echo = self._echo() if self.call.echo else ""
+        if scores_only(self.call) and delta.finish_reason is not FinishReason.ABORT:
+            text = echo + self._detokenizer.finish()
+            piece = self._last(text, [], FinishReason.LENGTH, None)
+        else:
+            piece = self._answer(delta, echo)
+        if self.call.params.prompt_logprobs is not None:
+            piece.prompt_scores = self._prompt_scores(self.call.params.prompt_logprobs)
+        return piece
+
+    def _take_moe(self, last: Delta) -> None:
+        """How exact the experts were: said where they were not, or where it was asked for."""
+        if last.moe_mode != "exact" or self.call.params.moe_mode is not None:
+            self.usage.moe_mode = last.moe_mode
+            self.usage.neurons = last.num_neurons
+            self.usage.skipped_neurons = last.num_skipped_neurons
+
+    def _answer(self, delta: Delta, echo: str) -> TextDelta:
+        if self._is_plain and delta.finish_reason is None:
+            self.usage.completion_tokens += len(delta.token_ids)
+            return self._piece(echo + self._detokenizer.feed(delta.token_ids), delta.token_ids)
+        texts = [echo]
+        for i, token_id in enumerate(delta.token_ids):
+            is_stop = delta.stop_token_id is not None and i + 1 == len(delta.token_ids)
+            is_rendered = not is_stop or self.call.include_stop_str_in_output
+            self.usage.completion_tokens += 1
+            added = self._detokenizer.feed([token_id]) if is_rendered else ""
+            if self._scores is not None:
+                num_top = self.call.params.logprobs or 0
+                self._scores.add(scored(delta.logprobs[i], num_top, self._token_bytes), added)
+            text, stop = self._check(self._without_reasoning(added))
+            texts.append(text)
+            if stop is not None:
+                ids = delta.token_ids[: i + 1]
+                return self._last("".join(texts), ids, FinishReason.STOP, stop)
+        if delta.finish_reason is None:
+            return self._piece("".join(texts), delta.token_ids)
+        text, stop = self._check(self._without_reasoning(self._detokenizer.finish(), is_end=True))
+        texts.append(text)
+        if stop is not None:
+            return self._last("".join(texts), delta.token_ids, FinishReason.STOP, stop)
+        texts.append(self._stops.finish())
+        is_asked_for = delta.stop_token_id in self.request.params.stop_token_ids
+        stop_token_id = delta.stop_token_id if is_asked_for else None
+        return self._last("".join(texts), delta.token_ids, delta.finish_reason, stop_token_id)
+
+    def _echo(self) -> str:
+        """The text of the prompt, before which no text was; an unfinished character waits."""
+        texts = [self._detokenizer.feed([token_id]) for token_id in self.request.prompt_ids]
+        if self._scores is not None:
+            for score, text in zip(self._prompt_scores(self.call.params.logprobs or 0), texts):
+                self._scores.add(score, text)
+        return "".join(texts)
+
+    def _prompt_scores(self, num_top: int) -> list[ScoredToken]:
+        return scored_prompt(
+            self.request.prompt_ids, self.prompt_logprobs, num_top, self._token_bytes
+        )
+
+    def _without_reasoning(self, text: str, *, is_end: bool = False) -> str:
+        """What of `text` is answer; the reasoning in it goes out with the next piece."""
+        reader = self._reasoning
+        if reader is None:
+            return text
+        was_inside = reader.is_inside
+        thought, text = reader.feed(text)
+        if was_inside or reader.is_inside:
+            self.usage.reasoning_tokens = self.usage.completion_tokens
+        if is_end:
+            last_thought, last_text = reader.finish()
+            thought, text = thought + last_thought, text + last_text
+        self._thoughts.append(thought)
+        return text
+
+    def _check(self, text: str) -> tuple[str, str | None]:
+        """Stop strings count only in text that came after the first min_tokens tokens."""
+        if self.usage.completion_tokens <= self.request.params.min_tokens:
+            return text, None
+        text, stop = self._stops.feed(text)
+        if stop is not None and self.call.include_stop_str_in_output:
+            text += stop
+        return text, stop
+
+    def _piece(self, text: str, token_ids: list[int]) -> TextDelta:
+        self._num_sent += len(text)
+        num_out = self._num_sent
+        if self._reasoning is not None:
+            num_out += self._reasoning.num_taken
+        scores = [] if self._scores is None else self._scores.release(num_out)
+        thought = "".join(self._thoughts)
+        self._thoughts.clear()
+        return TextDelta(text, token_ids, scores=scores, reasoning=thought)
+
+    def _last(
+        self, text: str, token_ids: list[int], reason: FinishReason, stop: str | int | None
+    ) -> TextDelta:
+        piece = self._piece(text, token_ids)
+        piece.finish_reason, piece.stop_reason, piece.usage = reason, stop, self.usage
+        if self._scores is not None:
+            piece.scores += self._scores.release_all(self._num_sent)
+        return piece

@@ -1,0 +1,143 @@
+"""Answers that may reason first: what the request core needs for the calls that want them split.
+
+Where such an answer must have a shape, the grammar is one of the reasoning, then the answer's own;
+it is compiled, and bounded, as any other. Knows nothing of front ends or workers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.deployments.ingress.core.call import Call, ChatPrompt
+from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.structured_spec import (
+    WHITE_SPACE,
+    StructuredKind,
+    StructuredSpec,
+    json_in_grammar,
+)
+from penstock.workers.text.reasoning import (
+    PUBLISHED,
+    TAIL_TOKENS,
+    Marks,
+    ReasoningReader,
+    Start,
+    marks_in,
+    start_of,
+)
+from penstock.workers.text.tokenizer import Tokenizer
+
+_BREAKS = r"/\n{0,4}/"  # behind the closing mark; they are no part of the answer
+_ESCAPED = re.compile(r"\\.|/|\n|::", re.DOTALL)
+
+
+def find_marks(setting: str | None, tokenizer: Tokenizer) -> Marks | None:
+    """The marks of a model; None: it has none.
+
+    `setting`: None, both marks with a space between, or 'auto': published ones that the chat
+    template writes or that are tokens of their own. Raises ConfigError.
+    """
+    if setting is None:
+        return None
+    if setting == "auto":
+        template = tokenizer.chat_template or ""
+        known = (m for m in PUBLISHED if m.closing in template or _are_tokens(m, tokenizer))
+        return next(known, None)
+    return marks_in(setting)
+
+
+def _are_tokens(marks: Marks, tokenizer: Tokenizer) -> bool:
+    return all(tokenizer.token_id(mark) is not None for mark in (marks.opening, marks.closing))
+
+
+class Reasoning:
+    """One model's reasoning. Without `marks` it has none, and nothing here costs anything."""
+
+    def __init__(self, marks: Marks | None, tokenizer: Tokenizer):
+        self._marks = marks
+        self._tokenizer = tokenizer
+
+    def shown(self, call: Call) -> frozenset[str]:
+        """Tokens that must be rendered so that the marks are found."""
+        marks = self._marks_for(call)
+        return frozenset() if marks is None else frozenset((marks.opening, marks.closing))
+
+    def reader(self, call: Call, prompt_ids: Sequence[int]) -> ReasoningReader | None:
+        """For one answer; None: nothing is to be told apart."""
+        marks = self._marks_for(call)
+        if marks is None:
+            return None
+        return ReasoningReader(marks, self._start(marks, prompt_ids))
+
+    def params(
+        self, call: Call, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> SamplingParams:
+        """`params`, of which a shape holds behind the reasoning. Raises RequestError."""
+        marks = self._marks_for(call)
+        if marks is None or params.structured is None:
+            return params
+        start = self._start(marks, prompt_ids)
+        spec = after_reasoning(params.structured, marks, start, self._tokenizer)
+        if (problem := spec.problem()) is not None:
+            raise RequestError(f"{spec.param} {problem}", param=spec.param)
+        return replace(params, structured=spec)
+
+    def _marks_for(self, call: Call) -> Marks | None:
+        splits = call.splits_reasoning and isinstance(call.prompt, ChatPrompt)
+        return self._marks if splits else None
+
+    def _start(self, marks: Marks, prompt_ids: Sequence[int]) -> Start:
+        return start_of(marks, self._tokenizer.decode(prompt_ids[-TAIL_TOKENS:]))
+
+
+def after_reasoning(
+    spec: StructuredSpec, marks: Marks, start: Start, tokenizer: Tokenizer
+) -> StructuredSpec:
+    """`spec`, let in only behind the reasoning. It must have been checked before.
+
+    Raises RequestError naming its field for a grammar in GBNF, which cannot be part of another.
+    """
+    if start is Start.AFTER:
+        return spec
+    # A special token is no text, so it ends any text by itself.
+    if tokenizer.is_special(marks.closing):
+        thought = f"thought: /(?s:.*)/ <[{tokenizer.token_id(marks.closing)}]>"
+    else:
+        thought = f"thought[suffix={json.dumps(marks.closing)}]: /(?s:.*)/"
+    opening = json.dumps(marks.opening)
+    if tokenizer.is_special(marks.opening):
+        opening = f"<[{tokenizer.token_id(marks.opening)}]>"
+    first = "reasoning" if start is Start.INSIDE else f"({opening} reasoning)?"
+    lines = [f"start: {first} answer", f"reasoning: thought {_BREAKS}", thought]
+    text = "\n".join([*lines, f"answer: {_answer(spec)}"])
+    return replace(spec, kind=StructuredKind.GRAMMAR, text=text, lenient=False)
+
+
+def _answer(spec: StructuredSpec) -> str:
+    """The right side of a Lark rule for what `spec` allows."""
+    match spec.kind:
+        case StructuredKind.JSON_OBJECT | StructuredKind.JSON_SCHEMA:
+            schema = json.loads(spec.text) if spec.text else {"type": "object"}
+            schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, "lenient": spec.lenient}
+            return f"%json {json_in_grammar(schema)}"
+        case StructuredKind.REGEX:
+            return f"/{_ESCAPED.sub(_escape, spec.text)}/"
+        case StructuredKind.CHOICE:
+            return " | ".join(map(json_in_grammar, json.loads(spec.text)))
+        case StructuredKind.GRAMMAR:
+            if "::=" in spec.text:
+                raise RequestError(
+                    f"{spec.param}: this model reasons before it answers, and a GBNF grammar "
+                    "cannot follow that; write it in Lark",
+                    param=spec.param,
+                )
+            return f"%lark {{\n{spec.text}\n}}"
+
+
+def _escape(match: re.Match[str]) -> str:
+    """What may not stand as it is between the slashes of a Lark expression."""
+    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "::": r":\x3a"}
+    return written.get(match[0], match[0])

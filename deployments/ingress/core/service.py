@@ -1,0 +1,334 @@
+"""The one place where a call becomes a Request, and token deltas become text, for all front ends.
+
+Every cap and check that a client can meet is here, so no front end can miss one. Knows nothing of
+HTTP, gRPC or workers: front ends hand in `Call`s, and a `TokenBackend` makes tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from penstock.deployments.ingress.core.access_log import log_request
+from penstock.deployments.ingress.core.admission_request import AskedRequest, asked
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel, TextDelta
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.prompts import MAX_INLINE_SIZE, PromptReader
+from penstock.deployments.ingress.core.prompts import beside_the_loop as beside_the_loop
+from penstock.deployments.ingress.core.reasoning import Reasoning
+from penstock.deployments.ingress.core.request_metrics import DISCONNECT, RequestMetrics
+from penstock.deployments.ingress.core.streams import side_by_side
+from penstock.deployments.ingress.core.validation import (
+    check_choices,
+    check_extras,
+    check_ids,
+    check_length,
+    check_text,
+    engine_params,
+    nth_choice,
+)
+from penstock.workers.config import EngineConfig
+from penstock.workers.context_policy import ContextSettings
+from penstock.workers.request import Delta, FinishReason, Request, RequestError
+from penstock.workers.text.reasoning import Marks
+from penstock.workers.text.tokenizer import Tokenizer
+
+MAX_BODY_BYTES = 4 << 20
+MAX_PROMPTS = 64  # prompts of one call
+MAX_MODEL_NAME_CHARS = 200
+
+
+class TokenBackend(Protocol):
+    """Whatever turns a Request into Deltas: the workers of a cluster, or an engine in-process."""
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Deltas until one has a finish_reason. Closing the iterator cancels the request."""
+
+    def ready(self) -> bool:
+        """Whether a request would be served now."""
+
+
+class Learner(Protocol):
+    """Whoever wants to know how long answers become."""
+
+    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+        """`ended`: "stop", "length" (it was cut) or "cancel"."""
+
+
+# Of finish reasons. What else ends an answer says nothing about its length.
+_ENDED = {
+    FinishReason.STOP.value: "stop",
+    FinishReason.LENGTH.value: "length",
+    FinishReason.ABORT.value: "cancel",
+    DISCONNECT: "cancel",
+}
+
+
+class RequestCore:
+    """Validates calls, runs them on a backend, and gives text. Lives on one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        backend: TokenBackend,
+        *,
+        model_name: str,
+        vocab_size: int,
+        max_model_len: int,
+        marks: Marks | None = None,
+        contexts: ContextSettings | None = None,
+        learner: Learner | None = None,
+    ):
+        """`learner`: hears how long each answer was; then the backend gets AskedRequests.
+        `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
+        `contexts`: what requests may see of their past; None: as a worker that is told nothing."""
+        self.tokenizer = tokenizer
+        self._backend = backend
+        model = ServedModel(model_name, vocab_size, max_model_len, tokenizer.has_chat_template)
+        self._models = {model_name: model}
+        self._default_model = model_name
+        self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
+        self._learner = learner
+        self._prompts = PromptReader(tokenizer)
+        self._reasoning = Reasoning(marks, tokenizer)
+        self._running: dict[str, list[Generation]] = {}  # by the call's id
+        self.metrics = RequestMetrics(model_name, max_model_len)
+
+    def ready(self) -> bool:
+        """Whether a request would be served now."""
+        return self._backend.ready()
+
+    def models(self) -> list[ServedModel]:
+        return list(self._models.values())
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of that name. Raises RequestError model_not_found."""
+        found = self._models.get(name or self._default_model)
+        if found is None:
+            shown = ascii((name or "")[:MAX_MODEL_NAME_CHARS])
+            known = ", ".join(self._models)
+            raise RequestError(
+                f"the model {shown} is not served here; served: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+    async def prepare(self, call: Call) -> Generation:
+        """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
+        start_s = time.monotonic()
+        try:
+            model = self.model(call.model)
+            params = engine_params(call)
+            params.check(model.vocab_size)
+            check_extras(call)
+            for stop in call.params.stop:
+                check_text(stop, "stop")
+            self._contexts.context(params)
+            limit = self._contexts.max_total_tokens(params)
+            prompt_ids = await self._prompts.ids(call, model, limit)
+            if call.truncate_prompt_tokens is not None:
+                prompt_ids = prompt_ids[-call.truncate_prompt_tokens :]
+            check_length(len(prompt_ids), params, limit)
+            params = self._reasoning.params(call, prompt_ids, params)
+            if call.bad_words:
+                words = await self._prompts.bad_words_ids(call.bad_words)
+                params = replace(params, bad_words_ids=params.bad_words_ids + words)
+                params.check(model.vocab_size)
+            if call.deadline_s is not None and time.monotonic() >= call.deadline_s:
+                raise ServiceError("deadline_exceeded")
+        except (RequestError, ServiceError) as refusal:
+            log_request(call, finish=refusal.code)
+            raise
+        request = Request(
+            call.request_id,
+            prompt_ids,
+            params,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+        )
+        if self._learner is not None:
+            request = asked(request, call, model.name, self._contexts)
+        return self._generation(request, call, start_s)
+
+    async def prepare_choices(self, call: Call, num_choices: int) -> list[Generation]:
+        """`prepare` for so many answers to one prompt, which is computed once for all of them.
+
+        They are to be run side by side. A seed gives each its own draws, and the same ones again.
+        """
+        try:
+            check_choices(num_choices)
+        except RequestError as refusal:
+            log_request(call, finish=refusal.code)
+            raise
+        first = await self.prepare(call)
+        params, start_s = first.request.params, first.times.start_s
+        others = (
+            replace(
+                first.request, request_id=f"{call.request_id}.{i}", params=nth_choice(params, i)
+            )
+            for i in range(1, num_choices)
+        )
+        return [first, *(self._generation(each, call, start_s, first) for each in others)]
+
+    async def run(self, generation: Generation) -> AsyncGenerator[TextDelta, None]:
+        """The answer in pieces; the last one has finish_reason and usage.
+
+        Raises ServiceError if it cannot be finished. Closing this generator drops the request.
+        """
+        answers = self._running.setdefault(generation.call.request_id, [])
+        answers.append(generation)
+        times, usage = generation.times, generation.usage
+        finish = DISCONNECT
+        try:
+            await self._wait_for_prompt(generation)
+            async with aclosing(self._deltas(generation.request)) as deltas:
+                while True:
+                    delta = await self._next(deltas, generation)
+                    times.engine = delta.engine or times.engine
+                    work = generation.work_in(delta)
+                    if work <= MAX_INLINE_SIZE:  # as it nearly always is: no coroutine for that
+                        piece = generation.take(delta)
+                    else:
+                        piece = await beside_the_loop(work, generation.take, delta)
+                    generation.has_begun.set()
+                    piece = generation.read_tool_calls(piece)
+                    if piece.token_ids:
+                        self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
+                    if piece.finish_reason is not None:
+                        finish = piece.finish_reason.value
+                        if generation.call.wants_timings:
+                            usage.timings = times.timings(time.monotonic())
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+        except (RequestError, ServiceError) as failure:
+            finish = failure.code
+            raise
+        except Exception:
+            finish = "internal_error"
+            raise
+        finally:
+            generation.alarm.close()
+            generation.has_begun.set()  # or whoever waits for its prompt would wait on
+            answers.remove(generation)
+            if not answers:
+                self._running.pop(generation.call.request_id, None)
+            self.metrics.count_end(times, finish, usage)
+            self._learn(generation, finish)
+            log_request(generation.call, finish=finish, generation=generation)
+
+    async def generate(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """`prepare` and `run` in one."""
+        generation = await self.prepare(call)
+        async with aclosing(self.run(generation)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def run_many(
+        self, generations: Sequence[Generation]
+    ) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """All answers side by side, each piece with the index of its generation.
+
+        The first failure ends them all; so does closing this generator.
+        """
+        streams = [self.run(generation) for generation in generations]
+        async with aclosing(side_by_side(streams)) as pieces:
+            async for index_and_piece in pieces:
+                yield index_and_piece
+
+    def cancel(self, request_id: str, principal: str = "") -> bool:
+        """End a call of this principal; its answers end with ABORT. False: there is none."""
+        answers = self._running.get(request_id)
+        if not answers or answers[0].call.principal != principal:
+            return False
+        for generation in answers:
+            generation.cancel()
+        return True
+
+    async def tokenize(
+        self, text: str, *, model: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of `text`. Raises RequestError."""
+        self.model(model)
+        check_text(text, "text")
+        return await beside_the_loop(
+            len(text), self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def prompt_ids(self, call: Call) -> tuple[int, ...]:
+        """The prompt of `call` as the model would read it, however long. Raises RequestError."""
+        model = self.model(call.model)
+        return await self._prompts.ids(call, model, model.max_model_len)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool
+    ) -> str:
+        """The text of `token_ids`. Raises RequestError."""
+        check_ids(token_ids, self.model(model).vocab_size, "token_ids")
+        return await beside_the_loop(
+            len(token_ids),
+            self.tokenizer.decode,
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def _learn(self, generation: Generation, finish: str) -> None:
+        """Tell how long an answer was, unless an error ended it."""
+        request, ended = generation.request, _ENDED.get(finish)
+        if self._learner is not None and isinstance(request, AskedRequest) and ended is not None:
+            self._learner.learn(request, generation.usage.completion_tokens, ended)
+
+    def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
+        deltas = self._backend.generate(request)
+        assert isinstance(deltas, AsyncGenerator), "a backend's generate is an async generator"
+        return deltas
+
+    async def _next(self, deltas: AsyncIterator[Delta], generation: Generation) -> Delta:
+        if generation.is_cancelled:
+            return _aborted(generation)
+        try:
+            return await generation.alarm.wait(anext(deltas))
+        except TimeoutError:
+            if generation.is_cancelled:
+                return _aborted(generation)
+            raise ServiceError("deadline_exceeded") from None
+        except StopAsyncIteration:
+            raise ServiceError("worker_lost") from None
+
+    async def _wait_for_prompt(self, generation: Generation) -> None:
+        """Until the first answer to the same prompt has left it in the prefix cache."""
+        if generation.first is None:
+            return
+        try:
+            await generation.alarm.wait(generation.first.has_begun.wait())
+        except TimeoutError:
+            if not generation.is_cancelled:
+                raise ServiceError("deadline_exceeded") from None
+
+    def _generation(
+        self, request: Request, call: Call, start_s: float, first: Generation | None = None
+    ) -> Generation:
+        # What is not echoed and is no conversation goes on in the midst of a text.
+        continues = not (call.echo or isinstance(call.prompt, ChatPrompt))
+        return Generation(
+            request,
+            call,
+            self.tokenizer.detokenizer(
+                skip_special_tokens=call.skip_special_tokens,
+                after=request.prompt_ids if continues else (),
+                shown=self._reasoning.shown(call),
+            ),
+            token_bytes=self.tokenizer.token_bytes,
+            start_s=start_s,
+            first=first,
+            reasoning=self._reasoning.reader(call, request.prompt_ids),
+        )
+
+
+def _aborted(generation: Generation) -> Delta:
+    return Delta(generation.request.request_id, [], FinishReason.ABORT)

@@ -1,0 +1,66 @@
+"""Passes: how much this ingress may send to each worker without asking the gate.
+
+The gate renews them many times a second; what has come in since it last counted is taken off here.
+Knows nothing of streams or workers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.deployments.ingress.core.admission_request import AskedRequest
+
+FRESH_S = 1.0  # older ones are worth nothing: the gate has fallen silent
+MARGIN = 64  # tokens for what blocks leave empty
+
+
+@dataclass(slots=True)
+class Passes:
+    """Tokens and slots by worker, named by its epoch."""
+
+    _given: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _given_at: float = 0.0
+    _used: deque[tuple[int, int, int]] = field(default_factory=deque)  # message, epoch, tokens
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the gate had room, whatever happens, when it last told."""
+        return bool(self._given)
+
+    def renew(self, as_of: int, given: dict[int, tuple[int, int]], now: float) -> None:
+        """New ones, in which all up to message `as_of` is counted."""
+        while self._used and self._used[0][0] <= as_of:
+            self._used.popleft()
+        self._given, self._given_at = given, now
+        for _, epoch, tokens in self._used:
+            self._spend(epoch, tokens)
+
+    def take(
+        self, request: AskedRequest, epochs: Sequence[int], number: int, now: float
+    ) -> int | None:
+        """The first of `epochs` for which there is one; the gate is told by message `number`."""
+        limit = request.features.max_tokens
+        if now - self._given_at > FRESH_S or limit is None:
+            return None
+        tokens = request.features.prompt_tokens + limit
+        if request.ceiling is not None:
+            tokens = min(tokens, request.ceiling)
+        tokens += MARGIN
+        for epoch in epochs:
+            left, slots = self._given.get(epoch, (0, 0))
+            if slots >= 1 and tokens <= left:
+                self._used.append((number, epoch, tokens))
+                self._spend(epoch, tokens)
+                return epoch
+        return None
+
+    def drop(self, epoch: int) -> None:
+        """That worker is gone."""
+        self._given.pop(epoch, None)
+
+    def _spend(self, epoch: int, tokens: int) -> None:
+        if epoch in self._given:
+            left, slots = self._given[epoch]
+            self._given[epoch] = (left - tokens, slots - 1)

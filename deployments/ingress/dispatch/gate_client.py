@@ -1,0 +1,290 @@
+"""The ingress's end of the gate: asks who may come in, and never waits for a gate that is away.
+
+Requests come in with a pass, which the gate hands out while there is room whatever happens; or they
+ask, and wait. No first answer within `answer_s`, or a broken stream, sends a request the old way:
+to the worker with the least to do, whose own queue it then waits in. Three faults in a row open the
+breaker. Knows nothing of how the gate decides, or of how workers are reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
+from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.dispatch.circuit_breaker import Breaker
+from penstock.deployments.ingress.dispatch.credits import Passes
+from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
+from penstock.deployments.ingress.dispatch.pending_admission import Asking
+from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+from penstock.workers.stats import Histogram
+
+log = logging.getLogger("penstock.gate")
+
+ANSWER_S = 0.02
+SILENCE_TICKS = (
+    5  # the gate speaks four times a second: so many quarters of silence, and it is gone
+)
+TICK_S = 0.25
+CONNECT_TIMEOUT_S = 3.0
+BACKOFF_S = (0.1, 1.0)
+WAIT_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
+
+
+class GateClient:
+    """The gate as this ingress sees it. Lives on one event loop."""
+
+    def __init__(
+        self,
+        ingress_id: str,
+        where: Callable[[], Awaitable[GateAddress]],
+        *,
+        answer_s: float = ANSWER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.breaker = Breaker()
+        self.figures = pb.Figures()  # as the gate last told
+        self.waits = Histogram(WAIT_BOUNDS)  # seconds, of those that asked and came in
+        self.num_passed = self.num_asked = self.num_ticketed = self.num_fallback = 0
+        self._where = where
+        self._answer_s = answer_s
+        self._clock = clock
+        self._asking: dict[str, Asking] = {}
+        self._passes = Passes()
+        self._outbox = GateOutbox(ingress_id)
+        self._is_connected = False
+        self._num_silent_ticks = 0
+        self._address: GateAddress | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_connected
+
+    @property
+    def breaker_state(self) -> str:
+        return self.breaker.state(self._clock())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of this ingress that wait at the gate."""
+        return len(self._asking)
+
+    async def admit(
+        self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
+    ) -> int | None:
+        """The epoch of the worker that has room; waits for it. None: choose one yourself.
+
+        `epochs`: the workers to choose from, best first. `again`: a worker sent it back. Raises
+        ServiceError if it may not come in. Tell `ended` in any case, also after a cancellation.
+        """
+        now = self._clock()
+        if not self._is_connected or not self.breaker.allows(now):
+            self.num_fallback += 1
+            return None
+        if not again:
+            epoch = self._passes.take(request, epochs, self._outbox.next_number, now)
+            if epoch is not None:
+                self.num_passed += 1
+                self._outbox.entered(request, epoch)
+                return epoch
+        self.num_asked += 1
+        asking = self._asking[request.request_id] = Asking()
+        try:
+            if not await self._ask(request, asking, again):
+                self.breaker.fault(self._clock())
+                self.num_fallback += 1
+                self.ended(request.request_id, 0)
+                return None
+            epoch = await asking.decided
+        finally:
+            del self._asking[request.request_id]
+        if epoch is None:
+            self.num_fallback += 1
+        else:
+            self.num_ticketed += 1
+            self.waits.observe(self._clock() - now)
+        return epoch
+
+    def ended(self, request_id: str, num_generated: int) -> None:
+        """A request is over, whatever became of it: its memory is free."""
+        is_awaited = bool(self._asking or self.figures.num_waiting or not self._passes.has_any)
+        self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
+
+    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+        """How long an answer was, and why: "stop", "length" or "cancel"."""
+        self._outbox.learn(request, length, ended)
+
+    def report(self, address: str, epoch: int, report: channel_pb2.Report) -> None:
+        """What a worker has said of itself: handed on."""
+        self._outbox.report(address, epoch, report)
+
+    def lost(self, epoch: int) -> None:
+        """A worker is no longer connected."""
+        self._outbox.lost(epoch)
+        self._passes.drop(epoch)
+
+    def release(self) -> None:
+        """Nobody waits at the gate any more: all that did go their own way."""
+        for asking in self._asking.values():
+            asking.decide(None)
+
+    async def explain(self, limit: int) -> pb.ExplainResponse | None:
+        """Who waits, and why; None while the gate is away."""
+        if self._address is None or not self._is_connected:
+            return None
+        try:
+            response: pb.ExplainResponse = await self._stub.Explain(
+                pb.ExplainRequest(limit=limit), metadata=self._metadata(), timeout=1.0
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        except asyncio.CancelledError:  # also gRPC's word for a channel that was closed meanwhile
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return None
+        return response
+
+    async def run(self) -> None:
+        """Connect, and again after each break, for ever."""
+        backoff_s = BACKOFF_S[0]
+        while True:
+            try:
+                self._address = await self._where()
+                async with grpc.aio.insecure_channel(
+                    self._address.address, options=OPTIONS
+                ) as channel:
+                    self._stub = gate_pb2_grpc.GateStub(channel)
+                    await self._serve_stream()
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # Ray's, gRPC's, or time: all mean that it is away
+                level = logging.WARNING if self._is_connected else logging.DEBUG
+                log.log(level, "the gate is away (%s): requests go without it", _kind(error))
+            if self._is_connected:
+                backoff_s = BACKOFF_S[0]
+            self._break()
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+            backoff_s = min(2 * backoff_s, BACKOFF_S[1])
+
+    async def _ask(self, request: AskedRequest, asking: Asking, again: bool) -> bool:
+        """Whether the gate says a word in time.
+
+        Where it had room when it last told, there may be some for this one, whatever its text says:
+        it is asked without, and the text is read while it answers.
+        """
+        if self._passes.has_any and not again:
+            self._outbox.ask(request, text_follows=True)
+            await asyncio.sleep(0)  # it goes out
+            self._outbox.read_text(request)
+            if not await self._hears(asking):
+                return False
+            if asking.decided.done():
+                if not asking.decided.exception() and (epoch := asking.decided.result()):
+                    self._outbox.tell_text(request, epoch)
+                return True
+            asking.answered.clear()
+        self._outbox.ask(request, declined=again)
+        return await self._hears(asking)
+
+    async def _hears(self, asking: Asking) -> bool:
+        """Whether the gate says a word in time."""
+        try:
+            async with asyncio.timeout(self._answer_s):
+                await asking.answered.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _serve_stream(self) -> None:
+        stream = self._stub.Connect(metadata=self._metadata())
+        self._outbox.begin()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await stream.write(self._outbox.take())
+            first = await stream.read()
+        if first is grpc.aio.EOF:
+            return
+        self._num_silent_ticks, self._is_connected = 0, True
+        self._outbox.open()
+        self.breaker.success()
+        self._take(first)
+        log.info("the gate is there")
+        ends = [
+            asyncio.ensure_future(self._read(stream)),
+            asyncio.ensure_future(self._write(stream)),
+            asyncio.ensure_future(self._watch()),
+        ]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                end.result()
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _read(self, stream: Any) -> None:
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            self._num_silent_ticks = 0
+            self._take(message)
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            await self._outbox.due()
+            await stream.write(self._outbox.take())
+
+    async def _watch(self) -> None:
+        # Turns of this loop, not seconds: if it was this process that stood still, the gate has
+        # had no chance to be heard.
+        while self._num_silent_ticks < SILENCE_TICKS:
+            self._num_silent_ticks += 1
+            await asyncio.sleep(TICK_S)
+        raise TimeoutError
+
+    def _take(self, message: pb.ToIngress) -> None:
+        if message.HasField("passes"):
+            told = message.passes
+            given = dict(zip(told.epochs, zip(told.tokens, told.slots)))
+            self._passes.renew(told.as_of, given, self._clock())
+        if message.HasField("figures"):
+            self.figures = message.figures
+        if message.queued or message.expired or message.tickets or message.refusals:
+            self.breaker.success()
+        for name in message.queued:
+            if (asking := self._asking.get(name)) is not None:
+                asking.answered.set()
+        for ticket in message.tickets:
+            if (asking := self._asking.get(ticket.request_id)) is not None:
+                asking.decide(ticket.epoch)
+        for name in message.expired:
+            if (asking := self._asking.get(name)) is not None:
+                asking.fail(ServiceError("deadline_exceeded"))
+        for refusal in message.refusals:
+            if (asking := self._asking.get(refusal.request_id)) is not None:
+                asking.refuse(refusal)
+
+    def _break(self) -> None:
+        self._is_connected = False
+        self._outbox.close()
+        self._passes = Passes()
+        self.release()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        assert self._address is not None
+        return ((TOKEN_KEY, self._address.token),)
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code().name
+    return type(error).__name__

@@ -1,0 +1,99 @@
+"""One request under way at the ingress: what its worker sent, and when its reader is told of it.
+
+Knows nothing of workers, sockets or text. Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.workers.channel.outbox import joined
+from penstock.workers.request import Delta, FinishReason, Request
+
+# Each message to a client costs the ingress CPU time, whatever is in it: where it has many streams
+# of fast steps, each gets a share of so many messages, but one at least every GATHER_S. What comes
+# too late to share a message is not waited for, and a first or last token never waits.
+MESSAGES_PER_S = 640  # of a link: some 10 % of a core
+GATHER_S = 0.05
+FEW_CALLS = 8  # on a link: so many cost little, and are never held up
+
+
+@dataclass(slots=True, eq=False)
+class RunningCall:
+    """One request on its way: where it runs, and what came of it so far."""
+
+    request: Request
+    num_expected: int  # tokens still to compute, prompt included, as far as one can guess
+    pending: list[Delta] = field(default_factory=list)  # not taken yet: one, and perhaps an error
+    woken_s: float = 0.0  # when its reader was last told of something
+    link: Any = None
+    stream_id: int = 0
+    num_emitted: int = 0
+    num_declined: int = 0  # times that a worker had no room
+    is_second_try: bool = False
+    _is_told: bool = False  # that there is something pending
+    _reader: asyncio.Future[None] | None = None  # waits to be told
+
+    def add(self, delta: Delta) -> None:
+        """Put `delta` to what its reader has not taken yet; tokens before an error stay apart."""
+        if self.pending and delta.finish_reason is not FinishReason.ERROR:
+            joined(self.pending[-1], delta)
+        else:
+            self.pending.append(delta)
+
+    def fail(self, code: str) -> None:
+        self.link = None
+        self.add(Delta(self.request.request_id, [], FinishReason.ERROR, error=code))
+        self.tell(self.woken_s)
+
+    def tell(self, now_s: float) -> None:
+        """Wake the reader. (An asyncio.Event does the same for many readers, at twice the cost.)"""
+        self.woken_s = now_s
+        self._is_told = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def next(self) -> Delta:
+        """All that has come since the last time; waits until there is something."""
+        if not self._is_told:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        delta = self.pending.pop(0)
+        self._is_told = bool(self.pending)
+        return delta
+
+
+class Gathering:
+    """Decides who is not told yet, of the calls of one link. `end` tells all that are held."""
+
+    def __init__(self, end: Callable[[float], None]):
+        self._end = end
+        self._timer: asyncio.TimerHandle | None = None
+        self._stepped_s = 0.0
+        self._step_s = 0.0  # from one step to the next, of late
+
+    def steps(self, now_s: float) -> None:
+        """A step has come."""
+        last_s = min(now_s - self._stepped_s, GATHER_S)
+        self._stepped_s = now_s
+        self._step_s += 0.25 * (last_s - self._step_s)
+
+    def holds(self, call: RunningCall, num_calls: int, now_s: float) -> bool:
+        """Whether what came for `call` waits for more, or for `end`, whichever is first."""
+        until_s = call.woken_s + min(num_calls / MESSAGES_PER_S, GATHER_S)
+        # A step may come a little sooner than usual.
+        if num_calls <= FEW_CALLS or now_s + 0.8 * self._step_s >= until_s:
+            return False
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(until_s, self._on_time)
+        return True
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._end(asyncio.get_running_loop().time())

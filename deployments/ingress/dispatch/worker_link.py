@@ -1,0 +1,215 @@
+"""The ingress's end of the connection with one life of one worker, and the calls on it.
+
+Connects again after each break, and takes a silent worker for dead. Knows nothing of other workers,
+nor of how one is chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from typing import Protocol
+
+from penstock.deployments.ingress.dispatch.in_flight import Gathering, RunningCall
+from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.channel.codec import delta_from, submit_message
+from penstock.workers.channel.framing import MessageLink, connected
+from penstock.workers.request import Delta
+from penstock.workers.stats import WorkerInfo
+
+log = logging.getLogger("penstock.channel")
+
+TICK_S = 0.5
+SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
+CONNECT_TIMEOUT_S = 3.0
+BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
+
+
+class LinkOwner(Protocol):
+    """Who has the links: channel.WorkerPool."""
+
+    def sends(self, call: RunningCall, link: WorkerLink) -> None:
+        """`call` is about to go to the worker."""
+
+    def reported(self, link: WorkerLink, report: pb.Report) -> None:
+        """The worker has said how it stands."""
+
+    def broken(self, link: WorkerLink) -> None:
+        """The connection is gone."""
+
+    def lost(self, call: RunningCall) -> None:
+        """It was on a connection that is gone."""
+
+
+class WorkerLink:
+    """The stream with one life of one worker, and the calls on it."""
+
+    def __init__(self, info: WorkerInfo, ingress_id: str, owner: LinkOwner):
+        self.info = info
+        self.task: asyncio.Task[None] | None = None
+        self.is_listed = True
+        self.is_connected = False
+        self.last_turn = 0
+        self.capacity = info.max_model_len  # tokens of KV, once it reports
+        self._ingress_id = ingress_id
+        self._owner = owner
+        self._calls: dict[int, RunningCall] = {}
+        self._stream_ids = itertools.count(1)
+        self._own_tokens = 0
+        self._others_tokens = 0
+        self._messages: MessageLink | None = None  # while there is a connection
+        self._welcomed: asyncio.Future[None]
+        self._ended: asyncio.Future[str]
+        self._num_silent_ticks = 0
+        self._gathering = Gathering(self._end_gathering)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Tokens that this worker has still to compute, as far as this ingress can guess."""
+        return self._own_tokens + self._others_tokens
+
+    def submit(self, call: RunningCall, *, may_decline: bool = False) -> None:
+        call.link, call.stream_id = self, next(self._stream_ids)
+        self._calls[call.stream_id] = call
+        self._owner.sends(call, self)
+        self._own_tokens += call.num_expected
+        message = submit_message(
+            call.request, call.stream_id, call.num_expected, may_decline=may_decline
+        )
+        self._send(pb.UpMessage(submit=message))
+
+    def cancel(self, call: RunningCall) -> None:
+        self._remove(call)
+        message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
+        self._send(pb.UpMessage(cancel=message))
+
+    async def run(self) -> None:
+        """Connect, and again after each break, until the registry no longer lists the worker."""
+        backoff_s = BACKOFF_S[0]
+        while self.is_listed:
+            try:
+                why = await self._connection()
+            except (OSError, TimeoutError) as error:
+                why = getattr(error, "strerror", None) or "it is silent"
+            finally:
+                was_connected = self.is_connected
+                self._break()
+            level = logging.WARNING if was_connected else logging.DEBUG
+            log.log(level, "worker %s: no connection (%s)", self.info.address, why)
+            if was_connected:
+                backoff_s = BACKOFF_S[0]
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+            backoff_s = min(2 * backoff_s, BACKOFF_S[1])
+
+    async def _connection(self) -> str:
+        """One connection, and why it ended. Raises OSError or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        self._welcomed, self._ended = loop.create_future(), loop.create_future()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            self._messages = MessageLink(
+                loop,
+                await connected(self.info.address),
+                on_message=self._take_message,
+                on_end=self._ended.set_result,
+            )
+            hello = pb.Hello(ingress_id=self._ingress_id, token=self.info.token)
+            self._send(pb.UpMessage(hello=hello))
+            await asyncio.wait((self._welcomed, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            return self._ended.result()
+        log.info("worker %s connected", self.info.address)
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait((watching, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        return self._ended.result() if self._ended.done() else "it is silent"
+
+    def _send(self, message: pb.UpMessage) -> None:
+        if self._messages is not None:
+            message.epoch = self.info.epoch
+            self._messages.send(message.SerializeToString())
+
+    def _take_message(self, data: bytes) -> None:
+        message = pb.DownMessage.FromString(data)
+        self._num_silent_ticks = 0
+        if message.epoch != self.info.epoch:
+            return
+        if message.HasField("step"):
+            self._take_step(message.step)
+        elif message.HasField("report"):
+            self._others_tokens = message.report.others_tokens
+            self.capacity = message.report.num_blocks * message.report.block_size
+            self._owner.reported(self, message.report)
+        elif message.HasField("welcome"):
+            # At once, and not when a task hears of it: what comes behind it counts.
+            self.is_connected = True
+            if not self._welcomed.done():
+                self._welcomed.set_result(None)
+        elif message.HasField("rejection") and self._messages is not None:
+            self._messages.end(message.rejection.reason)
+
+    async def _watch(self) -> None:
+        # Counts turns of this loop, not seconds: if it was this process that stood still, the
+        # worker has had no chance to be heard.
+        while self._num_silent_ticks < SILENCE_TICKS:
+            self._num_silent_ticks += 1
+            self._send(pb.UpMessage())  # this ingress lives
+            await asyncio.sleep(TICK_S)
+
+    def _take_step(self, step: pb.Step) -> None:
+        now_s, address = asyncio.get_running_loop().time(), self.info.address
+        self._gathering.steps(now_s)
+        for message in step.deltas:
+            call = self._calls.get(message.stream_id)
+            if call is not None:  # else it was cancelled meanwhile
+                delta = delta_from(message, call.request.request_id)
+                delta.engine = address
+                self._take(call, delta, now_s)
+        for stream_id, token_id in zip(step.stream_ids, step.token_ids, strict=True):
+            call = self._calls.get(stream_id)
+            if call is not None:
+                delta = Delta(call.request.request_id, [token_id], engine=address)
+                self._take(call, delta, now_s)
+
+    def _take(self, call: RunningCall, delta: Delta, now_s: float) -> None:
+        is_first = call.num_emitted == 0
+        computed = len(delta.token_ids)
+        if is_first:
+            computed += len(call.request.prompt_ids)
+        computed = min(computed, call.num_expected)
+        call.num_expected -= computed
+        self._own_tokens -= computed
+        call.num_emitted += len(delta.token_ids)
+        call.add(delta)
+        if delta.finish_reason is not None:
+            self._remove(call)
+            call.tell(now_s)
+        elif is_first or not self._gathering.holds(call, len(self._calls), now_s):
+            call.tell(now_s)
+
+    def _end_gathering(self, now_s: float) -> None:
+        for call in self._calls.values():
+            if call.pending:
+                call.tell(now_s)
+
+    def _remove(self, call: RunningCall) -> None:
+        call.link = None
+        if self._calls.pop(call.stream_id, None) is not None:
+            self._own_tokens -= call.num_expected
+
+    def _break(self) -> None:
+        """The stream is gone, and with it all that was on it."""
+        self.is_connected = False
+        if self._messages is not None:
+            self._messages.end("this end closes it")
+            self._messages = None
+        self._others_tokens = 0
+        calls = list(self._calls.values())
+        for call in calls:
+            self._remove(call)
+        self._owner.broken(self)
+        for call in calls:
+            self._owner.lost(call)

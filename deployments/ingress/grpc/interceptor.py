@@ -1,0 +1,90 @@
+"""What every call must pass before its method sees it: a key, and a message that can be read.
+
+Knows nothing of any one service's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from penstock.deployments.ingress.core.call import new_request_id
+from penstock.deployments.ingress.core.errors import CATALOGUE, describe
+from penstock.deployments.ingress.grpc import health as grpc_health
+from penstock.deployments.ingress.grpc.calls import Context, abort, metadata_value
+from penstock.deployments.security.api_keys import ApiKeys
+from penstock.workers.request import RequestError
+
+Handler: TypeAlias = grpc.RpcMethodHandler
+Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Default deny: without a key only the health service is open."""
+
+    def __init__(self, keys: ApiKeys):
+        self._keys = keys
+
+    async def intercept_service(
+        self, continuation: Find, details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        offered = metadata_value(details.invocation_metadata, "authorization")
+        is_open = details.method.startswith(f"/{grpc_health.SERVICE}/")
+        if is_open or self._keys.principal(offered) is not None:
+            return _reading(await continuation(details))
+
+        async def refuse(_: Any, context: Context) -> None:
+            await _refuse(context, "invalid_api_key")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class _Unreadable:
+    """In place of a message: its bytes are none of this method."""
+
+
+def _reading(handler: Handler | None) -> Handler | None:
+    """`handler`, but what it cannot read has a clean status, where gRPC says UNKNOWN."""
+    if handler is None or handler.request_streaming:
+        return handler
+
+    def read(content: bytes) -> Any:
+        try:
+            return handler.request_deserializer(content)
+        except DecodeError:
+            return _Unreadable()
+
+    async def one(request: Any, context: Context) -> Any:
+        if isinstance(request, _Unreadable):
+            await _refuse(context, "invalid_message")
+        return await handler.unary_unary(request, context)
+
+    async def many(request: Any, context: Context) -> None:
+        if isinstance(request, _Unreadable):
+            await _refuse(context, "invalid_message")
+        answers = handler.unary_stream(request, context)
+        if not isinstance(answers, AsyncGenerator):  # it writes by itself
+            await answers
+            return
+        # Closed at once when the client leaves, rather than when it is next collected.
+        async with aclosing(answers):
+            async for answer in answers:
+                await context.write(answer)
+
+    made, method = (
+        (grpc.unary_stream_rpc_method_handler, many)
+        if handler.response_streaming
+        else (grpc.unary_unary_rpc_method_handler, one)
+    )
+    return made(method, request_deserializer=read, response_serializer=handler.response_serializer)
+
+
+async def _refuse(context: Context, code: str) -> None:
+    request_id = new_request_id()
+    wrong = RequestError(CATALOGUE[code].message, code=code)
+    await abort(context, describe(wrong, request_id), request_id)

@@ -1,0 +1,174 @@
+"""The content of Anthropic's messages: blocks, and the turns they make for chat templates.
+
+Knows nothing of HTTP, nor of what else a request holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from penstock.deployments.ingress.http.body import Strict, validated_at
+from penstock.workers.request import RequestError
+
+_IGNORED = frozenset(("cache_control", "citations", "caller"))
+_BETWEEN_TURNS = "\n\n"
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(Strict):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Strict):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = Field(None, description="the model is told so")
+
+
+class ThinkingBlock(Strict):
+    """The assistant's reasoning."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, description="ignored")
+
+
+class RedactedThinkingBlock(Strict):
+    """Ignored."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+UserBlock = TextBlock | ToolResultBlock
+AssistantBlock = TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
+_OF_ROLE: dict[str, dict[str, type[Strict]]] = {
+    "system": {"text": TextBlock},
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "assistant": {
+        "text": TextBlock,
+        "tool_use": ToolUseBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+    },
+}
+
+
+class UserTurn(Strict):
+    role: Literal["user"]
+    content: str | list[UserBlock]
+
+
+class AssistantTurn(Strict):
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+
+Turn = UserTurn | AssistantTurn
+_TURNS: dict[str, type[Strict]] = {"user": UserTurn, "assistant": AssistantTurn}
+
+
+def known_turn(index: int, turn: Any) -> Any:
+    """The turn without what is ignored. Raises RequestError naming what is wrong."""
+    path = f"messages[{index}]"
+    if not isinstance(turn, dict):
+        return turn
+    role = turn.get("role")
+    if not isinstance(role, str) or role not in _TURNS:
+        raise RequestError(f"{path}.role must be one of {', '.join(_TURNS)}", param=f"{path}.role")
+    if isinstance(content := turn.get("content"), list):
+        turn = {**turn, "content": known_blocks(content, f"{path}.content", role)}
+    return validated_at(path, _TURNS[role], turn)
+
+
+def known_blocks(blocks: Sequence[Any], path: str, role: str) -> list[Any]:
+    """The blocks that somebody of `role` may send. Raises RequestError for other kinds."""
+    return [_known(block, f"{path}[{i}]", _OF_ROLE[role]) for i, block in enumerate(blocks)]
+
+
+def _known(block: Any, path: str, kinds: dict[str, type[Strict]]) -> Any:
+    if not isinstance(block, dict):
+        return block
+    kind = block.get("type")
+    if isinstance(kind, str) and kind not in kinds:
+        raise RequestError(
+            f"{path}: this server takes blocks of type {', '.join(map(repr, kinds))} here",
+            param=path,
+            code="unsupported_parameter",
+        )
+    kept = {name: value for name, value in block.items() if name not in _IGNORED}
+    if kind == "tool_result" and isinstance(content := kept.get("content"), list):
+        kept["content"] = known_blocks(content, f"{path}.content", "system")
+    return validated_at(path, kinds[kind] if isinstance(kind, str) else TextBlock, kept)
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Messages for a template. Their API takes several turns of one role for one; many templates
+    refuse them. Results of calls are messages of their own."""
+    messages: list[dict[str, Any]] = []
+    for role, run in itertools.groupby(turns, key=lambda turn: turn.role):
+        contents = [turn.content for turn in run]
+        messages += [_answer(contents)] if role == "assistant" else _told(contents)
+    return messages
+
+
+def text_of(content: str | Sequence[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _answer(contents: Sequence[str | Sequence[Any]]) -> dict[str, Any]:
+    blocks = [block for content in contents if not isinstance(content, str) for block in content]
+    texts = [text for content in contents if (text := text_of(content))]
+    calls = [
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.input}}
+        for b in blocks
+        if isinstance(b, ToolUseBlock)
+    ]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    rest = {"tool_calls": calls, "reasoning_content": _BETWEEN_TURNS.join(thoughts)}
+    message = {"role": "assistant", "content": _BETWEEN_TURNS.join(texts)}
+    return message | {name: value for name, value in rest.items() if value}
+
+
+def _told(contents: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """What the user said, and what came of calls, in order."""
+    texts: list[str] = []
+    for content in contents:
+        text = content if isinstance(content, str) else ""
+        for block in () if isinstance(content, str) else content:
+            if isinstance(block, TextBlock):
+                text += block.text
+                continue
+            texts += [text] if text else []
+            if texts:
+                yield {"role": "user", "content": _BETWEEN_TURNS.join(texts)}
+                texts, text = [], ""
+            result = text_of(block.content or "")
+            if block.is_error:
+                result = f"Error: {result}"
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+        has_results = not isinstance(content, str) and any(
+            isinstance(block, ToolResultBlock) for block in content
+        )
+        if text or not has_results:
+            texts.append(text)
+    if texts:
+        yield {"role": "user", "content": _BETWEEN_TURNS.join(texts)}

@@ -1,0 +1,196 @@
+"""Anthropic's Messages API: its requests as Calls.
+
+Knows nothing of HTTP, and makes no decision that the request core makes for all front ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from penstock.deployments.ingress.core.call import ChatPrompt
+from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, toolset_of
+from penstock.deployments.ingress.http.anthropic.blocks import (
+    TextBlock,
+    Turn,
+    known_blocks,
+    known_turn,
+    messages_of,
+    text_of,
+)
+from penstock.deployments.ingress.http.body import (
+    LIMITS,
+    Strict,
+    few_parts,
+    json_object,
+    known_only,
+    validated,
+    validated_at,
+    within_limits,
+)
+from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.structured_spec import StructuredSpec, json_schema
+
+IGNORED = frozenset(("metadata", "service_tier", "inference_geo", "cache_control"))
+_NO_THINKING = (None, {"type": "disabled"}, {"type": "adaptive"})
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "mcp_servers": (None, []),
+    "thinking": _NO_THINKING,
+    **dict.fromkeys(("container", "context_management", "diagnostics"), (None,)),
+    "speed": (None, "standard"),
+}
+_IGNORED_IN_TOOLS = frozenset(
+    ("cache_control", "eager_input_streaming", "defer_loading", "input_examples", "allowed_callers")
+)
+
+
+class ToolBody(Strict):
+    """A function that the caller would run."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="a JSON schema of the arguments")
+    strict: bool | None = Field(None, description="refuse keywords that cannot be enforced")
+
+
+class ToolChoice(Strict):
+    """Whether tools are to be called: `any` of them, or the `tool` of that name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="one call at most")
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    body: dict[str, Any] = Field(alias="schema", description="a JSON schema of the answer")
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="ignored"
+    )
+
+
+class CountTokensRequest(Strict):
+    """A conversation whose tokens are to be counted."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolBody] | None = Field(None, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")
+    output_config: OutputConfig | None = Field(None, description="the answer's shape")
+    output_format: OutputFormat | None = Field(None, description="older name of the same")
+
+    def toolset(self) -> Toolset | None:
+        """Raises RequestError naming what is wrong with the tools."""
+        chosen = self.tool_choice or ToolChoice(type="auto", disable_parallel_tool_use=None)
+        if (chosen.name is not None) != (chosen.type == "tool"):
+            raise RequestError(
+                "tool_choice.name is for type 'tool', which needs it", param="tool_choice.name"
+            )
+        tools = tuple(
+            Tool(each.name, each.description, each.input_schema, is_strict=bool(each.strict))
+            for each in self.tools or ()
+        )
+        return toolset_of(
+            tools,
+            mode={"any": "required", "tool": None}.get(chosen.type, chosen.type),
+            only=chosen.name,
+            is_parallel=not chosen.disable_parallel_tool_use,
+            within="",
+            schema="input_schema",
+        )
+
+    def prompt(self) -> ChatPrompt:
+        messages = messages_of(self.messages)
+        ends_with_answer = bool(messages) and messages[-1]["role"] == "assistant"
+        if self.system:
+            messages.insert(0, {"role": "system", "content": text_of(self.system)})
+        return ChatPrompt(
+            tuple(messages), add_generation_prompt=not ends_with_answer, tools=self.toolset()
+        )
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer."""
+
+    max_tokens: int = Field(description="most tokens of the answer")
+    temperature: float | None = Field(None, description="0 is greedy; [0, 100]; default 1")
+    top_p: float | None = Field(None, description="(0, 1]; default 1")
+    top_k: int | None = Field(None, description="0 or -1: off, as by default")
+    stop_sequences: list[str] | None = Field(None, description="up to 16 of up to 256 chars")
+    stream: bool | None = Field(None, description="send server-sent events; default false")
+
+    def prompt(self) -> ChatPrompt:
+        """Raises RequestError for an answer to go on with: templates can only open a new one."""
+        prompt = super().prompt()
+        if not prompt.add_generation_prompt:
+            raise RequestError(
+                "messages: the last message must be the user's; to go on with an answer of the "
+                "assistant is not supported by this server",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        return prompt
+
+    def params(self) -> SamplingParams:
+        given = {
+            name: value
+            for name in ("temperature", "top_p")
+            if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            structured=self._shape(),
+            **given,
+        )
+
+    def _shape(self) -> StructuredSpec | None:
+        newer = self.output_config.format if self.output_config else None
+        formats = (("output_config.format", newer), ("output_format", self.output_format))
+        specs = [
+            json_schema(each.body, param=f"{where}.schema", lenient=True)
+            for where, each in formats
+            if each is not None
+        ]
+        calls = self.toolset()
+        forced = calls.spec() if calls else None
+        return only_one([*specs, *([forced] if forced else [])], "tool_choice")
+
+
+RequestT = TypeVar("RequestT", bound=CountTokensRequest)
+
+
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
+    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
+    values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
+    within_limits(values, LIMITS)
+    for name in ("system", "messages"):
+        few_parts(values.get(name), name)
+    if isinstance(system := values.get("system"), list):
+        values["system"] = known_blocks(system, "system", "system")
+    if isinstance(messages := values.get("messages"), list):
+        values["messages"] = [known_turn(i, turn) for i, turn in enumerate(messages)]
+    if isinstance(tools := values.get("tools"), list):
+        values["tools"] = [_known_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    return validated(kind, values)
+
+
+def _known_tool(path: str, tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(kind := tool.get("type"), str) and kind != "custom":
+        raise RequestError(
+            f"{path}: this server takes tools of type 'custom' only",
+            param=path,
+            code="unsupported_parameter",
+        )
+    kept = {name: value for name, value in tool.items() if name not in _IGNORED_IN_TOOLS}
+    return validated_at(path, ToolBody, kept)

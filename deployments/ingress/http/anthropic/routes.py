@@ -1,0 +1,100 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them.
+
+Knows nothing of shapes, which anthropic_types has, nor of errors, which the FrontDoor words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from penstock.deployments.ingress.core.call import Call
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.http.anthropic.rendering import (
+    AnthropicError,
+    MessageBody,
+    MessageShape,
+    TokensCount,
+)
+from penstock.deployments.ingress.http.anthropic.requests import (
+    CountTokensRequest,
+    MessagesRequest,
+    parse,
+)
+from penstock.deployments.ingress.http.body import called
+from penstock.deployments.ingress.http.call_context import about, read_body, streamed, takes, whole
+from penstock.deployments.ingress.http.errors import ANTHROPIC_PATH
+from penstock.workers.request import FinishReason
+
+SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicError} for status in (400, 401, 404, 413, 415, 500, 504, 529)
+}
+
+
+def add_message_routes(app: FastAPI, core: RequestCore) -> None:
+    @app.post(
+        ANTHROPIC_PATH,
+        response_model=MessageBody,
+        responses={**_REFUSALS, 200: {"content": {"text/event-stream": {}}}},
+        openapi_extra=takes(MessagesRequest),
+    )
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        body = parse(MessagesRequest, await read_body(request))
+        params, prompt = body.params(), body.prompt()
+        said = about(request)
+        call = Call(prompt, params, model=body.model, splits_reasoning=True, **said)
+        with called({"stop": "stop_sequences"}):
+            generation = await core.prepare(call)
+        shape = MessageShape(call.request_id, core.model(call.model).name)
+        if body.stream:
+            return streamed(request, _events(core, generation, shape))
+        return whole(_message(core, generation, shape))
+
+    @app.post(
+        f"{ANTHROPIC_PATH}/count_tokens",
+        response_model=TokensCount,
+        responses=_REFUSALS,
+        openapi_extra=takes(CountTokensRequest),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a conversation has for the model."""
+        body = parse(CountTokensRequest, await read_body(request))
+        call = Call(body.prompt(), model=body.model, **about(request))
+        return JSONResponse({"input_tokens": len(await core.prompt_ids(call))})
+
+
+async def _message(
+    core: RequestCore, generation: Generation, shape: MessageShape
+) -> dict[str, Any]:
+    async with aclosing(core.run(generation)) as pieces:
+        async for piece in pieces:
+            _refuse_aborted(piece.finish_reason)
+            shape.add(piece, generation.usage)
+            if piece.finish_reason is not None:
+                return shape.whole(piece)
+    raise ServiceError("worker_lost")
+
+
+async def _events(
+    core: RequestCore, generation: Generation, shape: MessageShape
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(core.run(generation)) as pieces:
+        async for piece in pieces:
+            _refuse_aborted(piece.finish_reason)
+            if event := shape.add(piece, generation.usage):
+                yield event
+
+
+def _refuse_aborted(reason: FinishReason | None) -> None:
+    """Their API has no stop_reason for an answer that was ended from outside."""
+    if reason is FinishReason.ABORT:
+        raise ServiceError("internal_error")

@@ -1,0 +1,246 @@
+"""JSON bodies to pydantic models: what is known, what is refused by name, what may be ignored.
+
+Knows nothing of any one API: each brings its model and its tables of names.
+
+How much a body may hold, asked before it is validated: to refuse it must cost little, too.
+
+The same bounds as the request core's, under which a front end's own work stays small. Knows
+nothing of any one API: each says which of its fields hold what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
+
+from penstock.deployments.ingress.core.tools import MAX_TOOLS
+from penstock.deployments.ingress.core.validation import (
+    MAX_BAD_WORD_STRINGS,
+    MAX_MESSAGES,
+    MAX_VARIABLES,
+)
+from penstock.workers.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestError,
+)
+from penstock.workers.structured_spec import MAX_CHOICES
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def _fail_fast(schema: Any) -> None:
+    """Have all lists in a schema stop at their first problem."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
+class Strict(BaseModel):
+    """A part of a body: no other fields, and no value is bent into another type.
+
+    One problem of each list is enough, and one unknown field: a client that sends a million of them
+    would have all others wait while they are written down.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, values: Any) -> Any:
+        fields = cls.model_fields
+        if not isinstance(values, dict) or len(values) <= len(fields):
+            return values
+        known = {each.alias or name for name, each in fields.items()}
+        unknown = next(name for name in values if name not in known)
+        return {name: values[name] for name in (*known, unknown) if name in values}
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises RequestError."""
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(
+            f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json"
+        ) from None
+    if not isinstance(values, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return values
+
+
+def known_only(
+    values: Mapping[str, Any],
+    fields: Collection[str],
+    unsupported: Mapping[str, tuple[Any, ...]],
+    ignored: Collection[str],
+) -> dict[str, Any]:
+    """`values` without what is ignored or neutral. Raises RequestError for the rest unknown.
+
+    `unsupported` has the values at which a parameter changes nothing, so that it may be sent.
+    """
+    kept = {}
+    for name, value in values.items():
+        if name in fields:
+            kept[name] = value
+        elif name in unsupported:
+            refuse_unless_neutral(name, value, unsupported[name])
+        elif name not in ignored:
+            shown = ascii(name[:100])[1:-1]
+            known = [*fields, *unsupported, *ignored]
+            near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RequestError(
+                f"unknown parameter '{shown}'{hint}", param=shown, code="unknown_parameter"
+            )
+    return kept
+
+
+def refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise RequestError unsupported_parameter unless `value` is one of `neutral`."""
+    # bool is an int in Python, but `n: true` is no number of answers.
+    is_bool = isinstance(value, bool)
+    if not any(value == each and is_bool == isinstance(each, bool) for each in neutral):
+        raise RequestError(
+            f"{name} is not supported by this server; leave it out",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+def validated(kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
+    """The model with these values. Raises RequestError naming the first that is wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _as_request_error(error) from None
+
+
+def validated_at(path: str, kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
+    """The same for a part of a body, which is at `path` in it."""
+    try:
+        return validated(kind, values)
+    except RequestError as error:
+        where = f"{path}.{error.param}" if error.param else path
+        message = f"{path}.{error.message}" if error.param else f"{path}: {error.message}"
+        raise RequestError(message, param=where, code=error.code) from None
+
+
+@contextlib.contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of the request core name fields as this API calls them: `names` has core's first."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        message = re.sub(rf"\b{error.param}\b", name, error.message)
+        raise RequestError(message, param=name, code=error.code) from None
+
+
+def _as_request_error(error: ValidationError) -> RequestError:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union, one problem per alternative: that of an object inside, if one was meant, and else
+    # all of them.
+    top = len(_path(problems[0]["loc"]))
+    inside = [each for each in problems if "." in _path(each["loc"])[top:]]
+    first = (inside or problems)[0]
+    where = _path(first["loc"])
+    same = [each["msg"] for each in problems if _path(each["loc"]) == where]
+    message = " or: ".join(dict.fromkeys(msg.partition(" or instance of")[0] for msg in same))
+    code = {"missing": "missing_parameter", "extra_forbidden": "unknown_parameter"}
+    if first["type"] == "missing":
+        message = "this parameter is required"
+    elif first["type"] == "extra_forbidden":
+        message = "unknown parameter"
+    return RequestError(
+        f"{where}: {message}", param=where, code=code.get(first["type"], "invalid_value")
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].content for ('messages', 0, 'content', 'list[TextPart]')."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and step not in ("str", "int", "bool", "float"):
+            path += f".{step}" if path else step
+    return ascii(path)[1:-1][:200]
+
+
+MAX_PARTS = 8192  # messages, their parts and their calls, all together
+MAX_PART_FIELDS = 64  # of one of these
+
+# Field: most entries, and what these are called.
+LIMITS: dict[str, tuple[int, str]] = {
+    "messages": (MAX_MESSAGES, "messages"),
+    "input": (MAX_MESSAGES, "items"),
+    "tools": (MAX_TOOLS, "tools"),
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_sequences": (MAX_STOP_STRINGS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
+    "bad_words": (MAX_BAD_WORD_STRINGS, "words"),
+    "guided_choice": (MAX_CHOICES, "choices"),
+    "chat_template_kwargs": (MAX_VARIABLES, "variables"),
+}
+
+
+def within_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[int, str]]) -> None:
+    """Raise RequestError for the first list or object that has too many entries."""
+    for name, (most, noun) in limits.items():
+        value = values.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise RequestError(f"{name} takes at most {most} {noun}", param=name)
+
+
+def few_parts(conversation: Any, param: str) -> None:
+    """Raise RequestError for a conversation of too many parts; looks at no more than may be there.
+
+    What a call was given (`input`) is the model's matter, and not looked into.
+    """
+    num_parts = 0
+    left = [conversation] if isinstance(conversation, list) else []
+    while left:
+        for part in left.pop():
+            num_parts += 1
+            if num_parts > MAX_PARTS:
+                raise RequestError(
+                    f"{param} takes at most {MAX_PARTS} messages, parts and calls, all together",
+                    param=param,
+                )
+            if isinstance(part, list):
+                left.append(part)
+            elif isinstance(part, dict):
+                if len(part) > MAX_PART_FIELDS:
+                    raise RequestError(
+                        f"{param}: a part has at most {MAX_PART_FIELDS} fields", param=param
+                    )
+                left += [v for k, v in part.items() if isinstance(v, list) and k != "input"]

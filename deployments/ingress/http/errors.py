@@ -1,0 +1,99 @@
+"""How failures and ends of streams look to the clients of each family of paths.
+
+Plain data and text. Knows nothing of ASGI, nor of what a success looks like.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from penstock.deployments.ingress.core.errors import ApiError
+
+ANTHROPIC_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The words of one API. `failure` takes the error and the id of the request."""
+
+    status: Callable[[ApiError], int]
+    failure: Callable[[ApiError, str], dict[str, Any]]
+    failure_event: str | None = None  # the type of the event that a failure in mid-stream is
+    last_event: bytes = b""
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+
+    def failure_frame(self, error: ApiError, request_id: str) -> bytes:
+        """A failure after the stream has begun."""
+        return server_sent(self.failure(error, request_id), self.failure_event)
+
+
+def json_bytes(body: Any) -> bytes:
+    """JSON in UTF-8, as short as it can be. Written for every token, and so by the fast writer."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # a number beyond 64 bits, in what a client sent and is told again
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def server_sent(body: dict[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event. `event` None: of no type, as OpenAI's older streams."""
+    data = json_bytes(body)
+    if event is None:
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
+
+
+def _anthropic_status(error: ApiError) -> int:
+    """Their API says 529 where others say 503."""
+    status = error.entry.http_status
+    return 529 if status == 503 else status
+
+
+def _anthropic_failure(error: ApiError, request_id: str) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(_anthropic_status(error), "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }
+
+
+def _openai_failure(error: ApiError, _: str) -> dict[str, Any]:
+    return error.openai_body()
+
+
+def _openai_status(error: ApiError) -> int:
+    return error.entry.http_status
+
+
+OPENAI = Dialect(_openai_status, _openai_failure, last_event=b"data: [DONE]\n\n")
+RESPONSES = Dialect(_openai_status, _openai_failure, failure_event="error")
+ANTHROPIC = Dialect(
+    _anthropic_status,
+    _anthropic_failure,
+    failure_event="error",
+    id_headers=(b"x-request-id", b"request-id"),
+)
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect in which a client of this path wants its failures."""
+    for root, dialect in ((ANTHROPIC_PATH, ANTHROPIC), (RESPONSES_PATH, RESPONSES)):
+        if path == root or path.startswith(f"{root}/"):
+            return dialect
+    return OPENAI

@@ -1,0 +1,284 @@
+"""OpenAI's request and answer shapes: what is known, what is refused by name, what is ignored.
+
+Turns a JSON body into Calls. Knows nothing of HTTP, and makes no decision that the request core
+makes for all front ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt
+from penstock.deployments.ingress.core.service import MAX_PROMPTS
+from penstock.deployments.ingress.core.tools import Toolset, only_one
+from penstock.deployments.ingress.http.body import (
+    LIMITS,
+    Strict,
+    few_parts,
+    json_object,
+    known_only,
+    validated,
+    within_limits,
+)
+from penstock.deployments.ingress.http.openai.messages import ChatMessage, known_message
+from penstock.deployments.ingress.http.openai.tools import (
+    ShapeFields,
+    ToolBody,
+    ToolChoice,
+    toolset,
+)
+from penstock.workers.request import MAX_LOGPROBS, MAX_SINKS, RequestError, SamplingParams
+from penstock.workers.structured_spec import StructuredSpec
+
+# Harmless to ignore: they tell the provider about the caller, or hint at something we do not have.
+IGNORED = frozenset(
+    (
+        *("metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_retention", "session_id", "request_id"),
+    )
+)
+
+# Known to clients but not served. At these values they change nothing, so they may be sent.
+_OFF = (None, False)
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    **dict.fromkeys(("echo", "continue_final_message", "use_beam_search"), _OFF),
+    **dict.fromkeys(("functions", "documents"), (None, [])),
+    "function_call": (None, "none", "auto"),
+    "chat_template": (None,),
+    "modalities": (None, ["text"]),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
+    "reasoning_effort": (None, "none"),
+    **dict.fromkeys(("suffix",), (None, "")),
+    **dict.fromkeys(("cache_salt", "kv_transfer_params", "thinking_token_budget"), (None,)),
+    "stream_interval": (None, 1),
+}
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy endpoint
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="send usage in a last chunk of its own")
+    include_obfuscation: bool | None = Field(None, description="ignored")
+
+
+_AS_THEY_ARE = (
+    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("context_policy", "sinks", "window", "roll", "moe_mode"),
+)
+
+
+class _GenerationRequest(ShapeFields):
+    """What chat and completions have in common."""
+
+    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    temperature: float | None = Field(None, description="0 is greedy; [0, 100]; default 1")
+    top_p: float | None = Field(None, description="(0, 1]; default 1")
+    top_k: int | None = Field(None, description="0 or -1: off, as by default")
+    min_p: float | None = Field(None, description="[0, 1]; default 0")
+    seed: int | None = Field(None, description="64 bits; the same seed draws the same tokens")
+    stop: str | list[str] | None = Field(None, description="up to 16 strings of up to 256 chars")
+    stop_token_ids: list[int] | None = Field(None, description="up to 128 token ids")
+    max_tokens: int | None = Field(None, description="most tokens of the answer")
+    min_tokens: int | None = Field(None, description="nothing ends the answer before; default 0")
+    ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
+    repetition_penalty: float | None = Field(None, description="[0.01, 100]; default 1: off")
+    presence_penalty: float | None = Field(None, description="[-2, 2]; default 0")
+    frequency_penalty: float | None = Field(None, description="[-2, 2]; default 0")
+    logit_bias: dict[str, float] | None = Field(
+        None, description="token id, as a string: [-100, 100] to add to its logit; up to 1024"
+    )
+    allowed_token_ids: list[int] | None = Field(
+        None, min_length=1, description="no other tokens may come"
+    )
+    bad_words: list[str] | None = Field(None, description="up to 64 words that must not come")
+    context_policy: Literal["full", "sink_window"] | None = Field(
+        None,
+        description="what a token sees of those before it; with sink_window an answer may go on "
+        "without end, max_tokens or not; default: as the server is configured",
+    )
+    sinks: int | None = Field(
+        None, ge=1, le=MAX_SINKS, description="sink_window: first tokens that stay"
+    )
+    window: int | None = Field(None, ge=1, description="sink_window: newest tokens that are seen")
+    roll: int | None = Field(
+        None, ge=1, description="sink_window: tokens by which the window moves on at once"
+    )
+    moe_mode: Literal["exact", "quantized", "sparse"] | None = Field(
+        None,
+        description="of cached experts: exact, or what the server is configured for, as by default",
+    )
+    n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
+    priority: int | None = Field(
+        None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"
+    )
+    user: str | None = Field(
+        None, description="whom it is for: without API keys, those that wait share by it"
+    )
+    prompt_logprobs: int | None = Field(
+        None, description="tell how likely the prompt's tokens were, with up to 20 alternatives"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="keep only so many tokens of the prompt, the last ones"
+    )
+    include_stop_str_in_output: bool | None = Field(None, description="default false")
+    return_token_ids: bool | None = Field(
+        None, description="send token_ids of the answer and prompt_token_ids; default false"
+    )
+    skip_special_tokens: bool | None = Field(None, description="default true")
+    stream: bool | None = Field(None, description="send server-sent events; default false")
+    stream_options: StreamOptions | None = None
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        given = {name: value for name in _AS_THEY_ARE if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=tuple(map(_bias, (self.logit_bias or {}).items())),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            structured=self.shape(),
+            **given,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Fields of a Call that are not about the prompt's form."""
+        return {
+            "model": self.model,
+            "priority": self.priority or 0,
+            "tenant": self.user or "",
+            "skip_special_tokens": self.skip_special_tokens is not False,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "bad_words": tuple(self.bad_words or ()),
+            "include_stop_str_in_output": bool(self.include_stop_str_in_output),
+        }
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatCompletionRequest(_GenerationRequest):
+    """A conversation to answer."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
+    add_generation_prompt: bool | None = Field(None, description="default true")
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
+        None, description="variables of the model's chat template, such as enable_thinking"
+    )
+    logprobs: bool | None = Field(None, description="tell how likely each token was")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="and so many likeliest alternatives"
+    )
+    tools: list[ToolBody] | None = Field(None, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")
+    parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
+
+    def toolset(self) -> Toolset | None:
+        """Raises RequestError naming what is wrong with the tools."""
+        return toolset(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def shape(self) -> StructuredSpec | None:
+        calls = self.toolset()
+        specs = (super().shape(), None if calls is None else calls.spec())
+        return only_one([spec for spec in specs if spec is not None], "tool_choice")
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        params = self.sampling(
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
+        return replace(params, logprobs=self.top_logprobs or 0) if self.logprobs else params
+
+    def prompt(self) -> ChatPrompt:
+        return ChatPrompt(
+            tuple(each.plain(f"messages[{i}]") for i, each in enumerate(self.messages)),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            tools=self.toolset(),
+            variables=self.chat_template_kwargs or {},
+        )
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"splits_reasoning": True}
+
+
+class CompletionRequest(_GenerationRequest):
+    """Prompts to continue: text or token ids, one or several."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    add_special_tokens: bool | None = Field(None, description="default true")
+    logprobs: int | None = Field(
+        None, description="tell how likely each token was, with up to 20 alternatives"
+    )
+    echo: bool | None = Field(
+        None, description="begin with the prompt; max_tokens may then be 0; default false"
+    )
+
+    def params(self) -> SamplingParams:
+        max_tokens = self.max_tokens
+        if max_tokens is None and self.context_policy != "sink_window":
+            max_tokens = DEFAULT_COMPLETION_TOKENS
+        params = self.sampling(max_tokens)
+        return replace(params, logprobs=self.logprobs)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {
+            "add_special_tokens": self.add_special_tokens is not False,
+            "echo": bool(self.echo),
+        }
+
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """One per choice of the answer. Raises RequestError if there are none."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        if isinstance(prompt[0], int):
+            return [tuple(prompt)]
+        return [each if isinstance(each, str) else tuple(each) for each in prompt]
+
+
+def _few_prompts(prompt: Any) -> None:
+    """Raises RequestError for more prompts than are served; token ids are one prompt."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"send at most {MAX_PROMPTS} prompts in one call", param="prompt")
+
+
+def _bias(item: tuple[str, float]) -> tuple[int, float]:
+    """A token id and its bias. Raises RequestError unless the id is written as JSON would."""
+    name, bias = item
+    if not (name.isascii() and name.isdigit() and len(name) <= 10 and str(int(name)) == name):
+        raise RequestError("the keys of logit_bias must be token ids", param="logit_bias")
+    return int(name), bias
+
+
+RequestT = TypeVar("RequestT", bound=_GenerationRequest)
+
+
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
+    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
+    values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
+    within_limits(values, LIMITS)
+    _few_prompts(values.get("prompt"))
+    messages = values.get("messages")
+    few_parts(messages, "messages")
+    if isinstance(messages, list):
+        values["messages"] = [known_message(i, message) for i, message in enumerate(messages)]
+    request = validated(kind, values)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    return request

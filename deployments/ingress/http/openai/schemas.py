@@ -1,0 +1,198 @@
+"""OpenAI's answer shapes as models: for the documentation, and what tests hold answers against.
+
+The answers themselves are plain dictionaries, which openai_shapes.py builds. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.deployments.ingress.core.call import ServedModel
+from penstock.deployments.ingress.http.openai.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+)
+from penstock.workers.stats import WorkerInfo
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PromptTokensDetails(_Answer):
+    cached_tokens: int
+
+
+class TimingsBody(_Answer):
+    """Seconds of each phase; of several answers, the longest. Only where the request asked."""
+
+    queue_s: float | None
+    prefill_s: float | None
+    first_token_s: float | None
+    decode_s: float | None
+    total_s: float | None
+
+
+class CompletionTokensDetails(_Answer):
+    reasoning_tokens: int
+
+
+class UsageBody(_Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    timings: TimingsBody | None = None
+    evicted_tokens: int | None = None  # put out of sight for good by a sink window
+    moe_mode: str | None = None  # how exact the experts were, if not exact, or if asked for
+    neurons: int | None = None  # sparse: of the experts that tokens of the answer had
+    skipped_neurons: int | None = None  # of those, the ones left out
+
+
+Finish = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class FunctionCall(_Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """In a stream the first piece has id and name; the arguments of all pieces are joined."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class AssistantMessage(_Answer):
+    """`reasoning` is the newer name of `reasoning_content`: clients read the one or the other."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(_Answer):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(_Answer):
+    """An answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatDelta(_Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChunkChoice(_Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(_Answer):
+    """One event of a streamed answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionChoice(_Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(_Answer):
+    """Continuations of prompts; in a stream, one event of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+
+
+class ModelBody(_Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    weights: str | None = None  # number format of its linear layers; null: no worker is there yet
+    weight_bytes: int | None = None
+
+
+class ModelList(_Answer):
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class ErrorDetail(_Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(_Answer):
+    """What every failure looks like; `code` is from a closed list."""
+
+    error: ErrorDetail
+
+
+def model_body(model: ServedModel, infos: Iterable[WorkerInfo] = ()) -> dict[str, Any]:
+    """`infos`: of the workers that are alive."""
+    serving = next((info for info in infos if info.model == model.name and info.weights), None)
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "penstock",
+        "max_model_len": model.max_model_len,
+        "weights": None if serving is None else serving.weights,
+        "weight_bytes": None if serving is None else serving.weight_bytes,
+    }

@@ -1,0 +1,193 @@
+"""The items of OpenAI's Responses API as messages for chat templates, and messages as items.
+
+Knows nothing of HTTP or of where responses are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import pydantic_core
+from pydantic import Field
+
+from penstock.deployments.ingress.http.body import Strict, validated_at
+from penstock.workers.request import RequestError
+
+Message = Mapping[str, Any]
+
+_IGNORED = frozenset(("id", "status", "phase"))
+_IGNORED_IN_PARTS = frozenset(("annotations", "logprobs"))
+
+
+class InputPart(Strict):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputItem(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+
+
+class FunctionCallItem(Strict):
+    """A call that an earlier answer made, sent back."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON")
+
+
+class FunctionOutputItem(Strict):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+
+
+class ReasoningPart(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """The reasoning before an answer, sent back."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] = Field(default_factory=list, description="ignored")
+    content: list[ReasoningPart] | None = None
+    encrypted_content: None = None
+
+
+Item = InputItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+_KINDS: dict[str, type[Strict]] = {
+    "message": InputItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "reasoning": ReasoningItem,
+}
+_PARTS = ("input_text", "output_text")
+
+
+def known_item(path: str, item: Any) -> Any:
+    """The item of its kind, without what is ignored. Raises RequestError, also for other kinds."""
+    if not isinstance(item, dict):
+        return item
+    _refuse_kinds(path, item, tuple(_KINDS), "items")
+    kind = item.get("type", "message")
+    kept = {name: value for name, value in item.items() if name not in _IGNORED}
+    for name in ("content", "output"):
+        if kind != "reasoning" and isinstance(parts := kept.get(name), list):
+            kept[name] = [_known_part(f"{path}.{name}[{i}]", each) for i, each in enumerate(parts)]
+    return validated_at(path, _KINDS[kind] if isinstance(kind, str) else InputItem, kept)
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Items as messages: what the assistant thought, said and called in a row is one of them.
+
+    Raises RequestError for arguments of a call that are no JSON.
+    """
+    messages: list[Message] = []
+    turn: dict[str, Any] | None = None  # of the assistant, which goes on
+    for i, item in enumerate(items):
+        is_own = isinstance(item, FunctionCallItem | ReasoningItem)
+        if not is_own and not (isinstance(item, InputItem) and item.role == "assistant"):
+            turn = None
+            messages.append(_told(item))
+            continue
+        # A message, or reasoning, behind a call begins the next turn.
+        if turn is None or not _goes_on(turn, item):
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
+        if isinstance(item, InputItem):
+            turn["content"] = _text(item.content)
+        elif isinstance(item, FunctionCallItem):
+            turn.setdefault("tool_calls", []).append(_call(item, f"input[{i}].arguments"))
+        elif isinstance(item, ReasoningItem) and item.content:
+            turn["reasoning_content"] = "".join(part.text for part in item.content)
+    return messages
+
+
+def items_of(messages: Iterable[Message], response_id: str) -> list[dict[str, Any]]:
+    """Messages as items, each with an id of its own."""
+    items: list[dict[str, Any]] = []
+
+    def add(prefix: str, **fields: Any) -> None:
+        items.append(
+            {"id": f"{prefix}_{response_id}_{len(items)}", "status": "completed", **fields}
+        )
+
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            add("fco", type="function_call_output", call_id=call_id, output=text)
+            continue
+        if thought := message.get("reasoning_content"):
+            parts = [{"type": "reasoning_text", "text": thought}]
+            add("rs", type="reasoning", summary=[], content=parts)
+        calls = message.get("tool_calls") or ()
+        if text or not calls:
+            part: dict[str, Any] = {"type": "input_text", "text": text}
+            if role == "assistant":
+                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            add("msg", type="message", role=role, content=[part])
+        for call in calls:
+            called = call["function"]
+            arguments = json.dumps(called["arguments"], ensure_ascii=False)
+            named = {"call_id": call["id"], "name": called["name"], "arguments": arguments}
+            add("fc", type="function_call", **named)
+    return items
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as templates expect it. Raises ValueError for arguments that are no JSON."""
+    function = {"name": name, "arguments": pydantic_core.from_json(arguments or "{}")}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _goes_on(turn: Mapping[str, Any], item: Item) -> bool:
+    if isinstance(item, FunctionCallItem):
+        return True
+    begun = turn["content"] or "tool_calls" in turn
+    return not (begun or (isinstance(item, ReasoningItem) and "reasoning_content" in turn))
+
+
+def _told(item: Item) -> Message:
+    """What is not the assistant's own."""
+    if isinstance(item, FunctionOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    assert isinstance(item, InputItem)
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _call(item: FunctionCallItem, path: str) -> dict[str, Any]:
+    try:
+        return tool_call(item.call_id, item.name, item.arguments)
+    except ValueError:
+        raise RequestError(f"{path} is not valid JSON", param=path) from None
+
+
+def _text(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _known_part(path: str, part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    _refuse_kinds(path, part, _PARTS, "parts")
+    return {name: value for name, value in part.items() if name not in _IGNORED_IN_PARTS}
+
+
+def _refuse_kinds(path: str, thing: dict[str, Any], known: tuple[str, ...], noun: str) -> None:
+    kind = thing.get("type", known[0])
+    if isinstance(kind, str) and kind not in known:
+        raise RequestError(
+            f"{path}: this server takes {noun} of type {', '.join(map(repr, known))} only",
+            param=path,
+            code="unsupported_parameter",
+        )

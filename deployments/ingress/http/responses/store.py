@@ -1,0 +1,142 @@
+"""Responses that clients may come back for: in the memory of one ingress, and bounded.
+
+Knows nothing of HTTP or of how a response is made. Another ingress, or this one after a restart,
+does not have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.http.responses.draft import ResponseDraft
+from penstock.deployments.ingress.http.responses.items import Message
+
+MAX_ENTRIES = 1024
+MAX_BYTES = 64 << 20
+MAX_RUNNING = 64  # responses that go on without a client
+TTL_S = 3600.0
+ENTRY_BYTES = 8 << 10  # what an entry takes beside its texts
+
+
+@dataclass(eq=False)
+class StoredResponse:
+    """A response, and the conversation that led to it. `frames` are the events of one that runs in
+    the background and was asked for as a stream."""
+
+    draft: ResponseDraft
+    principal: str
+    messages: tuple[Message, ...]
+    request_id: str = ""
+    num_input: int = 0  # messages before the answer
+    texts: tuple[str, ...] = ()  # what else a client sent to be kept
+    frames: list[bytes] | None = None
+    task: asyncio.Task[None] | None = None
+    expires_s: float = 0.0
+    num_bytes: int = ENTRY_BYTES
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_running(self) -> bool:
+        return self.task is not None and not self.draft.is_done
+
+    def measure(self) -> int:
+        """Bytes of everything that grows with what clients send and models say."""
+        texts = (*self.texts, self.draft.said, *map(_text, self.messages))
+        num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        return ENTRY_BYTES + num_bytes + sum(map(len, self.frames or ()))
+
+    def tell(self, frames: list[bytes]) -> None:
+        """Wake whoever follows; `frames` are kept only if someone may ask for them again."""
+        if self.frames is not None:
+            self.frames += frames
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """The frames behind number `after`, those to come included."""
+        assert self.frames is not None, "only streams in the background keep their frames"
+        num_sent = after + 1
+        while True:
+            changed, is_last = self._changed, not self.is_running
+            while num_sent < len(self.frames):
+                yield self.frames[num_sent]
+                num_sent += 1
+            if is_last:
+                return
+            if changed is self._changed:
+                await changed.wait()
+
+
+def _text(message: Message) -> str:
+    """All that a message holds, calls and reasoning included."""
+    rest = message.get("tool_calls")
+    texts = [v for name, v in message.items() if isinstance(v, str) and name != "role"]
+    return "".join(texts) + (json.dumps(rest, ensure_ascii=False) if rest else "")
+
+
+class ResponseStore:
+    """Keeps the newest responses within all three bounds; none that still runs is dropped."""
+
+    def __init__(
+        self,
+        *,
+        max_entries: int = MAX_ENTRIES,
+        max_bytes: int = MAX_BYTES,
+        max_running: int = MAX_RUNNING,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._max_running = max_running
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._entries: dict[str, StoredResponse] = {}  # oldest first
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, response_id: str, principal: str) -> StoredResponse | None:
+        """The response of that id, if this principal made it and it is still kept."""
+        self._drop_old()
+        entry = self._entries.get(response_id)
+        return entry if entry is not None and entry.principal == principal else None
+
+    def check_room(self) -> None:
+        """Raise ServiceError overloaded if no further response may run in the background."""
+        if sum(entry.is_running for entry in self._entries.values()) >= self._max_running:
+            raise ServiceError("overloaded")
+
+    def put(self, entry: StoredResponse) -> None:
+        """Keep `entry`, or count it again after it has grown."""
+        known = self._entries.get(entry.draft.id)
+        if known is None:
+            entry.expires_s = self._clock() + self._ttl_s
+            self._entries[entry.draft.id] = entry
+        self.num_bytes -= 0 if known is None else entry.num_bytes
+        entry.num_bytes = entry.measure()
+        self.num_bytes += entry.num_bytes
+        self._drop_old()
+
+    def has(self, entry: StoredResponse) -> bool:
+        return self._entries.get(entry.draft.id) is entry
+
+    def remove(self, entry: StoredResponse) -> None:
+        if self.has(entry):
+            del self._entries[entry.draft.id]
+            self.num_bytes -= entry.num_bytes
+
+    def _drop_old(self) -> None:
+        now_s = self._clock()
+        for entry in list(self._entries.values()):
+            is_full = len(self) > self._max_entries or self.num_bytes > self._max_bytes
+            if not is_full and entry.expires_s > now_s:
+                return  # the rest is newer, and there is room
+            if not entry.is_running:
+                self.remove(entry)

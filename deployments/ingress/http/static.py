@@ -1,0 +1,34 @@
+"""The files of the web console: where each is served, and with which headers.
+
+Plain data. They hold nothing of anybody's, so asgi.py lets them out without a key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "static"
+
+_SCRIPT = "text/javascript; charset=utf-8"
+# path: file in FOLDER, media type
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/console/console.css": ("console.css", "text/css; charset=utf-8"),
+    "/console/console.js": ("console.js", _SCRIPT),
+    "/console/api.js": ("api.js", _SCRIPT),
+    "/console/chat.js": ("chat.js", _SCRIPT),
+    "/console/live.js": ("live.js", _SCRIPT),
+    "/console/sparkline.js": ("sparkline.js", _SCRIPT),
+    "/console/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Trusted types: no script here could turn a text into markup if it tried.
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # the files of two versions do not fit each other
+}

@@ -1,0 +1,118 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back.
+
+Knows nothing of tokenizers: the request core has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from penstock.deployments.ingress.core.call import Call
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.http.body import Strict, json_object, known_only, validated
+from penstock.deployments.ingress.http.call_context import about, read_body, takes
+from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
+from penstock.deployments.ingress.http.openai.schemas import ErrorBody
+from penstock.workers.request import RequestError
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 500)
+}
+
+
+class TokenizeRequest(Strict):
+    """A text, or `messages` and whatever else belongs to a chat request, to turn into token ids."""
+
+    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    prompt: str
+    add_special_tokens: bool | None = Field(None, description="default true")
+    return_token_strs: bool | None = Field(None, description="default false")
+
+
+class TokenizeChatRequest(ChatCompletionRequest):
+    """A chat request of which only the prompt counts: the tokens it would have there."""
+
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Strict):
+    """Token ids to turn into text."""
+
+    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    tokens: list[int]
+    skip_special_tokens: bool | None = Field(None, description="default false")
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+SCHEMAS: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest]
+
+
+def add_token_routes(app: FastAPI, core: RequestCore) -> None:
+    @app.post(
+        "/tokenize",
+        response_model=TokenizeAnswer,
+        responses=_REFUSALS,
+        openapi_extra=takes(TokenizeRequest),
+    )
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a text, or of a conversation as the model would read it."""
+        body = await read_body(request)
+        values = json_object(body)
+        asked: TokenizeRequest | TokenizeChatRequest
+        if "messages" in values:
+            asked = parse(TokenizeChatRequest, body)
+            call = Call(asked.prompt(), model=asked.model, **about(request))
+            token_ids = list(await core.prompt_ids(call))
+        else:
+            fields = TokenizeRequest.model_fields
+            asked = validated(TokenizeRequest, known_only(values, fields, {}, ()))
+            token_ids = await core.tokenize(
+                asked.prompt,
+                model=asked.model,
+                add_special_tokens=asked.add_special_tokens is not False,
+            )
+        pieces = core.tokenizer.pieces(token_ids) if asked.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": core.model(asked.model).max_model_len,
+                "tokens": token_ids,
+                "token_strs": pieces,
+            }
+        )
+
+    @app.post(
+        "/detokenize",
+        response_model=DetokenizeAnswer,
+        responses=_REFUSALS,
+        openapi_extra=takes(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        values = json_object(await read_body(request))
+        fields = DetokenizeRequest.model_fields
+        asked = validated(DetokenizeRequest, known_only(values, fields, {}, ()))
+        try:
+            text = await core.detokenize(
+                asked.tokens,
+                model=asked.model,
+                skip_special_tokens=asked.skip_special_tokens is True,
+            )
+        except RequestError as error:
+            param = "tokens" if error.param == "token_ids" else error.param
+            raise RequestError(error.message, param=param, code=error.code) from None
+        return JSONResponse({"prompt": text})

@@ -1,0 +1,245 @@
+"""Metrics for Prometheus: vLLM's names where they fit, penstock_* beside.
+
+Reads what request_metrics.py has counted and what workers announce; counts nothing itself. Knows
+nothing of Ray or the token path. docs/metrics.md says what each means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from penstock.deployments.ingress.core import errors
+from penstock.deployments.ingress.core.request_metrics import RequestMetrics
+from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.metrics.gate_tables import (
+    ADMISSIONS,
+    GATE_COUNTERS,
+    GATE_GAUGES,
+    REASONS,
+    WAIT_HISTOGRAM,
+)
+from penstock.deployments.ingress.metrics.tables import (
+    EXPERT_COUNTERS,
+    EXPERT_GAUGES,
+    REQUEST_COUNTERS,
+    REQUEST_HISTOGRAMS,
+    WORKER_COUNTERS,
+    WORKER_GAUGES,
+)
+from penstock.workers.stats import Distribution, EngineStats, WorkerInfo
+
+Workers = Iterable[tuple[WorkerInfo, EngineStats]]
+
+LABELS = ("model_name", "engine")
+NO_ENGINE = "none"  # of requests that ended before a worker had said anything
+
+
+class PenstockCollector(Collector):
+    """All metrics of one ingress, and those of all workers as the registry last told it."""
+
+    def __init__(
+        self,
+        requests: RequestMetrics,
+        workers: Callable[[], Workers],
+        gate: GateClient | None = None,
+    ):
+        self._requests = requests
+        self._workers = workers
+        self._gate = gate
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_requests()
+        yield from self._of_workers(tuple(self._workers()))
+        yield from self._of_front_ends()
+        if self._gate is not None:
+            yield from self._of_gate(self._gate)
+
+    def describe(self) -> list[Metric]:
+        """Nothing in advance: registering must not collect."""
+        return []
+
+    def _of_requests(self) -> Iterator[Metric]:
+        model = self._requests.model_name
+        engines = [
+            ((model, key or NO_ENGINE), n) for key, n in list(self._requests.engines.items())
+        ]
+        for attribute, name, text in REQUEST_HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            for labels, counts in engines:
+                _add(histogram, labels, getattr(counts, attribute).snapshot())
+            yield histogram
+        for attribute, name, text in REQUEST_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for labels, counts in engines:
+                counter.add_metric(labels, getattr(counts, attribute))
+            yield counter
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests that ended, by why; a client that left counts as abort.",
+            labels=(*LABELS, "finished_reason"),
+        )
+        for labels, counts in engines:
+            for reason, num in counts.num_finished.items():
+                finished.add_metric((*labels, reason), num)
+        yield finished
+
+    def _of_workers(self, workers: Sequence[tuple[WorkerInfo, EngineStats]]) -> Iterator[Metric]:
+        named = [((info.model, info.address), stats) for info, stats in workers]
+        for name, text, value in WORKER_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            for labels, stats in named:
+                gauge.add_metric(labels, value(stats))
+            yield gauge
+        for name, text, value in WORKER_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for labels, stats in named:
+                counter.add_metric(labels, value(stats))
+            yield counter
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens computed in one step.", labels=LABELS
+        )
+        seconds = CounterMetricFamily(
+            "penstock_step_seconds",
+            "Time in the engine's steps, by phase; host time.",
+            labels=(*LABELS, "phase"),
+        )
+        for labels, stats in named:
+            if stats.step_tokens is not None:
+                _add(tokens, labels, stats.step_tokens)
+            for phase, total in stats.step_seconds.items():
+                seconds.add_metric((*labels, phase), total)
+        weights = GaugeMetricFamily(
+            "penstock_model_weight_bytes",
+            "Memory of the model's weights, by their number format.",
+            labels=(*LABELS, "weights"),
+        )
+        for info, _ in workers:
+            if info.weights:
+                weights.add_metric((info.model, info.address, info.weights), info.weight_bytes)
+        yield tokens
+        yield seconds
+        yield from _of_experts(named)
+        yield weights
+        model = GaugeMetricFamily(
+            "penstock_step_model_seconds",
+            "What a step costs, and each row, cached token and prompt token in it, as fitted.",
+            labels=(*LABELS, "term"),
+        )
+        for labels, stats in named:
+            for term, cost in stats.step_model.items():
+                model.add_metric((*labels, term), cost)
+        yield model
+        yield GaugeMetricFamily(
+            "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
+        )
+
+    def _of_front_ends(self) -> Iterator[Metric]:
+        told = CounterMetricFamily(
+            "penstock_request_errors",
+            "Errors told to clients of this ingress, by code of the error catalogue.",
+            labels=("code",),
+        )
+        for code in errors.CATALOGUE:
+            told.add_metric((code,), errors.num_told[code])
+        yield told
+        yield CounterMetricFamily(
+            "penstock_ingress_disconnects",
+            "Clients of this ingress that left before the end of their answer.",
+            value=self._requests.num_disconnects,
+        )
+
+    def _of_gate(self, gate: GateClient) -> Iterator[Metric]:
+        for name, text, value in GATE_GAUGES:
+            yield GaugeMetricFamily(name, text, value=value(gate))
+        for name, text, value in GATE_COUNTERS:
+            yield CounterMetricFamily(name, text, value=value(gate))
+        admitted = CounterMetricFamily(
+            "penstock_admissions",
+            "Requests of this ingress that came in, by how.",
+            labels=("by",),
+        )
+        for by, value in ADMISSIONS:
+            admitted.add_metric((by,), value(gate))
+        yield admitted
+        figures = gate.figures
+        refused = CounterMetricFamily(
+            "penstock_gate_refusals",
+            "Requests that did not come in, by reason.",
+            labels=("reason",),
+        )
+        for reason in REASONS:
+            refused.add_metric((reason,), figures.num_refused.get(reason, 0))
+        refused.add_metric(("expired",), figures.num_expired)
+        yield refused
+        held = GaugeMetricFamily(
+            "penstock_predictor_coverage",
+            "Share of late answers that stayed within the quantile of that level.",
+            labels=("level",),
+        )
+        for level, share in zip(figures.levels, figures.coverage, strict=True):
+            held.add_metric((f"{level:g}",), share)
+        yield held
+        waits = HistogramMetricFamily(
+            WAIT_HISTOGRAM, "From asking the gate to its ticket.", labels=()
+        )
+        _add(waits, (), gate.waits.snapshot())
+        yield waits
+
+
+def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
+    """Of the workers that have a cache of experts."""
+    named = [(labels, stats.experts) for labels, stats in workers if stats.experts is not None]
+    for name, text, value in EXPERT_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            gauge.add_metric(labels, value(experts))
+        yield gauge
+    for name, text, value in EXPERT_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        for labels, experts in named:
+            counter.add_metric(labels, value(experts))
+        yield counter
+    lookups = CounterMetricFamily(
+        "penstock_expert_lookups",
+        "Experts that steps needed, by what of them was on the device.",
+        labels=(*LABELS, "found"),
+    )
+    moved = CounterMetricFamily(
+        "penstock_expert_bytes",
+        "Bytes of experts that were copied to the device, by why.",
+        labels=(*LABELS, "why"),
+    )
+    foreseen = CounterMetricFamily(
+        "penstock_expert_predictions",
+        "Experts of tokens that there was a guess for, by layer and whether they were in it.",
+        labels=(*LABELS, "layer", "right"),
+    )
+    for labels, experts in named:
+        lookups.add_metric((*labels, "whole"), experts.num_hits)
+        lookups.add_metric((*labels, "partial"), experts.num_partial)
+        lookups.add_metric((*labels, "absent"), experts.num_misses)
+        moved.add_metric((*labels, "demand"), experts.demand_bytes)
+        moved.add_metric((*labels, "prefetch"), experts.prefetch_bytes)
+        for each in experts.by_layer:
+            layer, wrong = str(each.layer), each.num_routed - each.num_right
+            foreseen.add_metric((*labels, layer, "true"), each.num_right)
+            foreseen.add_metric((*labels, layer, "false"), wrong)
+    yield from (lookups, moved, foreseen)
+
+
+def _add(histogram: HistogramMetricFamily, labels: Sequence[str], observed: Distribution) -> None:
+    """One series: Prometheus wants the counts of all that is no larger than each bound."""
+    buckets, num = [], 0
+    for bound, count in zip((*observed.bounds, inf), observed.counts, strict=True):
+        num += count
+        buckets.append(("+Inf" if bound == inf else str(float(bound)), num))
+    histogram.add_metric(labels, buckets=buckets, sum_value=observed.total)

@@ -1,0 +1,74 @@
+"""What the gate and an ingress's end of it tell Prometheus: tables only; metrics.py gives them out.
+
+docs/metrics.md says what each means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.deployments.ingress.dispatch.gate_client import GateClient
+
+_Of = Callable[[GateClient], float]
+
+WAIT_HISTOGRAM = "penstock_gate_wait_seconds"
+
+GATE_GAUGES: tuple[tuple[str, str, _Of], ...] = (
+    ("penstock_gate_connected", "Whether this ingress has the gate.", lambda g: g.is_connected),
+    (
+        "penstock_gate_breaker_open",
+        "Whether this ingress does not ask the gate, after faults.",
+        lambda g: g.breaker_state == "open",
+    ),
+    ("penstock_gate_waiting", "Requests that wait at the gate.", lambda g: g.figures.num_waiting),
+    (
+        "penstock_gate_preemptions_per_100",
+        "Preemptions of workers per 100 requests that ended, since the gate started.",
+        lambda g: 100 * g.figures.num_preemptions / max(1, g.figures.num_completed),
+    ),
+)
+
+GATE_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
+    (
+        "penstock_gate_breaker_opened",
+        "Times that this ingress stopped asking.",
+        lambda g: g.breaker.num_opened,
+    ),
+    (
+        "penstock_gate_declined",
+        "Requests that workers without room sent back.",
+        lambda g: g.figures.num_declined,
+    ),
+    (
+        "penstock_gate_waits",
+        "Requests that had to wait and came in.",
+        lambda g: g.figures.num_waits,
+    ),
+    (
+        "penstock_gate_predicted_wait_seconds",
+        "Waits of these as they were foretold when they came.",
+        lambda g: g.figures.predicted_wait_s,
+    ),
+    (
+        "penstock_gate_actual_wait_seconds",
+        "Waits of these as they were.",
+        lambda g: g.figures.actual_wait_s,
+    ),
+    (
+        "penstock_gate_wait_error_seconds",
+        "Differences between the two, without sign.",
+        lambda g: g.figures.wait_error_s,
+    ),
+    (
+        "penstock_predictor_learnt",
+        "Answers whose lengths the predictor has learnt from.",
+        lambda g: g.figures.num_learnt,
+    ),
+)
+
+ADMISSIONS: tuple[tuple[str, _Of], ...] = (
+    ("pass", lambda g: g.num_passed),
+    ("ticket", lambda g: g.num_ticketed),
+    ("fallback", lambda g: g.num_fallback),
+)
+REASONS = ("too_long", "queue_full", "displaced", "never_fits")

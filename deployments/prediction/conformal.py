@@ -1,0 +1,118 @@
+"""Adaptive conformal calibration: a law that says 90 % is held to it by what came.
+
+Gibbs & Candes, "Adaptive Conformal Inference Under Distribution Shift" (NeurIPS 2021): the level at
+which a quantile is read goes up after a miss and down after a hit. Three levels are tracked, and
+between them the law is stretched, so that sampled futures are calibrated and not the quantiles
+alone. Knows nothing of requests or of how a law was made.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from penstock.deployments.prediction.distribution import Floats, LengthDistribution
+
+LEVELS = (0.5, 0.9, 0.99)
+# One miss must not throw a level out of its neighbourhood: the step shrinks with the tail.
+STEPS = (0.01, 0.01, 0.0011)
+_LOW, _HIGH, _GAP = 1e-3, 1.0 - 1e-4, 1e-5
+_SURVIVAL = np.array([0.0, *(1.0 - level for level in reversed(LEVELS)), 1.0])
+
+
+def fresh_levels() -> Floats:
+    """Where the levels start: a law is believed until something came."""
+    return np.array(LEVELS)
+
+
+def calibrate(cumulative: Floats, tracked: Floats) -> Floats:
+    """The law whose quantile at LEVELS[i] is the given law's at tracked[i].
+
+    cumulative [bins + 1] of the natural length -> the same shape. Survival is mapped piecewise
+    linearly, with 0 and 1 fixed, so the far tail keeps its shape.
+    """
+    xs = np.concatenate(([0.0], 1.0 - tracked[::-1], [1.0]))
+    mapped = np.interp(np.exp(-cumulative), xs, _SURVIVAL)
+    if cumulative[-1] < 600.0:
+        return -np.log(mapped)
+    # Survival underflows long before the hazard does: out there the tail's factor is added.
+    tail = math.log(_SURVIVAL[1] / xs[1])
+    return np.where(cumulative < 600.0, -np.log(np.maximum(mapped, 1e-300)), cumulative - tail)
+
+
+def coverage(
+    law: LengthDistribution, length: int, is_end: bool, left_early: bool
+) -> list[float | None]:
+    """Whether each level's quantile held, for an answer that was `length` long when it ended.
+
+    `law`: of the natural length, not cut. None: undecided. `is_end`: the answer ended by itself.
+    A quantile is judged only where it lies within max_tokens, which then always decides; to judge
+    only what happens to be decided would drop hits and keep misses. Where the client left early,
+    the law's own conditional probability stands in for the unknown. An answer that is exactly as
+    long as its quantile counts in part: short lengths are coarse, their quantiles hold more often
+    than promised, and a model's long answers would pay for it.
+    """
+    natural = _natural(law)
+    return [
+        None if bound is None else _hit(natural, level, bound, length, is_end, left_early)
+        for level, bound in zip(LEVELS, _bounds(law, natural))
+    ]
+
+
+def surprise(
+    law: LengthDistribution, start: int, now: int, *, is_end: bool = False, is_cut: bool = False
+) -> list[float | None]:
+    """What tokens `start` to `now` of an answer have changed of P(each quantile holds).
+
+    None: undecided, as of `coverage`. Neither `is_end` nor `is_cut`: the answer goes on, or its
+    client left. Under the law itself the expectation is 0 wherever one looks: a quantile that is
+    still to be decided counts with what is left of it, so that answers which are still running
+    are not missed (ends alone come early from short answers: hits). Over an answer's life it adds
+    up to `coverage` less the level.
+    """
+    natural = _natural(law)
+    return [
+        None
+        if bound is None
+        else _hit(natural, level, bound, now, is_end, not is_cut)
+        - _hit(natural, level, bound, start, False, True)
+        for level, bound in zip(LEVELS, _bounds(law, natural))
+    ]
+
+
+def _natural(law: LengthDistribution) -> LengthDistribution:
+    return LengthDistribution(law.cumulative, min_tokens=law.min_tokens)
+
+
+def _bounds(law: LengthDistribution, natural: LengthDistribution) -> list[int | None]:
+    """The quantile of each level; None where max_tokens would cut it."""
+    bounds = map(natural.quantile, LEVELS)
+    return [None if law.max_tokens is not None and b >= law.max_tokens else b for b in bounds]
+
+
+def _hit(
+    law: LengthDistribution, level: float, bound: int, length: int, is_end: bool, goes_on: bool
+) -> float:
+    """Whether the quantile held (0..1); `goes_on`: how likely that is, given so many tokens."""
+    if not is_end:
+        if not goes_on or length >= bound:
+            return 0.0
+        return max(0.0, 1.0 - (1.0 - level) / law.survival(length))
+    if length != bound:
+        return float(length < bound)
+    # At the bound itself: what makes the expectation `level` exactly.
+    over, at_least = law.survival(bound), law.survival(bound - 1)
+    return min(max((level - 1.0 + at_least) / max(at_least - over, 1e-12), 0.0), 1.0)
+
+
+def adapted(tracked: Floats, moves: list[float | None]) -> Floats:
+    """The levels after `moves` as of `surprise`: lower after a hit, higher after a miss."""
+    moved, floor = [], _LOW
+    for i, (now, step, move) in enumerate(zip(tracked.tolist(), STEPS, moves)):
+        if move is not None:
+            now -= step * move
+        room = _HIGH - _GAP * (len(LEVELS) - 1 - i)  # levels stay apart and in order
+        floor = min(max(now, floor + _GAP), room)
+        moved.append(floor)
+    return np.array(moved)

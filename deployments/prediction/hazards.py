@@ -1,0 +1,203 @@
+"""Hazards counted, not fitted: Kaplan-Meier on bins, each group shrunk towards the wider one.
+
+A level knows how many answers reached each bin and how many ended there. Groups form a path from
+the widest (all traffic) to the narrowest (one template of one tenant); a narrow group that has
+seen little says what the others in its parent say: h = (events + 8 h_others) / (at_risk + 8),
+bin by bin. "The others" and not "the parent": where all traffic is one group, its answers would be
+believed twice, and the law would follow their noise (6.78 nats against 6.76 in the benchmark).
+Old counts fade by 0.999 a completion, a half-life of about 700. Knows nothing of what a key means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.deployments.prediction.distribution import (
+    KNOTS,
+    MAX_HAZARD,
+    MAX_LENGTH,
+    MIN_HAZARD,
+    NUM_BINS,
+    WIDTHS,
+    Floats,
+    bin_of,
+)
+
+DECAY = 0.999
+# Answers that the others' opinion is worth, in each bin; what is borrowed adds up over bins. A
+# template of 900-token answers among short ones was told a median of 563 after 150 answers with 20,
+# of 753 with 8, of 810 with 4; for Azure's and PPL's requests together 8 foretold best.
+SHRINKAGE = 8.0
+PRIOR_WEIGHT = 2.0  # and the prior's, at the top
+PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
+PRIOR_CANCEL = 1e-3  # cancelled per bin, before anything is known
+MAX_GROUPS = 8192  # of 1 kB each
+_KNOTS, _WIDTHS = KNOTS[:-1].astype(np.float64), WIDTHS.astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What one answer told about one way of ending: where it was at risk, and whether it struck."""
+
+    at_risk: Floats  # [bins] 0..1: share of the bin in which the end could have been seen
+    event: int | None  # the bin in which it came; None: something else ended the watch first
+
+
+def exposure(start: int, end: int, event: bool, limit: int | None = None) -> Exposure:
+    """The watch from token `start` (exclusive) to token `end`, with the end itself if `event`.
+
+    `start` is above 0 where the end was impossible at first (min_tokens). `limit` is how far the
+    answer could have been watched at all (max_tokens): in the limit's own bin an ending counts
+    with the same share as a cut does, or the ones that ended would weigh too much.
+    """
+    end = min(max(end, 1 if event else 0), MAX_LENGTH)
+    watched = _reached(end)
+    place = None
+    if event:
+        place = bin_of(end)
+        reach = MAX_LENGTH if limit is None else max(limit, end)
+        watched[place] = min((reach - KNOTS[place]) / WIDTHS[place], 1.0)
+    if start > 0:
+        watched = np.maximum(watched - _reached(start), 0.0)
+        if place is not None and watched[place] <= 0.0:
+            place = None  # ended where it could not: a limit that others enforce; tells nothing
+    return Exposure(watched, place)
+
+
+def _reached(length: int) -> Floats:
+    """[bins] the share of each bin that lies below `length`."""
+    return np.minimum(np.maximum((length - _KNOTS) / _WIDTHS, 0.0), 1.0)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Answers that reached each bin, and those that ended in it; both fade."""
+
+    both: Floats = field(default_factory=lambda: np.zeros((2, NUM_BINS)))
+
+    @property
+    def events(self) -> Floats:
+        return self.both[0]
+
+    @property
+    def at_risk(self) -> Floats:
+        return self.both[1]
+
+    def watch(self, seen: Exposure) -> None:
+        """An answer that goes on: nothing fades, for none has ended."""
+        self.both[1] += seen.at_risk
+
+    def add(self, seen: Exposure) -> None:
+        """What was still unseen of an answer that is over."""
+        self.both *= DECAY
+        self.watch(seen)
+        if seen.event is not None:
+            self.both[0, seen.event] += 1.0
+
+
+class HazardTree:
+    """Hazards by group, for one way of ending. Holds at most `max_groups`, the newest used."""
+
+    def __init__(self, prior: Floats, max_groups: int = MAX_GROUPS):
+        self.prior = prior  # [bins]
+        self.groups: OrderedDict[Hashable, Counts] = OrderedDict()
+        self._max_groups = max_groups
+
+    def hazards(self, path: Sequence[Hashable]) -> Floats:
+        """[bins] for the last group of `path`, which goes from the widest to the narrowest."""
+        h = _borrowing(self.prior, PRIOR_WEIGHT, self._own_counts(path))[0]
+        return np.minimum(np.maximum(h, MIN_HAZARD), MAX_HAZARD)
+
+    def hazards_and_finer(self, path: Sequence[Hashable], finer: Hashable) -> Floats:
+        """[2, bins]: `hazards(path)` and `hazards([*path, finer])`, the shared part done once."""
+        *above, last = self._own_counts(path) or [_NOTHING]
+        h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
+        coarse = fine = _borrowing(h, weight, [last])[0]
+        if counts := self.groups.get(finer):
+            fine = _borrowing(h, weight, [_others(last, counts.both), counts.both])[0]
+        return np.minimum(np.maximum(np.stack((coarse, fine)), MIN_HAZARD), MAX_HAZARD)
+
+    def weights(self, path: Sequence[Hashable], place: int) -> list[float]:
+        """What prior and groups contribute to the hazard of one bin; sums up to 1.
+
+        A group's share is that of its answers which are in no narrower group of the path.
+        """
+        shares, weight = [1.0], PRIOR_WEIGHT
+        for counts in self._own_counts(path):
+            reached = float(counts[1][place]) + weight
+            own = 1.0 - weight / reached
+            shares = [(1.0 - own) * share for share in shares] + [own]
+            weight = min(reached, SHRINKAGE)
+        return shares + [0.0] * (1 + len(path) - len(shares))
+
+    def _own_counts(self, path: Sequence[Hashable]) -> list[Floats]:
+        """[2, bins] of each known group: its counts without those of the next one in the path."""
+        known = [counts.both for key in path if (counts := self.groups.get(key))]
+        return [_others(one, other) for one, other in itertools.pairwise(known)] + known[-1:]
+
+    def watch(self, path: Sequence[Hashable], seen: Exposure) -> None:
+        """An answer that goes on has been at risk there."""
+        for counts in self._used(path):
+            counts.watch(seen)
+
+    def add(self, path: Sequence[Hashable], seen: Exposure) -> None:
+        """An answer is over; what `watch` was told of it is not in `seen`."""
+        for counts in self._used(path):
+            counts.add(seen)
+
+    def _used(self, path: Sequence[Hashable]) -> list[Counts]:
+        """The counts of each group of `path`, made where there are none; the oldest make way."""
+        used = []
+        for key in path:
+            if key not in self.groups:
+                self.groups[key] = Counts()
+            self.groups.move_to_end(key)
+            used.append(self.groups[key])
+        while len(self.groups) > self._max_groups:
+            self.groups.popitem(last=False)
+        return used
+
+
+_NOTHING = np.zeros((2, NUM_BINS))
+
+
+def _others(parent: Floats, child: Floats) -> Floats:
+    """[2, bins] what the parent counted beside the child.
+
+    Faded at different paces, a child may count more than its parent: then nobody else does.
+    """
+    left = np.maximum(parent - child, 0.0)
+    np.maximum(left[1], left[0], out=left[1])
+    return left
+
+
+def _borrowing(
+    h: Floats, weight: Floats | float, counts: Sequence[Floats]
+) -> tuple[Floats, Floats | float]:
+    """Hazards after each of `counts` has shrunk to the ones before, and what those are worth."""
+    for events, at_risk in counts:
+        reached = at_risk + weight
+        h = (events + weight * h) / reached
+        weight = np.minimum(reached, SHRINKAGE)
+    return h, weight
+
+
+def length_prior() -> Floats:
+    """Hazards of the log-normal law that stands in until something has been seen."""
+    alive = [1.0] + [
+        0.5 * math.erfc((math.log(knot / PRIOR_MEDIAN)) / (PRIOR_SIGMA * math.sqrt(2.0)))
+        for knot in KNOTS[1:].tolist()
+    ]
+    survival = np.array(alive)
+    return np.clip(1.0 - survival[1:] / survival[:-1], MIN_HAZARD, MAX_HAZARD)
+
+
+def cancel_prior() -> Floats:
+    """Hazards of the client leaving, until something has been seen."""
+    return np.full(NUM_BINS, PRIOR_CANCEL)

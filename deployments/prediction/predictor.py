@@ -1,0 +1,322 @@
+"""The length predictor: features of a request -> the law of its answer's length, learnt online.
+
+Counted hazards by group (length_histogram), shifted by what the text says (length_residual) as far
+as that has paid off, stretched to hold their promise (calibration). Each finished request teaches
+it, and so does one that still runs, by how far it has come: who learns from ends alone has seen
+only short answers while the first long ones are under way (length bias). Before anything was seen
+it answers with a broad prior. Knows nothing of workers, memory or Ray.
+
+A predictor has one owner: nothing in it is locked, and a prediction and an observation must not
+run at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from penstock.deployments.prediction.conformal import (
+    LEVELS,
+    adapted,
+    calibrate,
+    fresh_levels,
+    surprise,
+)
+from penstock.deployments.prediction.distribution import (
+    NUM_BINS,
+    Floats,
+    LengthDistribution,
+    cumulative_hazard,
+)
+from penstock.deployments.prediction.features import NUM_FACTS, Features
+from penstock.deployments.prediction.hazards import (
+    Exposure,
+    HazardTree,
+    cancel_prior,
+    exposure,
+    length_prior,
+)
+from penstock.deployments.prediction.residual import LengthResidual, Row
+
+MEMORY = 0.998  # of the evidence for the residual: about the last 500 requests of a model
+MAX_MODELS = 256
+GROUPS = ("all", "model", "tenant", "template")
+# What the mixture weighs: the groups alone, those by the prompt's size, and both with the text.
+EXPERTS = ("groups", "size", "groups+text", "size+text")
+_NO_TEXT = 2  # experts come first that do not hear the residual
+
+
+class Ended(StrEnum):
+    """Why an answer was as long as it was."""
+
+    STOP = "stop"  # by itself: end of sequence, a stop token, a stop string
+    LENGTH = "length"  # cut at max_tokens or the context: it would have been longer
+    CANCEL = "cancel"  # the client left
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a prediction came about. `weights` are of the hazard at the median, and sum up to 1."""
+
+    weights: tuple[tuple[str, float], ...]  # ("prior", w), ("all", w), ("model", w) ...
+    num_seen: tuple[tuple[str, float], ...]  # answers counted by group, faded
+    text_weight: float  # 0..1: how far the residual is trusted, as it has earned
+    size_weight: float  # 0..1: how far groups by the prompt's size are
+    text_shift: float  # of the hazards' logits; below 0 longer than the groups say
+    levels: tuple[tuple[float, float], ...]  # (promised, read at) of the calibration
+    median: int
+    p90: int
+
+    @property
+    def is_text_on(self) -> bool:
+        return self.text_weight > 0.5
+
+
+@dataclass(slots=True)
+class Watch:
+    """An answer that runs: up to which token it has been learnt from. The end teaches the rest."""
+
+    features: Features
+    counted: int = 0  # by the groups
+    learnt: int = 0  # by calibration, weights and text, which cost ten times as much
+
+    COUNT_FROM, COUNT_GROWTH = 32, 1.08
+    LEARN_FROM, LEARN_GROWTH = 64, 1.6
+
+    def is_due(self, generated: int) -> bool:
+        """Whether `progress` would learn anything."""
+        return generated > max(Watch.COUNT_FROM, Watch.COUNT_GROWTH * self.counted)
+
+    def is_costly(self, generated: int) -> bool:
+        return generated > max(Watch.LEARN_FROM, Watch.LEARN_GROWTH * self.learnt)
+
+
+@dataclass(slots=True)
+class Trust:
+    """What a model's answers have taught about the predictor itself."""
+
+    # Log-likelihood of each of EXPERTS above that of the first, fading.
+    evidence: Floats = field(default_factory=lambda: np.zeros(len(EXPERTS)))
+    levels: Floats = field(default_factory=fresh_levels)
+
+    @property
+    def log_weights(self) -> Floats:
+        """[experts] of the mixture."""
+        return self.evidence - np.logaddexp.reduce(self.evidence)
+
+    @property
+    def text_weight(self) -> float:
+        return float(np.exp(self.log_weights[_NO_TEXT:]).sum())
+
+    @property
+    def size_weight(self) -> float:
+        return float(np.exp(self.log_weights[1::2]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Laws:
+    """The steps of one prediction."""
+
+    row: Row
+    shift: float
+    hazards: Floats  # [experts, bins], in the order of EXPERTS
+    trust: Trust
+    cumulative: Floats  # [bins + 1] mixed and calibrated
+
+
+class LengthPredictor:
+    """Predicts, observes, explains itself. `length_state` turns it into bytes and back."""
+
+    def __init__(self) -> None:
+        self.ends = HazardTree(length_prior())
+        self.cancels = HazardTree(cancel_prior())
+        self.residual = LengthResidual(NUM_FACTS)
+        self.everyone = Trust()  # what a model starts from
+        self.models: OrderedDict[str, Trust] = OrderedDict()
+
+    def predict(self, features: Features, *, with_cancels: bool = False) -> LengthDistribution:
+        """The law of the answer's length; with cancels, of how long it will hold its memory.
+
+        The first is for ordering and billing, the second for occupancy: a client that leaves
+        frees memory too, and is a competing risk with hazards of its own.
+        """
+        if features.ignore_eos:
+            cumulative = np.zeros(NUM_BINS + 1)
+        else:
+            cumulative = self._laws(features).cumulative
+        if with_cancels:
+            cumulative = cumulative + cumulative_hazard(self.cancels.hazards(features.path()))
+        return _law(features, cumulative)
+
+    def predict_both(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
+        """`predict` without and with cancels, for little more than the price of one."""
+        law = self.predict(features)
+        cancels = cumulative_hazard(self.cancels.hazards(features.path()))
+        return law, _law(features, law.cumulative + cancels)
+
+    def progress(self, watch: Watch, generated: int) -> None:
+        """Learn from an answer that has `generated` tokens and goes on: it is censored there.
+
+        Call it as often as is convenient; it learns where an answer has grown by a twelfth. What is
+        learnt here `observe` leaves out, if it is given the same watch. All that is learnt are sums
+        over tokens, with an expectation of zero under the true law wherever they are stopped; so
+        no answer weighs more because it was short.
+        """
+        features, reached = watch.features, generated - 1  # the last token may be the end
+        if not watch.is_due(generated):
+            return
+        limit = features.max_tokens
+        reached = reached if limit is None else min(reached, limit)
+        if not features.ignore_eos and watch.is_costly(generated):
+            start = max(features.min_tokens, watch.learnt)
+            self._learn(features, exposure(start, reached, False, limit), watch.learnt, reached)
+            watch.learnt = reached
+        path = features.path()
+        self.cancels.watch(path, exposure(watch.counted, reached, False, limit))
+        if not features.ignore_eos:
+            start = max(features.min_tokens, watch.counted)
+            path.append(features.size_group())
+            self.ends.watch(path, exposure(start, reached, False, limit))
+        watch.counted = reached
+
+    def observe(
+        self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
+    ) -> None:
+        """Learn from an answer of `length` tokens that is over. One pass, nothing is kept.
+
+        `watch`: what `progress` was given for it, if it was. Not for answers that were interrupted
+        and will go on (preemption, a worker's death), nor for those that an error ended. Raises
+        ValueError naming what does not fit.
+        """
+        ended = _ended(ended)
+        if length < 0:
+            raise ValueError(f"length must be 0 or more, not {length}")
+        if features.max_tokens is not None and length > features.max_tokens:
+            raise ValueError(
+                f"length ({length}) exceeds max_tokens ({features.max_tokens}): "
+                "give the limit that the worker was given"
+            )
+        path, limit = features.path(), features.max_tokens
+        stopped, cancelled = ended is Ended.STOP, ended is Ended.CANCEL
+        counted, learnt = (0, 0) if watch is None else (watch.counted, watch.learnt)
+        if counted >= length and (stopped or cancelled):
+            length = counted + 1  # the worker had made more than was told: no end is lost
+        self.cancels.add(path, exposure(counted, length, cancelled, limit))
+        if features.ignore_eos:
+            return  # nothing about where it would have ended
+        seen = exposure(max(features.min_tokens, learnt), length, stopped, limit)
+        if seen.event is None and not seen.at_risk.any() and not counted:
+            return
+        self._learn(features, seen, learnt, length, ended)
+        counts = exposure(max(features.min_tokens, counted), length, stopped, limit)
+        self.ends.add([*path, features.size_group()], counts)
+
+    def explain(self, features: Features) -> Explanation:
+        """Which groups spoke, how far the text was heard, and what came out."""
+        laws, path = self._laws(features), features.path()
+        law = self.predict(features)
+        median, p90 = law.quantile(0.5), law.quantile(0.9)
+        place = int(np.searchsorted(laws.cumulative, math.log(2.0))) - 1
+        names = GROUPS[: len(path)]
+        shares = self.ends.weights(path, min(max(place, 0), NUM_BINS - 1))
+        counts = [self.ends.groups.get(key) for key in path]
+        return Explanation(
+            weights=tuple(zip(("prior", *names), shares)),
+            num_seen=tuple(
+                (name, float(each.at_risk[0]) if each else 0.0) for name, each in zip(names, counts)
+            ),
+            text_weight=laws.trust.text_weight,
+            size_weight=laws.trust.size_weight,
+            text_shift=laws.shift,
+            levels=tuple(zip(LEVELS, laws.trust.levels.tolist())),
+            median=median,
+            p90=p90,
+        )
+
+    def _laws(self, features: Features) -> _Laws:
+        counted = self.ends.hazards_and_finer(features.path(), features.size_group())
+        digest = features.text
+        hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
+        row = self.residual.row(hashes, features.facts())
+        shift = self.residual.shift(row)
+        shifted = counted / (counted + (1.0 - counted) * math.exp(-shift))
+        hazards = np.concatenate((counted, shifted))
+        trust = self.models.get(features.model, self.everyone)
+        # A mixture of laws is one of their survivals; in logarithms, for the tail's sake.
+        alive = trust.log_weights[:, None] - cumulative_hazard(hazards)
+        mixed = -np.logaddexp.reduce(alive, axis=0)
+        mixed[0] = 0.0
+        return _Laws(row, shift, hazards, trust, calibrate(mixed, trust.levels))
+
+    def _trust_of(self, model: str) -> Trust:
+        if model not in self.models:
+            self.models[model] = Trust(self.everyone.evidence.copy(), self.everyone.levels)
+            while len(self.models) > MAX_MODELS:
+                self.models.popitem(last=False)
+        self.models.move_to_end(model)
+        return self.models[model]
+
+    def _learn(
+        self,
+        features: Features,
+        seen: Exposure,
+        start: int,
+        now: int,
+        ended: Ended | None = None,
+    ) -> None:
+        """All but the counts, from tokens `start` to `now`; None: the answer goes on."""
+        laws = self._laws(features)
+        own = self._trust_of(features.model)
+        moves = surprise(
+            _law(features, laws.cumulative),
+            start,
+            now,
+            is_end=ended is Ended.STOP,
+            is_cut=ended is Ended.LENGTH,
+        )
+        told = _log_likelihood(laws.hazards, seen)
+        for trust in (own, self.everyone):
+            trust.levels = adapted(trust.levels, moves)
+            # Exponential weights: who has foretold this answer better than the groups alone?
+            kept = 1.0 if ended is None else MEMORY
+            trust.evidence = kept * trust.evidence + (told - told[0])
+        gradient = _gradient_of_mixture(laws, seen)
+        self.residual.learn(laws.row, gradient, is_new=ended is not None)
+
+
+def _law(features: Features, cumulative: Floats) -> LengthDistribution:
+    return LengthDistribution(
+        cumulative, max_tokens=features.max_tokens, min_tokens=features.min_tokens
+    )
+
+
+def _ended(ended: Ended | str) -> Ended:
+    try:
+        return Ended(ended)
+    except ValueError:
+        names = ", ".join(Ended)
+        raise ValueError(f"ended must be one of {names}, not {ended!r}") from None
+
+
+def _log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
+    """[laws, bins] -> [laws] ln P of what was seen: ln(1 - h) survived, and ln h where it ended."""
+    if seen.event is None:
+        return np.log1p(-hazards) @ seen.at_risk
+    before = np.log1p(-hazards[:, : seen.event]) @ seen.at_risk[: seen.event]
+    return before + np.log(hazards[:, seen.event])
+
+
+def _gradient(hazards: Floats, seen: Exposure) -> Floats:
+    """[laws, bins] -> [laws] d(-ln P) / d(shift of all logits): expected minus seen ends."""
+    return hazards @ seen.at_risk - float(seen.event is not None)
+
+
+def _gradient_of_mixture(laws: _Laws, seen: Exposure) -> float:
+    """The residual learns beside the counts that are trusted, whether it is itself or not."""
+    weights = np.exp(laws.trust.log_weights)
+    beside = weights[:_NO_TEXT] + weights[_NO_TEXT:]
+    return float(beside @ _gradient(laws.hazards[_NO_TEXT:], seen))

@@ -1,0 +1,91 @@
+"""A worker as a Serve deployment: Ray supervises it, the registry and the expert store know it.
+
+What a worker computes, and how requests reach it, is workers/worker.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import ray
+
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.experts.client import ExpertStoreClient
+from penstock.deployments.experts.remote import RemoteExperts
+from penstock.deployments.experts.spec import StoreSpec
+from penstock.deployments.supervision.registry import RegistryClient
+from penstock.deployments.supervision.replicas import (
+    configure_logging,
+    hide_serve_port,
+    in_words,
+    wants_gpus,
+)
+from penstock.deployments.worker.store_link import StoreLink
+from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.worker import Worker
+
+
+class WorkerReplica:
+    """A Worker under Serve's supervision."""
+
+    def __init__(self, config: ServeConfig, host: str | None):
+        configure_logging(config)
+        hide_serve_port()
+        self._drain_s = config.drain_s
+        self._registry = RegistryClient(config.app_name)
+        self._store: StoreLink | None = None
+        try:
+            client = _store_client(config)
+            manifest, far = None, None
+            if client is not None:
+                manifest = client.manifest()
+                far = None if client.is_near() else RemoteExperts(client, manifest)
+            self._worker = Worker(
+                config.engine,
+                model_name=config.model_name,
+                host=host or ray.util.get_node_ip_address(),
+                announce=self._announce,
+                experts=manifest,
+                far_experts=far,
+            )
+            if client is not None and manifest is not None:
+                self._store = StoreLink(client, self._worker, manifest.epoch)
+                self._store.warm()
+        except Exception as error:
+            self._registry.call_now("failed", in_words("a worker", error))
+            raise
+
+    async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
+        """Tell the registry, and the expert store of this node, that this worker lives."""
+        if self._store is not None and stats.experts is not None:
+            await self._store.beat(info.epoch, stats.experts)
+        await self._registry.worker_beat(info, stats)
+
+    def check_health(self) -> None:
+        self._worker.check_health()
+
+    def __del__(self) -> None:
+        """Serve takes this replica away: what runs here may end first."""
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
+                self._registry.call_now("worker_left", worker.info.epoch)
+            worker.stop(drain_s=self._drain_s)
+
+
+def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
+    """The expert store of this node, where the model's experts are to come from one."""
+    engine = config.engine
+    if engine.expert_cache_gb is None:
+        return None
+    device = "cuda" if wants_gpus(config) else "cpu"
+    spec = StoreSpec(
+        config.app_name,
+        engine.model,
+        engine.weights,
+        device,
+        engine.expert_store_dir,
+        has_twins=engine.moe_mode == "quantized",
+        is_single=engine.expert_store == "one",
+    )
+    return ExpertStoreClient(spec)

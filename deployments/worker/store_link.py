@@ -1,0 +1,52 @@
+"""The worker's heartbeat to the expert store: it reports cache statistics, and follows the store
+when the store restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from ray.exceptions import RayError
+
+from penstock.deployments.experts.client import MAX_HINTS, ExpertStoreClient, log
+from penstock.workers.errors import LoadError
+from penstock.workers.stats import ExpertStats
+from penstock.workers.worker import Worker
+
+
+class StoreLink:
+    """A worker's second line: once a second it tells the store how its cache does, and follows it
+    to another epoch. Whatever happens to the store, `beat` returns."""
+
+    def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
+        """`epoch`: of the arena that the worker began with."""
+        self._epoch = epoch
+        self._client = client
+        self._worker = worker
+        self._was_there = True
+
+    def warm(self) -> None:
+        """Have the experts come that other workers needed most."""
+        with contextlib.suppress(RayError, TimeoutError):
+            self._worker.warm_experts(self._client.call_now("hints"))
+
+    async def beat(self, worker: int, stats: ExpertStats) -> None:
+        try:
+            hot = self._worker.hottest_experts(MAX_HINTS)
+            epoch = await self._client.beat(worker, stats, hot)
+            if epoch != self._epoch:
+                await asyncio.to_thread(self._change_over)
+            if not self._was_there:
+                log.info("the expert store is back")
+            self._was_there = True
+        except (RayError, TimeoutError, ValueError, LoadError) as error:
+            if self._was_there:
+                log.warning("no expert store, the map serves on: %s", type(error).__name__)
+            self._was_there = False
+
+    def _change_over(self) -> None:
+        manifest = self._client.manifest()
+        self._worker.use_experts(manifest)
+        self._epoch = manifest.epoch
+        log.info("experts come from epoch %d of the store now", manifest.epoch)

@@ -1,0 +1,5 @@
+"""The CPU backend: a C++ library that is compiled once for each machine, and how it is called.
+
+Imported by the operators of the parent folder.
+Begin with native.py; csrc/ holds the C++.
+"""

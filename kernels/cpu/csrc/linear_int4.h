@@ -1,0 +1,250 @@
+// Rows of bf16 times an int4 weight, in integers: the activations of a segment become int16 with one
+// power of two for all of them, products of 4-bit codes are summed in int32, exactly, and each
+// segment's sum is scaled once. A quarter of the instructions that fp32 takes to unpack.
+//
+// bf16 has 8 significant bits and int16 has 15 beside its sign: a value within a factor of 128 of its
+// segment's largest is held exactly, a smaller one to 2^-15 of that largest.
+//
+// The weight is packed as linear_lut.h says: words of 8 codes. `word >> 4 j` has codes j and
+// j + 4 in the low bits of its halves, so x is laid out in the pairs (x[j], x[j + 4]).
+
+#pragma once
+
+#include "linear_lut.h"
+
+// acc + a.low * b.low + a.high * b.high, lane by lane of int16 halves.
+INLINE vi add_pairs(vi acc, vi a, vi b) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// The rows of a block: [padded K / 8][4 pairs][rows of the tile], tile after tile.
+struct Int4Block {
+    int64_t pairs, segments;  // of a row
+    std::vector<int32_t> tiles;
+    std::vector<float> scales;  // [rows][segments]
+    std::vector<int32_t> sums;  // of the int16 values
+
+    void reserve(const CodesBlock& shape, int64_t rows) {
+        const size_t many = (size_t)std::min(rows, BLOCK);
+        pairs = shape.depth / 2;
+        grow(tiles, (many + 1) * pairs);
+        reserve_rows(shape, many);
+    }
+    void reserve_rows(const CodesBlock& shape, int64_t rows) {
+        segments = shape.num_segments();
+        grow(scales, rows * segments);
+        grow(sums, rows * segments);
+    }
+};
+
+// 2^power; powers beyond what a float has are cut.
+INLINE float power_of_two(int32_t power) {
+    const int32_t bits = std::clamp(power + 127, 1, 254) << 23;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// n values as int16 times `scale`, which is returned: NaN if one of them is not finite.
+INLINE float to_int16(const float* values, int64_t n, int16_t* to, int32_t& sum) {
+    vi top = {};
+    for (int64_t i = 0; i < n; i += W) top = max_bits(top, load_up_to(values + i, n - i));
+    int32_t largest = 0;
+    for (int lane = 0; lane < W; ++lane) largest = std::max(largest, top[lane]);
+    if (largest >= 0x7f800000) {
+        std::memset(to, 0, n * sizeof(int16_t));
+        return std::numeric_limits<float>::quiet_NaN();
+    }
+    const int32_t power = std::max((largest >> 23) - 127, -100);  // 2^power <= the largest
+    const float up = power_of_two(14 - power);
+    typedef int16_t vs __attribute__((vector_size(VECTOR_BYTES / 2)));
+    vi total = {};
+    for (int64_t i = 0; i < n; i += W) {
+        const vi whole = (vi)(load_up_to(values + i, n - i) * up + ROUND) - 0x4B400000;
+        const vs narrow = __builtin_convertvector(whole, vs);
+        std::memcpy(to + i, &narrow, std::min<int64_t>(W, n - i) * sizeof(int16_t));
+        total += whole;  // 0 behind the end
+    }
+    for (int lane = 0; lane < W; ++lane) sum += total[lane];
+    return power_of_two(power - 14);
+}
+
+// write(segment, int16 values, their number) for each segment of a row, whose scales and sums go into
+// the block.
+template <class Write>
+INLINE void each_segment(const CodesLinearArgs& a, const CodesBlock& shape, Int4Block& block,
+                         int64_t start, int64_t row, Write&& write) {
+    const bf16* from = (const bf16*)a.x + (start + row) * a.x_stride;
+    for (int64_t segment = 0; segment < block.segments; ++segment) {
+        float values[SEGMENT + W];
+        int16_t whole[SEGMENT] = {};
+        const int64_t group = segment / shape.segments, within = segment % shape.segments * SEGMENT;
+        const int64_t k = group * shape.group + within;  // where it lies in x
+        const int64_t n = std::max<int64_t>(
+            0, std::min({a.depth - k, shape.group - within, shape.depth_of(segment)}));
+        for (int64_t i = 0; i < n; i += W) store(values + i, load_up_to(from + k + i, n - i));
+        int32_t sum = 0;
+        block.scales[row * block.segments + segment] = to_int16(values, n, whole, sum);
+        block.sums[row * block.segments + segment] = sum;
+        write(segment, whole, shape.depth_of(segment));
+    }
+}
+
+INLINE void prepare_int4_row(const CodesLinearArgs& a, const CodesBlock& shape, Int4Block& block,
+                             int64_t start, int64_t row, const Tiling& tiling) {
+    const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
+    int32_t* to = block.tiles.data() + first * block.pairs + (row - first);
+    each_segment(a, shape, block, start, row, [&](int64_t, const int16_t* whole, int64_t depth) {
+        for (int64_t i = 0; i < depth; i += 8)
+            for (int j = i; j < i + 4; ++j, to += step)
+                *to = (int32_t)((uint16_t)whole[j] | (uint32_t)(uint16_t)whole[j + 4] << 16);
+    });
+}
+
+constexpr int32_t LOW_CODES = 0x000F000F;
+
+// Of one row. Half of the codes are multiplied where they stand, 16 times too large, into sums of their
+// own (64 of them come to 2^29 at most), which saves most of the shifts.
+INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi (&acc)[1][2]) {
+    vi high[2] = {};
+    for (int64_t k = 0; k < depth; k += 8) {
+        const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
+        ask_ahead(from);
+        ask_ahead(from + VECTOR_BYTES);
+        UNROLL for (int n = 0; n < 2; ++n) {
+            vu words = (vu)load_bits(from + n * VECTOR_BYTES);
+            UNROLL for (int j = 0; j < 4; j += 2) {
+                const int32_t* pairs = x + k / 2 + j;
+                acc[0][n] = add_pairs(acc[0][n], (vi)words & LOW_CODES, pairs[0] - vi{});
+                high[n] = add_pairs(high[n], (vi)words & (LOW_CODES << 4), pairs[1] - vi{});
+                words >>= 8;
+            }
+        }
+    }
+    UNROLL for (int n = 0; n < 2; ++n) acc[0][n] += high[n] >> 4;
+}
+
+// acc[r][n] = the sum over one segment of codes (0 to 15) times int16 values.
+template <int R>
+INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi (&acc)[R][2]) {
+    for (int64_t k = 0; k < depth; k += 8) {
+        const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
+        ask_ahead(from);
+        ask_ahead(from + VECTOR_BYTES);
+        const vu words[2] = {(vu)load_bits(from), (vu)load_bits(from + VECTOR_BYTES)};
+        UNROLL for (int j = 0; j < 4; ++j) {
+            const vi w[2] = {(vi)(words[0] >> (4 * j)) & LOW_CODES,
+                             (vi)(words[1] >> (4 * j)) & LOW_CODES};
+            UNROLL for (int r = 0; r < R; ++r) {
+                const vi pair = x[(k / 2 + j) * R + r] - vi{};
+                acc[r][0] = add_pairs(acc[r][0], w[0], pair);
+                acc[r][1] = add_pairs(acc[r][1], w[1], pair);
+            }
+        }
+    }
+}
+
+// The same with the codes of the segment at hand, [depth / 2][PANELC] pairs.
+template <int R>
+INLINE void add_int4(const vi* codes, const int32_t* x, int64_t depth, vi (&acc)[R][2]) {
+    for (int64_t k = 0; k < depth / 2; ++k)
+        UNROLL for (int r = 0; r < R; ++r) {
+            const vi pair = x[k * R + r] - vi{};
+            acc[r][0] = add_pairs(acc[r][0], codes[2 * k], pair);
+            acc[r][1] = add_pairs(acc[r][1], codes[2 * k + 1], pair);
+        }
+}
+
+// totals[PANELC] += scale of the weight * scale of x * (acc - 8 * sum + shift * sum), for one row.
+INLINE void add_int4_scaled(const CodesLinearArgs& a, const CodesBlock& shape,
+                            const Int4Block& block, int64_t panel, int64_t segment, int64_t row,
+                            const vi (&acc)[2], float* totals) {
+    const int64_t at = (panel * CodesBlock::groups(a) + segment / shape.segments) * PANELC;
+    const int64_t place = row * block.segments + segment;
+    const int32_t sum = block.sums[place];
+    UNROLL for (int n = 0; n < 2; ++n) {
+        vf y = __builtin_convertvector(acc[n] - 8 * sum, vf);
+        if (a.shifts) y += (float)sum * load(a.shifts + at + n * W);
+        float* to = totals + n * W;
+        store(to, load(to) + y * (block.scales[place] * load(a.scales + at + n * W)));
+    }
+}
+
+// One panel times the rows of one part of a block: totals[rows of the part][PANELC].
+INLINE void int4_panel(const CodesLinearArgs& a, const CodesBlock& shape, const Int4Block& block,
+                       const Tiling& tiling, int64_t part, int64_t panel, float* totals) {
+    const int64_t first = part * tiling.part_rows;
+    const uint8_t* weights = a.packed + panel * (shape.depth / 8) * Nibbles::RUN_BYTES;
+    const bool several = std::min(tiling.rows - first, tiling.part_rows) > tiling.tile;
+    vi codes[SEGMENT];  // [SEGMENT / 2][2]
+    for (int64_t segment = 0; segment < block.segments; ++segment) {
+        const int64_t k = shape.start_of(segment), depth = shape.depth_of(segment);
+        const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
+        const int64_t group = panel * CodesBlock::groups(a) + segment / shape.segments;
+        for (int n = 0; n < 2; ++n) __builtin_prefetch(a.scales + (group + 4) * PANELC + n * W);
+        for (int64_t i = 0; several && i < depth / 2; i += 4)
+            UNROLL for (int n = 0; n < 2; ++n) {
+                const uint8_t* word = from + i / 4 * Nibbles::RUN_BYTES + n * VECTOR_BYTES;
+                ask_ahead(word);
+                const vu words = (vu)load_bits(word);
+                UNROLL for (int j = 0; j < 4; ++j)
+                    codes[2 * (i + j) + n] = (vi)(words >> (4 * j)) & LOW_CODES;
+            }
+        tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
+            constexpr int R = width.value;
+            const int32_t* x = block.tiles.data() + row * block.pairs + k / 2 * R;
+            vi acc[R][2] = {};
+            if (several)
+                add_int4<R>(codes, x, depth, acc);
+            else
+                add_int4(from, x, depth, acc);
+            for (int r = 0; r < R && r < rows; ++r)
+                add_int4_scaled(a, shape, block, panel, segment, row + r, acc[r],
+                                totals + (row + r - first) * PANELC);
+        });
+    }
+}
+
+inline void linear_int4_vectors(const CodesLinearArgs& a) {
+    if (!a.rows || !a.columns) return;
+    static thread_local Int4Block own;
+    static thread_local CodesBlock own_shape;
+    static thread_local Shares own_shares;
+    Int4Block& block = own;  // the caller's, for all threads
+    CodesBlock& shape = own_shape;
+    Shares& shares = own_shares;
+    shape.measure(a, Nibbles::RUN);
+    block.reserve(shape, a.rows);
+    const int threads = (int)a.threads;
+    const int64_t panels = (a.columns + PANELC - 1) / PANELC;
+#pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
+    for (int64_t start = 0; start < a.rows; start += BLOCK) {
+        const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads);
+#pragma omp single nowait
+        shares.cut(tiling.parts, panels, threads);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < tiling.rows; ++row)
+            prepare_int4_row(a, shape, block, start, row, tiling);
+        shares.take([&](int64_t part, int64_t p) {
+            const int64_t first = part * tiling.part_rows;
+            const int64_t end = std::min(tiling.rows, first + tiling.part_rows);
+            if (first >= end) return;
+            alignas(VECTOR_BYTES) float totals[(BLOCK + 1) * PANELC];
+            std::memset(totals, 0, (end - first) * PANELC * sizeof(float));
+            int4_panel(a, shape, block, tiling, part, p, totals);
+            for (int64_t row = first; row < end; ++row)
+                finish_codes<bf16>(a, start, row, p, 0, totals + (row - first) * PANELC);
+        });
+        if (start + BLOCK < a.rows) {
+#pragma omp barrier
+        }
+    }
+}

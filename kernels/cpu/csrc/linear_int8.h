@@ -1,0 +1,266 @@
+// int8 rows times an int8 weight: exact sums of s8 x s8 in int32, scaled in the end.
+//
+// A panel holds 2 W output features as [K / 4][2 W][4] bytes, code + 128: the instructions multiply
+// unsigned by signed, and 128 times the sum of a row's codes is taken off again. int32 wraps, so that
+// only the true sum has to fit: K <= 133,000.
+//
+// Without VNNI the products of two neighbours are added in int16, which holds them unless the two codes
+// of x add up to more than 128 either way. Few do. At most 64 of each is left in such a pair, and the
+// rest is multiplied apart: three instructions for 64 products where exact int16 sums take four.
+
+#pragma once
+
+#include "amx.h"
+#include "quantize_rows.h"
+
+constexpr int PANEL8 = 2 * W;
+constexpr int64_t AMX_FROM = 4;  // rows; the sums are exact, so that both ways give the same bits
+
+struct Int8LinearArgs {
+    int64_t dtype;
+    const void* x;  // rows of dtype, or codes if there are scales of x
+    int64_t x_stride;
+    const float* x_scales;  // [rows], or null
+    const uint8_t* packed;
+    const float *scales, *bias;  // [columns]; bias may be null
+    void* out;
+    int64_t out_stride, rows, columns, depth, threads;
+};
+
+struct Int8PackArgs {
+    const int8_t* codes;
+    int64_t stride;
+    uint8_t* packed;
+    int64_t columns, depth, threads;
+};
+
+// acc + the sums over 4 products of unsigned bytes of w and signed bytes of x, lane by lane.
+#if defined(__AVX512VNNI__)
+constexpr bool SPLITS = false;
+INLINE vi add_products(vi acc, vi w, vi x) {
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+}
+#elif defined(__AVX512BW__)
+constexpr bool SPLITS = true;
+INLINE vi add_products(vi acc, vi w, vi x) {
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
+    return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+constexpr bool SPLITS = false;
+INLINE vi add_products(vi acc, vi w, vi x) {
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool SPLITS = true;
+INLINE vi add_products(vi acc, vi w, vi x) {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+    return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#else
+constexpr bool SPLITS = false;
+INLINE vi add_products(vi acc, vi w, vi x) {
+    for (int byte = 0; byte < 4; ++byte)
+        acc += (vi)((vu)w >> (8 * byte) & 255u) * ((vi)((vu)x << (24 - 8 * byte)) >> 24);
+    return acc;
+}
+#endif
+
+struct Quad {
+    int32_t at, codes;  // four codes of a row from input feature 4 * at on
+};
+
+// The rows of a block as the tiles read them: [K / 4][rows of the tile] quads, tile after tile.
+struct Int8Block {
+    int64_t quads;  // K / 4, rounded up
+    std::vector<int32_t> tiles;
+    std::vector<float> scales;
+    std::vector<int32_t> sums, num_rest;
+    std::vector<Quad> rest;  // [rows][quads], of which num_rest[row] are set
+
+    void reserve(int64_t rows, int64_t depth) {
+        quads = (depth + 3) / 4;
+        const size_t many = (size_t)std::min(rows, BLOCK);
+        grow(tiles, (many + 1) * quads);  // the last tile may have a row that nobody asked for
+        if (SPLITS) grow(rest, many * quads);
+        grow(num_rest, many);
+        reserve_rows(many, depth);
+    }
+    void reserve_rows(int64_t rows, int64_t depth) {
+        quads = (depth + 3) / 4;
+        grow(scales, rows);
+        grow(sums, rows);
+    }
+};
+
+// Leaves pairs of codes that int16 holds, times 255; what is taken away is returned.
+INLINE int32_t split_pairs(int32_t& quad) {
+    int8_t kept[4], taken[4] = {};
+    std::memcpy(kept, &quad, 4);
+    for (int i = 0; i < 4; i += 2)
+        if (std::abs(kept[i] + kept[i + 1]) > 128)
+            for (int j = i; j < i + 2; ++j) {
+                const int8_t bounded = std::clamp<int8_t>(kept[j], -64, 64);
+                taken[j] = kept[j] - bounded;
+                kept[j] = bounded;
+            }
+    int32_t rest;
+    std::memcpy(&quad, kept, 4);
+    std::memcpy(&rest, taken, 4);
+    return rest;
+}
+
+// Row `row` of a block from its codes [4 * quads], zeros behind K.
+INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Tiling& tiling) {
+    const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
+    int32_t* to = block.tiles.data() + first * block.quads + (row - first);
+    Quad* rest = block.rest.data() + row * block.quads;
+    int32_t sum = 0, count = 0;
+    for (int64_t i = 0; i < 4 * block.quads; ++i) sum += codes[i];
+    for (int64_t at = 0; at < block.quads; ++at) {
+        int32_t quad;
+        std::memcpy(&quad, codes + 4 * at, 4);
+        if constexpr (SPLITS)
+            if (const int32_t over = split_pairs(quad)) rest[count++] = {(int32_t)at, over};
+        to[at * step] = quad;
+    }
+    block.sums[row] = sum;
+    block.num_rest[row] = count;
+}
+
+// The codes of a row, zeros behind K; its scale goes into the block.
+template <class T>
+INLINE const int8_t* codes_of(const Int8LinearArgs& a, Int8Block& block, int64_t start, int64_t row) {
+    static thread_local std::vector<int8_t> codes;
+    grow(codes, 4 * block.quads);
+    std::memset(codes.data() + a.depth, 0, 4 * block.quads - a.depth);
+    const int64_t from = (start + row) * a.x_stride;
+    if (a.x_scales) {
+        std::memcpy(codes.data(), (const int8_t*)a.x + from, a.depth);
+        block.scales[row] = a.x_scales[start + row];
+    } else {
+        block.scales[row] = quantize_row((const T*)a.x + from, a.depth, codes.data());
+    }
+    return codes.data();
+}
+
+// The sums of R rows and one panel into out[R][PANEL8]; `rest` in its first `rows` rows.
+template <int R>
+void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t* weights,
+               int32_t* out) {
+    const int32_t* x = block.tiles.data() + row * block.quads;
+    vi acc[R][2] = {};
+    for (int64_t at = 0; at < block.quads; ++at) {
+        const uint8_t* pair = weights + at * 4 * PANEL8;
+        ask_ahead(pair);
+        ask_ahead(pair + VECTOR_BYTES);
+        const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
+        UNROLL for (int r = 0; r < R; ++r) {
+            const vi codes = x[at * R + r] - vi{};
+            acc[r][0] = add_products(acc[r][0], w[0], codes);
+            acc[r][1] = add_products(acc[r][1], w[1], codes);
+        }
+    }
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < 2; ++n)
+            std::memcpy(out + r * PANEL8 + n * W, &acc[r][n], sizeof(vi));
+    for (int64_t r = 0; SPLITS && r < rows; ++r) {
+        const Quad* rest = block.rest.data() + (row + r) * block.quads;
+        for (int n = 0; n < 2; ++n) {
+            vi sum = load_bits(out + r * PANEL8 + n * W);
+            for (int i = 0; i < block.num_rest[row + r]; ++i) {
+                const int64_t at = (int64_t)rest[i].at * 4 * PANEL8 + n * VECTOR_BYTES;
+                sum = add_products(sum, load_bits(weights + at), rest[i].codes - vi{});
+            }
+            std::memcpy(out + r * PANEL8 + n * W, &sum, sizeof sum);
+        }
+    }
+}
+
+// y = sum * (scale of the row * scale of the column) + bias, for one row and one panel.
+template <class T>
+INLINE void finish_int8(const Int8LinearArgs& a, const Int8Block& block, int64_t start, int64_t row,
+                        int64_t panel, const void* sums) {
+    T* out = (T*)a.out + (start + row) * a.out_stride;
+    const int32_t shift = (int32_t)(128u * (uint32_t)block.sums[row]);
+    for (int n = 0; n < 2; ++n) {
+        const int64_t at = panel * PANEL8 + n * W, left = a.columns - at;
+        if (left <= 0) break;
+        vf y = __builtin_convertvector(load_bits((const int32_t*)sums + n * W) - shift, vf) *
+               (block.scales[row] * load_up_to(a.scales + at, left));
+        if (a.bias) y += load_up_to(a.bias + at, left);
+        store_up_to(out + at, y, left);
+    }
+}
+
+#if HAVE_AMX
+template <class T>
+void linear_int8_amx(const Int8LinearArgs& a) {
+    static thread_local Int8Block own;
+    Int8Block& block = own;  // the caller's, for all threads
+    block.reserve_rows(std::min(a.rows, AMX_BLOCK), a.depth);
+    const int64_t steps = (block.quads + TILE_ROWS - 1) / TILE_ROWS;
+    const auto prepare = [&](int64_t start, int64_t row, uint8_t* x) {
+        const int8_t* codes = codes_of<T>(a, block, start, row);
+        int32_t sum = 0;
+        for (int64_t i = 0; i < 4 * block.quads; ++i) sum += codes[i];
+        block.sums[row] = sum;
+        amx_lay_out(x, row, steps, codes, 4 * block.quads);
+    };
+    const auto finish = [&](int64_t start, int64_t row, int64_t panel, const uint8_t* sums) {
+        finish_int8<T>(a, block, start, row, panel, sums);
+    };
+    amx_linear<SignedProducts>(a.rows, a.columns, a.depth, block.quads, (int)a.threads, a.packed,
+                               AmxRows{nullptr}, prepare, finish);
+}
+#endif
+
+template <class T>
+void linear_int8(const Int8LinearArgs& a) {
+    if (!a.rows || !a.columns) return;
+#if HAVE_AMX
+    if (a.rows >= AMX_FROM && amx_usable()) return linear_int8_amx<T>(a);
+#endif
+    static thread_local Int8Block own;
+    static thread_local Shares own_shares;
+    Int8Block& block = own;  // the caller's, for all threads
+    Shares& shares = own_shares;
+    block.reserve(a.rows, a.depth);
+    const int threads = (int)a.threads;
+    const int64_t panels = (a.columns + PANEL8 - 1) / PANEL8;
+#pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
+    for (int64_t start = 0; start < a.rows; start += BLOCK) {
+        const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads);
+#pragma omp single nowait
+        shares.cut(tiling.parts, panels, threads);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < tiling.rows; ++row)
+            lay_out(block, row, codes_of<T>(a, block, start, row), tiling);
+        shares.take([&](int64_t part, int64_t p) {
+            tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
+                int32_t sums[width.value * PANEL8];
+                int8_tile<width.value>(block, row, rows, a.packed + p * block.quads * 4 * PANEL8,
+                                       sums);
+                for (int64_t r = 0; r < rows; ++r)
+                    finish_int8<T>(a, block, start, row + r, p, sums + r * PANEL8);
+            });
+        });
+        if (start + BLOCK < a.rows) {
+#pragma omp barrier
+        }
+    }
+}
+
+INLINE void pack_int8(const Int8PackArgs& a) {
+    const int64_t panels = (a.columns + PANEL8 - 1) / PANEL8, quads = (a.depth + 3) / 4;
+#pragma omp parallel for num_threads((int)a.threads) schedule(static)
+    for (int64_t p = 0; p < panels; ++p) {
+        uint8_t* to = a.packed + p * quads * 4 * PANEL8;
+        for (int64_t k = 0; k < 4 * quads; k += 4)
+            for (int64_t column = p * PANEL8; column < (p + 1) * PANEL8; ++column)
+                for (int64_t j = k; j < k + 4; ++j)
+                    *to++ = 128 + (column < a.columns && j < a.depth
+                                       ? a.codes[column * a.stride + j]
+                                       : 0);
+    }
+}

@@ -1,0 +1,51 @@
+// The CPU hot paths behind a plain C interface: one pointer to a packed struct of 8-byte fields each.
+// Knows pointers, strides and counts; nothing of Python or torch. Built and loaded by native.py. The
+// linears are in operators_linear.cpp, so that the two compile beside each other.
+//
+// Three rules hold in all of it:
+// - Memory that a mask excludes is never read: unused table entries, unwritten tails of blocks.
+// - A row's result has one order of summation, whatever the other rows are and however many threads
+//   share the work: reductions are written out with explicit vectors, and work is cut at absolute
+//   positions, never by batch size or thread count.
+// - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements. A KV cache
+//   may be of codes and fp16 scales (kv_codes.h).
+
+#include "attention_decode.h"
+#include "expert_rows.h"
+#include "export.h"
+#include "attention_prefill.h"
+#include "rowwise.h"
+#include "sampling.h"
+#include "kv_write.h"
+
+OPERATOR(write_kv, WriteArgs)
+OPERATOR(decode, AttentionArgs)
+OPERATOR(prefill, AttentionArgs)
+OPERATOR(rms_norm, RmsNormArgs)
+OPERATOR(rope, RopeArgs)
+OPERATOR(rope_to, RopeToArgs)
+OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(quantize, QuantizeArgs)
+OPERATOR(combine, CombineArgs)
+OPERATOR(unpack_neurons, UnpackArgs)
+
+EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
+    if (args->write.dtype == 0)
+        rope_write_kv<float>(*args);
+    else
+        rope_write_kv<bf16>(*args);
+}
+EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
+
+// Calls of exported functions, as kernels/cpu/replay.py recorded them.
+struct Call {
+    void (*function)(const void*);
+    const void* args;
+};
+struct RunArgs {
+    const Call* calls;
+    int64_t count;
+};
+EXPORT void ps_run(const RunArgs* args) {
+    for (int64_t i = 0; i < args->count; ++i) args->calls[i].function(args->calls[i].args);
+}

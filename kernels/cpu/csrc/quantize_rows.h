@@ -1,0 +1,50 @@
+// Rows of activations as int8 codes and a scale, as kernels/quant.py defines them, bit for bit.
+
+#pragma once
+
+#include "vectors.h"
+
+typedef int8_t vc __attribute__((vector_size(W)));
+
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, half to even
+constexpr float MIN_SCALE = 1e-7f;    // a row of zeros divides by it
+
+// The larger magnitude of each lane, as bits: an order in which infinity and NaN come last.
+INLINE vi max_bits(vi top, vf v) {
+    const vi bits = (vi)v & 0x7fffffff, more = (vi)(bits > top);
+    return (bits & more) | (top & ~more);
+}
+
+// The scale that brings the largest magnitude to `limit`; NaN if one of them is not finite.
+INLINE float scale_of(vi top, float limit) {
+    int32_t largest = 0;
+    for (int lane = 0; lane < W; ++lane) largest = std::max(largest, top[lane]);
+    if (largest >= 0x7f800000) return std::numeric_limits<float>::quiet_NaN();
+    float value;
+    std::memcpy(&value, &largest, 4);
+    return std::max(value / limit, MIN_SCALE);
+}
+
+// The codes of one row, given its scale; 0 if that is NaN. `to` may be where `from` is: a value is
+// read before its code, which is shorter, is written.
+template <class T>
+INLINE void write_codes(const T* from, int64_t n, float scale, int8_t* to) {
+    if (scale != scale) {
+        std::memset(to, 0, n);
+        return;
+    }
+    for (int64_t i = 0; i < n; i += W) {
+        const vf shifted = load_up_to(from + i, n - i) / scale + ROUND;
+        const vc codes = __builtin_convertvector((vi)shifted - 0x4B400000, vc);
+        std::memcpy(to + i, &codes, std::min<int64_t>(W, n - i));
+    }
+}
+
+template <class T>
+INLINE float quantize_row(const T* x, int64_t n, int8_t* codes) {
+    vi top = {};
+    for (int64_t i = 0; i < n; i += W) top = max_bits(top, load_up_to(x + i, n - i));
+    const float scale = scale_of(top, 127.0f);
+    write_codes(x, n, scale, codes);
+    return scale;
+}

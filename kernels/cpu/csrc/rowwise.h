@@ -1,0 +1,208 @@
+// Row-wise operators: RMSNorm, rotary embedding, SiLU * mul, and the weighted sum of routed rows.
+// A stride over tokens is free everywhere; what a row holds lies in one piece. RMSNorm and SiLU * mul
+// write rows of T, or the int8 codes of just those rows: a row is made where it stays in the cache.
+
+#pragma once
+
+#include "quantize_rows.h"
+
+struct CodesArgs {
+    int8_t* codes;  // [tokens, dim]; null if rows of T are wanted
+    int64_t stride;
+    float* scales;  // [tokens]
+};
+
+struct RmsNormArgs {
+    int64_t dtype;
+    const void* x;
+    int64_t x_token_stride, x_head_stride;
+    const void* residual;  // [tokens, dim], or null; only with heads == 1
+    int64_t residual_stride;
+    const void* weight;
+    void* out;
+    int64_t out_token_stride, out_head_stride;
+    void* sum;  // [tokens, dim], dense: x + residual
+    int64_t tokens, heads, dim;
+    double eps;
+    int64_t threads;
+    CodesArgs int8;  // with heads == 1, in place of `out`
+};
+
+struct RopeArgs {
+    int64_t dtype;
+    void* q;
+    int64_t q_stride;
+    void* k;
+    int64_t k_stride;
+    const float *cos, *sin;  // [tokens, half]
+    int64_t tokens, heads, kv_heads, dim, half, threads;
+};
+
+struct RopeToArgs {
+    int64_t dtype;
+    const void* q;
+    int64_t q_stride;
+    void* out;
+    int64_t out_stride;
+    const float *cos, *sin;  // [tokens, half]
+    int64_t tokens, heads, dim, half, threads;
+};
+
+struct SiluMulArgs {
+    int64_t dtype;
+    const void* gate_up;
+    int64_t stride;
+    void* out;
+    int64_t out_stride, rows, dim, threads;
+    CodesArgs int8;  // in place of `out`
+};
+
+struct CombineArgs {
+    int64_t dtype;
+    const void* rows;       // [*, dim]
+    const int64_t* places;  // [tokens, ranks]
+    const float* weights;   // [tokens, ranks]
+    void* out;              // [tokens, dim]
+    int64_t tokens, ranks, dim, threads;
+};
+
+struct QuantizeArgs {
+    int64_t dtype;
+    const void* x;
+    int64_t stride, rows, dim, threads;
+    CodesArgs int8;
+};
+
+// Where row t of `out` is made: in `out`, or in memory of this thread if its codes are wanted.
+template <class T>
+INLINE T* row_of(void* out, int64_t offset, const CodesArgs& int8, int64_t dim) {
+    static thread_local std::vector<T> own;
+    if (!int8.codes) return (T*)out + offset;
+    own.resize(dim);
+    return own.data();
+}
+
+template <class T>
+INLINE void write_row(const CodesArgs& int8, int64_t t, const T* row, int64_t dim, vi top) {
+    if (!int8.codes) return;
+    int8.scales[t] = scale_of(top, 127.0f);
+    write_codes(row, dim, int8.scales[t], int8.codes + t * int8.stride);
+}
+
+template <class T>
+void quantize(const QuantizeArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.rows; ++t)
+        a.int8.scales[t] = quantize_row((const T*)a.x + t * a.stride, a.dim,
+                                        a.int8.codes + t * a.int8.stride);
+}
+
+template <class T>
+void rms_norm(const RmsNormArgs& a) {
+    const int64_t dim = a.dim;
+    const T* weight = (const T*)a.weight;
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * dim > GRAIN)
+    for (int64_t row = 0; row < a.tokens * a.heads; ++row) {
+        const int64_t t = row / a.heads, h = row % a.heads;
+        const T* from = (const T*)a.x + t * a.x_token_stride + h * a.x_head_stride;
+        T* to = row_of<T>(a.out, t * a.out_token_stride + h * a.out_head_stride, a.int8, dim);
+        vf squares = {};
+        if (a.residual) {
+            const T* residual = (const T*)a.residual + t * a.residual_stride;
+            T* sum = (T*)a.sum + t * dim;
+            for (int64_t d = 0; d < dim; d += W) {
+                const int64_t left = dim - d;
+                const vf value =
+                    rounded_to<T>(load_up_to(from + d, left) + load_up_to(residual + d, left));
+                store_up_to(sum + d, value, left);
+                squares += value * value;
+            }
+            from = sum;
+        } else {
+            for (int64_t d = 0; d < dim; d += W) {
+                const vf value = load_up_to(from + d, dim - d);
+                squares += value * value;
+            }
+        }
+        const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)dim + (float)a.eps);
+        vi top = {};
+        for (int64_t d = 0; d < dim; d += W) {
+            const vf normed = rounded_to<T>(load_up_to(from + d, dim - d) * scale);
+            const vf y = rounded_to<T>(normed * load_up_to(weight + d, dim - d));
+            store_up_to(to + d, y, dim - d);
+            top = max_bits(top, y);
+        }
+        write_row(a.int8, t, to, dim, top);
+    }
+}
+
+template <class T>
+INLINE void rotate_heads(const T* x, T* out, int64_t heads, int64_t dim, const float* cos,
+                         const float* sin, int64_t half) {
+    for (int64_t at = 0; at < heads * dim; at += dim) {
+        for (int64_t d = 0; d < half; d += W) {
+            const int64_t left = half - d, one = at + d, two = one + half;
+            const vf c = load_up_to(cos + d, left), s = load_up_to(sin + d, left);
+            const vf a = load_up_to(x + one, left), b = load_up_to(x + two, left);
+            store_up_to(out + one, a * c - b * s, left);
+            store_up_to(out + two, b * c + a * s, left);
+        }
+        if (out != x)
+            std::memcpy(out + at + 2 * half, x + at + 2 * half, (dim - 2 * half) * sizeof(T));
+    }
+}
+
+template <class T>
+void rope(const RopeArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.tokens; ++t) {
+        const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
+        T *q = (T*)a.q + t * a.q_stride, *k = (T*)a.k + t * a.k_stride;
+        rotate_heads(q, q, a.heads, a.dim, cos, sin, a.half);
+        rotate_heads(k, k, a.kv_heads, a.dim, cos, sin, a.half);
+    }
+}
+
+template <class T>
+void rope_to(const RopeToArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.tokens; ++t)
+        rotate_heads((const T*)a.q + t * a.q_stride, (T*)a.out + t * a.out_stride, a.heads, a.dim,
+                     a.cos + t * a.half, a.sin + t * a.half, a.half);
+}
+
+template <class T>
+void silu_mul(const SiluMulArgs& a) {
+    const int64_t dim = a.dim;
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * dim > GRAIN / 4)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const T *gate = (const T*)a.gate_up + row * a.stride, *up = gate + dim;
+        T* out = row_of<T>(a.out, row * a.out_stride, a.int8, dim);
+        vi top = {};
+        for (int64_t d = 0; d < dim; d += W) {
+            const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
+            const vf y = g / (1.0f + vexp(-g)) * u;
+            store_up_to(out + d, y, dim - d);
+            if (a.int8.codes) top = max_bits(top, rounded_to<T>(y));
+        }
+        write_row(a.int8, row, out, dim, top);
+    }
+}
+
+// out[t] = sum over ranks, in their order, of weights[t][rank] * rows[places[t][rank]].
+template <class T>
+void combine(const CombineArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.ranks * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.tokens; ++t) {
+        const int64_t* places = a.places + t * a.ranks;
+        const float* weights = a.weights + t * a.ranks;
+        for (int64_t d = 0; d < a.dim; d += W) {
+            const int64_t left = a.dim - d;
+            vf total = {};
+            for (int64_t rank = 0; rank < a.ranks; ++rank)
+                total += weights[rank] *
+                         load_up_to((const T*)a.rows + places[rank] * a.dim + d, left);
+            store_up_to((T*)a.out + t * a.dim + d, total, left);
+        }
+    }
+}

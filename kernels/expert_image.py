@@ -1,0 +1,146 @@
+"""A packed expert as one run of bytes, and back: what a cache of quantised experts moves.
+
+The parts of both weights (codes, scales, zeros, or plain elements) lie one behind the other just as
+`linear` reads them, so that moving an expert is copying bytes, and a product has the same bits
+wherever its weight came from. Devices, and CPUs of different vectors, read different layouts: bytes
+are of use only where the same weights would be packed into them. Knows packed weights; nothing of
+files, slots, or who asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import native
+from penstock.kernels.matmul import FLOAT_FORMATS, pack_linear
+from penstock.kernels.moe import Expert
+from penstock.kernels.quant import QuantizedWeight
+from penstock.kernels.types import PackedLinear
+
+ALIGN_BYTES = 256
+
+
+def pack_for(weight: Tensor | QuantizedWeight, device: torch.device) -> PackedLinear:
+    """`weight` [N, K] on the CPU, as `device` would read it; without a GPU, too.
+
+    Has the bits of `pack_linear`, except where that would take oneDNN's own layout for a plain
+    weight. A GPU's layout is tested by its bytes, and has not yet been run on one.
+    """
+    num_outputs, num_inputs = _shape(weight)
+    if isinstance(weight, QuantizedWeight):
+        if device.type != "cuda":
+            return pack_linear(weight)
+        from penstock.kernels.triton import matmul as matmul_triton
+
+        payload = matmul_triton.pack(weight)
+        return PackedLinear(
+            payload, None, num_inputs, num_outputs, weight.num_bytes, weight.format, "triton"
+        )
+    if device.type != "cuda" and native.usable(weight) is not None:
+        return pack_linear(weight)
+    num_bytes, format = weight.numel() * weight.element_size(), FLOAT_FORMATS[weight.dtype]
+    return PackedLinear(
+        weight.contiguous(), None, num_inputs, num_outputs, num_bytes, format, "plain"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    name: str  # the payload's field; "" where the payload is a tensor itself
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int  # bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class ExpertImage:
+    """Where the parts of an expert lie; experts packed from weights of one kind share it."""
+
+    def __init__(self, expert: Expert):
+        """As `expert` is packed; nothing of it is kept but shapes."""
+        self.num_bytes = 0
+        self._linears = [_hollow(packed) for packed in expert]
+        self._parts: list[list[_Part]] = []
+        for packed in expert:
+            assert packed.bias is None
+            parts = []
+            for name, tensor in _tensors(packed).items():
+                parts.append(_Part(name, tensor.shape, tensor.dtype, self.num_bytes))
+                size = -(-parts[-1].num_bytes // ALIGN_BYTES)
+                self.num_bytes += size * ALIGN_BYTES
+            self._parts.append(parts)
+
+    def bytes_of(self, expert: Expert) -> Tensor:
+        """uint8 [num_bytes], zeros between the parts. Raises ValueError if it is packed otherwise,
+        naming both kinds."""
+        if ExpertImage(expert) != self:
+            raise ValueError(f"{ExpertImage(expert)} instead of {self}")
+        memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        for packed, parts in zip(expert, self._parts, strict=True):
+            tensors = _tensors(packed)
+            for part in parts:
+                _view(memory, part).copy_(tensors[part.name])
+        return memory
+
+    def view(self, memory: Tensor) -> Expert:
+        """The expert whose bytes lie, or will lie, in `memory`, uint8 [at least num_bytes]."""
+        gate_up, down = (
+            _filled(packed, {part.name: _view(memory, part) for part in parts})
+            for packed, parts in zip(self._linears, self._parts, strict=True)
+        )
+        return gate_up, down
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExpertImage) and str(self) == str(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        """For people, and to tell kinds apart."""
+        return " and ".join(map(_kind, self._linears, self._parts))
+
+
+def _shape(weight: Tensor | QuantizedWeight) -> tuple[int, int]:
+    if isinstance(weight, QuantizedWeight):
+        return weight.out_features, weight.in_features
+    return weight.shape[0], weight.shape[1]
+
+
+def _tensors(packed: PackedLinear) -> dict[str, Tensor]:
+    if isinstance(packed.payload, Tensor):
+        return {"": packed.payload}
+    values = {f.name: getattr(packed.payload, f.name) for f in dataclasses.fields(packed.payload)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _filled(packed: PackedLinear, tensors: dict[str, Tensor]) -> PackedLinear:
+    """The same around other tensors."""
+    if isinstance(packed.payload, Tensor):
+        return dataclasses.replace(packed, payload=tensors[""])
+    return dataclasses.replace(packed, payload=dataclasses.replace(packed.payload, **tensors))
+
+
+def _hollow(packed: PackedLinear) -> PackedLinear:
+    metas = {name: tensor.to("meta") for name, tensor in _tensors(packed).items()}
+    return _filled(packed, metas)
+
+
+def _view(memory: Tensor, part: _Part) -> Tensor:
+    return memory[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape)
+
+
+def _kind(packed: PackedLinear, parts: list[_Part]) -> str:
+    group: Any = getattr(packed.payload, "group", None)
+    shapes = [f"{part.name or 'values'} {list(part.shape)}" for part in parts]
+    return (
+        f"{packed.format} [{packed.out_features}, {packed.in_features}] of {packed.layout} layout "
+        f"(group {group}; {', '.join(shapes)})"
+    )

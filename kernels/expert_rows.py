@@ -1,0 +1,108 @@
+"""An expert MLP in memory of a fixed size that is written neuron by neuron.
+
+A neuron's row is [gate | up | down], 3 * hidden numbers: row j of the gate and of the up matrix and
+column j of the down matrix, all that one of the expert's inner units needs. Rows are written into
+the very layout in which `pack_linear` would leave the same matrices, so that a product has the same
+bits wherever its weight came from. Knows nothing of which expert this is, or where rows come from.
+
+int8 twins of neuron rows: each row by itself, so that any of them can be moved alone.
+
+A row [gate | up | down] of 3 * d numbers becomes 3 * d codes, then an fp32 scale for each `group`
+of numbers along d (the last group of a part may be shorter): value = code * scale. Knows rows;
+nothing of files or of who uses them.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from penstock.kernels.cpu import native
+from penstock.kernels.matmul import empty_linear, linear_bytes
+from penstock.kernels.moe import Expert
+
+ALIGN_BYTES = 256
+_UNPACK = struct.Struct("9q")
+
+
+def expert_bytes(hidden: int, inner: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that `empty_expert` takes, a multiple of 256."""
+    gate_up, down = _sizes(hidden, inner, dtype, device)
+    return gate_up + down
+
+
+def empty_expert(hidden: int, inner: int, dtype: torch.dtype, memory: Tensor) -> Expert:
+    """An expert of zeros in `memory`, uint8 [expert_bytes(...)], which must be zeroed.
+
+    What pads the layout stays zero: `write_neurons` writes no more than the neurons.
+    """
+    gate_up, down = _sizes(hidden, inner, dtype, memory.device)
+    return (
+        empty_linear(2 * inner, hidden, dtype, memory[:gate_up], transposed=False),
+        empty_linear(hidden, inner, dtype, memory[gate_up : gate_up + down], transposed=True),
+    )
+
+
+def write_neurons(expert: Expert, rows: Tensor, places: Tensor) -> None:
+    """Write neurons into `expert`, in place.
+
+    `rows` [n, 3 * hidden] of the expert's dtype and on its device, rows dense; `places` int64 [n]
+    says which neuron each is, and lies where `rows` does. One thread: this runs beside a step.
+    """
+    gate_up, down = expert
+    hidden, inner = gate_up.in_features, down.in_features
+    assert rows.shape == (len(places), 3 * hidden) and rows.dtype == gate_up.payload.dtype
+    assert rows.stride(1) == 1 and places.dtype == torch.int64 and places.is_contiguous()
+    if gate_up.layout == "native":
+        lib = native.library()
+        assert lib is not None
+        lib.ps_unpack_neurons(_UNPACK.pack(
+            native.DTYPES[rows.dtype], rows.data_ptr(), rows.stride(0), places.data_ptr(),
+            len(places), gate_up.payload.data_ptr(), down.payload.data_ptr(), hidden, inner,
+        ))  # fmt: skip
+        return
+    gate, up, down_columns = rows.split(hidden, dim=1)
+    gate_up.payload.index_copy_(0, places, gate)
+    gate_up.payload.index_copy_(0, places + inner, up)
+    down.payload.T.index_copy_(0, places, down_columns)  # neurons are rows in memory here
+
+
+def neuron_rows(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """`gate` and `up` [I, hidden], `down` [hidden, I] -> rows of all neurons [I, 3 * hidden]."""
+    return torch.cat([gate, up, down.T], dim=1)
+
+
+def _sizes(hidden: int, inner: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    shapes = (2 * inner, hidden), (hidden, inner)
+    sizes = [-(-linear_bytes(*shape, dtype, device) // ALIGN_BYTES) for shape in shapes]
+    return sizes[0] * ALIGN_BYTES, sizes[1] * ALIGN_BYTES
+
+
+MIN_SCALE = 1e-30  # a group of zeros divides by it
+
+
+def quantize_neurons(rows: Tensor, group: int) -> Tensor:
+    """`rows` [n, 3 * d] of any float dtype -> uint8 [n, 3 * (d + 4 * ceil(d / group))]; codes are
+    the nearest, half goes to even."""
+    num_rows, size = rows.shape[0], rows.shape[1] // 3
+    parts = pad(rows.float().view(num_rows, 3, size), (0, -size % group))
+    groups = parts.unflatten(2, (-1, group))
+    scales = (groups.abs().amax(3) / 127).clamp_(min=MIN_SCALE)
+    codes = (groups / scales[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    codes = codes.flatten(2)[:, :, :size].reshape(num_rows, 3 * size)
+    wide = scales.view(num_rows, -1).contiguous().view(torch.uint8)
+    return torch.cat([codes.view(torch.uint8), wide], dim=1)
+
+
+def dequantize_neurons(twins: Tensor, size: int, group: int) -> Tensor:
+    """What `quantize_neurons` made of rows of d = `size`: fp32 [n, 3 * d]."""
+    num_rows, num_groups = twins.shape[0], -(-size // group)
+    codes = twins[:, : 3 * size].view(torch.int8).reshape(num_rows, 3, size)
+    scales = twins[:, 3 * size :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    scales = scales.view(num_rows, 3, num_groups)
+    groups = pad(codes.float(), (0, -size % group)).unflatten(2, (-1, group))
+    values = (groups * scales[..., None]).flatten(2)
+    return values[:, :, :size].reshape(num_rows, 3 * size)

@@ -1,0 +1,131 @@
+"""Launches the Triton kernels of attention: decode with split-KV and merge, varlen prefill. Writing
+to the cache is in `kv_triton.py`, and given on from here.
+
+Knows grids, tiles and strides. Imported only where it runs: on a GPU, or in Triton's interpreter on
+CPU tensors. Shapes and meaning of the arguments are those of `attention.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.kernels.triton import attention_kernels as programs
+from penstock.kernels.triton.kv_write import Scratch, find_blocks, scales_of
+from penstock.kernels.triton.kv_write import rope_write_kv as rope_write_kv
+from penstock.kernels.triton.kv_write import write_kv as write_kv
+from penstock.kernels.types import KvScales, Rolling
+
+# Keys of one decode program. Fixed, so that a sequence's result does not depend on its batch-mates;
+# small, so that one sequence of 1,000 tokens and 8 kv heads already makes 32 programs.
+SPLIT = 256
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor,
+    scale: float, window: int | None, max_context_len: int, out: Tensor,
+    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    if not batch:
+        return out
+    num_splits = _num_splits(max_context_len, window, rolling)
+    group = num_heads // num_kv_heads
+    shape = (batch, num_heads, num_splits)
+    partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)  # top, total
+    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    q_sink, q_sink_stride, sink_ends, window_starts, sink_blocks, bases = _rolled(rolling)
+    k_cache, v_cache = _readable(k_cache), _readable(v_cache)
+    programs._decode_kernel[(batch, num_kv_heads, num_splits)](
+        q, q_sink, k_cache, v_cache, block_tables, context_lens,
+        sink_ends, window_starts, sink_blocks, bases, partial, stats[0], stats[1],
+        *scales_of(scales), q.stride(0), q_sink_stride,
+        *find_blocks(k_cache, v_cache, scratch, scales),
+        block_tables.stride(0), scale, window or 0, num_splits,
+        NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        ROWS=max(16, triton.next_power_of_2(group)), DIM_TILE=dim_tile,
+        KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(scales, head_dim, dim_tile),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    programs._merge_kernel[(batch, num_heads)](
+        partial, stats[0], stats[1], context_lens, sink_ends, window_starts, out,
+        window or 0, num_splits,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, SPLIT_KEYS=SPLIT, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def prefill_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor,
+    context_lens: Tensor, scale: float, window: int | None, max_query_len: int, out: Tensor,
+    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    batch = context_lens.shape[0]
+    if not batch or not max_query_len:
+        return out
+    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    # As wide as registers allow without a spill (looked up in the cubins for sm_80 and sm_90), but
+    # a prompt of a few tokens needs no wide tile.
+    widest = 32 if q.element_size() == 4 else 128 if dim_tile <= 128 else 64
+    query_tile = max(16, min(widest, triton.next_power_of_2(max_query_len)))
+    q_sink, q_sink_stride, *rolled = _rolled(rolling)
+    k_cache, v_cache = _readable(k_cache), _readable(v_cache)
+    programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, batch)](
+        q, q_sink, k_cache, v_cache, block_tables, query_starts, context_lens, *rolled, out,
+        *scales_of(scales), q.stride(0), q_sink_stride,
+        *find_blocks(k_cache, v_cache, scratch, scales),
+        block_tables.stride(0), scale, window or 0,
+        NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size, QUERY_TILE=query_tile, DIM_TILE=dim_tile,
+        KEY_TILE=_key_tile(q, dim_tile), **_groups(scales, head_dim, dim_tile),
+        num_warps=8 if query_tile == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+def _num_splits(max_context_len: int, window: int | None, rolling: Rolling | None) -> int:
+    """Decode programs a row and head: those that the longest visible window can touch."""
+    longest = max_context_len
+    for visible in (window, None if rolling is None else rolling.max_visible_len):
+        if visible is not None:
+            # What does not begin at 0 may straddle one split more than its length fills.
+            longest = min(longest, visible + SPLIT - 1)
+    return triton.cdiv(longest, SPLIT) + (rolling is not None)  # and one for the sinks
+
+
+def _rolled(rolling: Rolling | None) -> tuple[Tensor | int | None, ...]:
+    """q_sink, its row stride, and the integers. None is a constant to the compiler."""
+    if rolling is None:
+        return None, 0, None, None, None, None
+    return (
+        rolling.q_sink, rolling.q_sink.stride(0), rolling.sink_ends, rolling.window_starts,
+        rolling.sink_blocks, rolling.bases,
+    )  # fmt: skip
+
+
+def _groups(scales: KvScales | None, head_dim: int, dim_tile: int) -> dict[str, int]:
+    """Scales a key has, and the groups that fill the tile."""
+    if scales is None:
+        return {"GROUPS": 0, "GROUPS_TILE": 1}
+    groups = scales.k.shape[3]
+    tile = 1 if groups == 1 else dim_tile // (head_dim // groups)
+    assert tile * (head_dim // groups) == dim_tile or groups == 1, "a group is a power of two"
+    return {"GROUPS": groups, "GROUPS_TILE": tile}
+
+
+def _readable(cache: Tensor) -> Tensor:
+    """fp8 as its bits, where the card has no instruction for it."""
+    if cache.dtype != torch.float8_e4m3fn or not cache.is_cuda:
+        return cache
+    return cache if torch.cuda.get_device_capability() >= (8, 9) else cache.view(torch.uint8)
+
+
+def _key_tile(q: Tensor, dim_tile: int) -> int:
+    """Keys a tile holds, so that a stage of K and V fits into 32 KiB of shared memory."""
+    row_bytes = dim_tile * q.element_size()
+    return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16

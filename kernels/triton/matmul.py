@@ -1,0 +1,235 @@
+"""Quantised linears on a GPU: how weights lie there, and the launch of their kernels.
+
+Knows formats, layouts and grids. Imported only where it runs: on a GPU, or in Triton's interpreter
+on CPU tensors. Meaning of the formats: `quant.py`; choice of tiles: `matmul_tiles.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.kernels.quant import NF4_VALUES, Int8Rows, QuantizedWeight, unpack_nibbles
+from penstock.kernels.triton import matmul_kernels as programs
+from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
+from penstock.kernels.triton.matmul_tiles import GpuFormat, Tiles, choose_tiles
+
+SLAB = 128  # inputs that one step takes, of a 4-bit weight with groups of no fewer
+_REDUCE_TILE = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuWeight:
+    """A weight [N, K] as its kernel reads it.
+
+    plain, int8, fp8: `codes` [N, K], row by row; codes of 8 bits as uint8 or int8, their rows
+    padded with zeros to 16 bytes. int4, nf4: `codes` uint8 [slabs, N, step / 2], in which a tile is
+    one run of bytes; byte j of a slab holds its input j, and j + step / 2 in the high nibble.
+    `scales` fp32 [N], or [G, N] of groups; `zeros` uint8 [G, N].
+    """
+
+    format: GpuFormat
+    codes: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+    group: int
+    step: int
+
+    @property
+    def num_bytes(self) -> int:
+        parts = [self.codes, self.scales, self.zeros, self.bias]
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
+    """`quantized` and `bias` [N], any float dtype, in the layout of the kernels.
+
+    Raises ValueError for groups that are neither a multiple of 32 nor a whole row.
+    """
+    num_outputs, num_inputs = quantized.out_features, quantized.in_features
+    if quantized.format in ("int8", "fp8"):
+        # uint8 for fp8: a GPU without FP8 units has no type for it.
+        kind = torch.int8 if quantized.format == "int8" else torch.uint8
+        codes = _padded(quantized.codes.view(kind), -num_inputs % 16)
+        scales, group, step = quantized.scales.float().contiguous(), num_inputs, SLAB
+        return GpuWeight(
+            quantized.format, codes, scales, None, bias, num_inputs, num_outputs, group, step
+        )
+    assert quantized.group is not None
+    step = _step(quantized.group, num_inputs)
+    nibbles = _padded(unpack_nibbles(quantized.codes)[:, :num_inputs], -num_inputs % step)
+    halves = nibbles.unflatten(1, (-1, 2, step // 2)).permute(1, 0, 2, 3)  # [slabs, N, 2, half]
+    codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).contiguous()
+    scales = quantized.scales.float().T.contiguous()
+    zeros = None if quantized.zeros is None else quantized.zeros.T.contiguous()
+    group = quantized.group if scales.shape[0] > 1 else codes.shape[0] * step
+    return GpuWeight(
+        quantized.format, codes, scales, zeros, bias, num_inputs, num_outputs, group, step
+    )
+
+
+def pack_plain(weight: Tensor, bias: Tensor | None = None) -> GpuWeight:
+    """`weight` [N, K] as it is."""
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    num_outputs, num_inputs = weight.shape
+    step = 128 // weight.element_size()
+    return GpuWeight("plain", weight, None, None, bias, num_inputs, num_outputs, num_inputs, step)
+
+
+def linear(
+    x: Tensor | Int8Rows,
+    weight: GpuWeight,
+    out: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    fp8_units: bool | None = None,
+) -> Tensor:
+    """`x` [M, K] times `weight`, plus its bias -> [M, N] in `x.dtype`, into `out` if given.
+
+    int8 and fp8 quantise the rows of `x` first, unless they are `Int8Rows`. `tiles` and `fp8_units`
+    (are there any?) are found out where they are not given.
+    """
+    values, x_scales = activations(x, weight)
+    num_rows = values.shape[0]
+    if out is None:
+        out = torch.empty(num_rows, weight.out_features, dtype=x.dtype, device=values.device)
+    if tiles is None:
+        tiles = tiles_for(weight, num_rows, values)
+    launch(values, x_scales, weight, out, tiles, Routing(), fp8_units)
+    return out
+
+
+def activations(x: Tensor | Int8Rows, weight: GpuWeight) -> tuple[Tensor, Tensor | None]:
+    """What the kernel multiplies: values or codes [M, K], and the codes' scales [M]."""
+    assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
+    if isinstance(x, Int8Rows):
+        if weight.format != "int8":
+            raise ValueError(f"int8 rows for {weight.format} weights: give them plain activations")
+        return x.codes, x.scales
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if weight.format not in ("int8", "fp8"):
+        return x, None
+    codes = torch.empty(x.shape, dtype=weight.codes.dtype, device=x.device)
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    return rowwise_quant_triton.quantize_rows(x, codes, scales)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Which rows go through which expert; empty for a plain linear.
+
+    `starts` int32 [E + 1]: where the rows of each expert begin, in a list sorted by expert, of
+    which the call takes those from `row_first` on. `row_ids` int32 [rows]: the row of x that each
+    of them is; without, its own. `offsets` int64 [4, E]: elements from the given weight's codes,
+    scales, zeros and bias to those of each expert. `aligned`: the codes' are multiples of 16.
+    """
+
+    starts: Tensor | None = None
+    row_ids: Tensor | None = None
+    offsets: Tensor | None = None
+    row_first: int = 0
+    num_experts: int = 0
+    aligned: bool = True
+
+
+def launch(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: GpuWeight,
+    out: Tensor,
+    tiles: Tiles,
+    routing: Routing,
+    fp8_units: bool | None = None,
+) -> None:
+    """Fills `out` [rows, N]. The number of row tiles is a bound that needs no look at `starts`."""
+    num_rows, num_outputs = out.shape
+    assert x.stride(1) == 1 and out.stride(1) == 1
+    if not num_rows:
+        return
+    num_row_tiles = triton.cdiv(num_rows, tiles.rows)
+    if routing.starts is not None:
+        full = max(0, num_rows - routing.num_experts) // tiles.rows
+        num_row_tiles = min(num_rows, routing.num_experts + full)
+    format: str = weight.format
+    if format == "fp8" and not (_has_fp8_units(x.device) if fp8_units is None else fp8_units):
+        format = "fp8_upcast"
+    steps = triton.cdiv(weight.in_features, tiles.inputs)
+    inputs_a_split = triton.cdiv(steps, tiles.splits) * tiles.inputs
+    num_splits = triton.cdiv(weight.in_features, inputs_a_split)
+    partial = None
+    if num_splits > 1:
+        dtype = torch.int32 if format == "int8" else torch.float32
+        partial = torch.empty(num_splits, num_rows, num_outputs, dtype=dtype, device=x.device)
+    experts = triton.next_power_of_2(max(1, routing.num_experts))
+    grid = (num_row_tiles * triton.cdiv(num_outputs, tiles.outputs), num_splits)
+    programs._linear_kernel[grid](
+        x, x_scales, weight.codes, weight.scales, weight.zeros, _table(weight, x), weight.bias,
+        out, partial, routing.row_ids, routing.starts, routing.offsets,
+        x.stride(0), weight.codes.stride(0), out.stride(0), num_rows, num_outputs,
+        weight.in_features, num_row_tiles, inputs_a_split, routing.row_first, routing.num_experts,
+        FORMAT=format, GROUP=weight.group, STEP=tiles.inputs, ROWS=tiles.rows,
+        OUTPUTS=tiles.outputs, EXPERTS=experts, EVEN=weight.in_features % tiles.inputs == 0,
+        ALIGNED=routing.aligned, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if partial is not None:
+        programs._reduce_kernel[(num_rows, triton.cdiv(num_outputs, _REDUCE_TILE))](
+            partial, x_scales, weight.scales, weight.bias, out,
+            routing.row_ids, routing.starts, routing.offsets,
+            out.stride(0), num_rows, num_outputs, num_splits, routing.row_first,
+            routing.num_experts, FORMAT=format, EXPERTS=experts, TILE=_REDUCE_TILE,
+        )  # fmt: skip
+
+
+def tiles_for(weight: GpuWeight, num_rows: int, x: Tensor, num_groups: int = 1) -> Tiles:
+    """Tiles for `num_groups` weights of this shape with about `num_rows` rows of `x` each."""
+    return choose_tiles(
+        num_rows, weight.out_features, weight.step, weight.in_features,
+        num_groups=num_groups, num_sms=_num_sms(x.device), element_bytes=x.element_size(),
+    )  # fmt: skip
+
+
+def _step(group: int, num_inputs: int) -> int:
+    """Inputs of a slab: no slab may cross the end of a group."""
+    if group >= num_inputs:
+        return SLAB
+    for step in (SLAB, SLAB // 2, SLAB // 4):
+        if group % step == 0:
+            return step
+    raise ValueError(
+        f"4-bit groups of {group}: on a GPU they are multiples of 32, or whole rows; "
+        "quantise the weight anew"
+    )
+
+
+def _padded(rows: Tensor, spare: int) -> Tensor:
+    """[N, K] -> [N, K + spare], zeros behind the end."""
+    return torch.nn.functional.pad(rows, (0, spare)) if spare else rows.contiguous()
+
+
+def _table(weight: GpuWeight, x: Tensor) -> Tensor | None:
+    return _nf4_table(x.device, x.dtype) if weight.format == "nf4" else None
+
+
+@functools.cache
+def _nf4_table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(NF4_VALUES, device=device).to(dtype)
+
+
+@functools.cache
+def _has_fp8_units(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter runs programs one after another
+    return torch.cuda.get_device_properties(device).multi_processor_count

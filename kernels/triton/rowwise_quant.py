@@ -1,0 +1,163 @@
+"""Triton kernels that quantise rows: as they are, after RMSNorm, after SiLU * mul.
+
+Knows pointers, strides and tiles. Imported only where it runs: on a GPU, or in Triton's interpreter
+on CPU tensors. Shapes and meaning of the arguments are those of `rowwise.py`; codes and scales have
+the bits of `quant.quantize_rows_int8` and `quantize_rows_fp8` on a CPU.
+"""
+
+# Parameters of a kernel are pointers and constants, which Python types do not tell apart.
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.quant import FP8_MAX, MIN_SCALE, Int8Rows
+from penstock.kernels.triton.rowwise import _normed
+
+_INT8_MAX = tl.constexpr(127.0)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 has no digits behind the point there
+
+
+def rms_norm_int8(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
+    total: Tensor | None,
+) -> Int8Rows:  # fmt: skip
+    num_rows, dim = x.shape
+    added = x if residual is None else residual
+    if num_rows:
+        _rms_norm_int8_kernel[(num_rows,)](
+            x, added, weight, out.codes, out.scales, added if total is None else total,
+            x.stride(0), added.stride(0), out.codes.stride(0), eps,
+            DIM=dim, ADD=residual is not None, **_row_tile(dim),
+        )  # fmt: skip
+    return out
+
+
+def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
+    num_rows, dim = out.codes.shape
+    if num_rows:
+        _silu_mul_int8_kernel[(num_rows,)](
+            gate_up, out.codes, out.scales, gate_up.stride(0), out.codes.stride(0),
+            DIM=dim, **_row_tile(dim),
+        )  # fmt: skip
+    return out
+
+
+def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Fills `codes` [M, K], int8, or uint8 for the bits of E4M3, and `scales` fp32 [M].
+
+    `quant.quantize_rows_int8` and `quantize_rows_fp8` in one launch. Any stride over rows.
+    """
+    assert x.stride(1) == 1 and codes.stride(1) == 1
+    num_rows, dim = x.shape
+    if num_rows:
+        _quantize_kernel[(num_rows,)](
+            x, codes, scales, x.stride(0), codes.stride(0),
+            DIM=dim, FP8=codes.dtype == torch.uint8, **_row_tile(dim),
+        )  # fmt: skip
+    return codes, scales
+
+
+def _row_tile(dim: int) -> dict[str, int]:
+    """A whole row in registers: it is read before any of it is written."""
+    tile = triton.next_power_of_2(dim)
+    return {"TILE": tile, "num_warps": min(32, max(1, tile // 512))}
+
+
+@triton.jit
+def _row_scale(y, largest_code):
+    """The scale of a row of fp32 values; NaN where one is not finite."""
+    size = tl.abs(y)
+    finite = tl.min((size < float("inf")).to(tl.int32), 0)  # of a NaN this is false, too
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
+    scale = tl.maximum(tl.div_rn(largest, largest_code), _MIN_SCALE)
+    return tl.where(finite == 1, scale, float("nan"))
+
+
+@triton.jit
+def _int8_codes(y, scale):
+    """Half goes to even, which adding and taking away a large number does; NaN is 0."""
+    steps = tl.div_rn(y, scale + tl.zeros_like(y))
+    codes = tl.minimum(tl.maximum((steps + _ROUND) - _ROUND, -_INT8_MAX), _INT8_MAX)
+    return tl.where(steps == steps, codes, 0.0).to(tl.int8)
+
+
+@triton.jit
+def _fp8_codes(y, scale):
+    """The bits of E4M3, half to even: no GPU before Ada has the type. NaN is 0."""
+    steps = tl.div_rn(y, scale + tl.zeros_like(y))
+    steps = tl.where(steps == steps, steps, 0.0)
+    sign = (steps.to(tl.uint32, bitcast=True) >> 31).to(tl.int32) << 7
+    size = tl.minimum(tl.abs(steps), _FP8_MAX)
+    bits = size.to(tl.uint32, bitcast=True)
+    # Drop 20 of 23 digits; the exponent's bias goes from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20).to(tl.int32) - (120 << 3)
+    small = ((size * 512.0 + _ROUND) - _ROUND).to(tl.int32)  # below 2^-6, steps of 2^-9
+    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _store_int8(y, codes_ptr, scales_ptr, row, stride, i, keep):
+    scale = _row_scale(y, _INT8_MAX)
+    tl.store(codes_ptr + row * stride + i, _int8_codes(y, scale), mask=keep)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, codes_ptr, scales_ptr, stride, codes_stride,
+    DIM: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One program a row. Not yet run on a GPU."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TILE)
+    keep = i < DIM
+    y = tl.load(x_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
+    if FP8:
+        scale = _row_scale(y, _FP8_MAX)
+        tl.store(codes_ptr + row * codes_stride + i, _fp8_codes(y, scale), mask=keep)
+        tl.store(scales_ptr + row, scale)
+    else:
+        _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep)
+
+
+@triton.jit
+def _rms_norm_int8_kernel(
+    x_ptr, added_ptr, weight_ptr, codes_ptr, scales_ptr, total_ptr,
+    x_stride, added_stride, codes_stride, eps,
+    DIM: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """`_rms_norm_kernel`, and the row quantised where it is. Not yet run on a GPU."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TILE)
+    keep = i < DIM
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + i, mask=keep, other=0.0).to(tl.float32)
+    if ADD:
+        added = tl.load(added_ptr + row * added_stride + i, mask=keep, other=0.0)
+        total = (x + added.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + row * DIM + i, total, mask=keep)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
+    y = _normed(x, weight, eps, DIM, dtype).to(tl.float32)
+    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep)
+
+
+@triton.jit
+def _silu_mul_int8_kernel(
+    gate_up_ptr, codes_ptr, scales_ptr, stride, codes_stride,
+    DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program a row, rounded as `_silu_mul_kernel` does. Not yet run on a GPU."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TILE)
+    keep = i < DIM
+    gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + DIM + i, mask=keep, other=0.0).to(tl.float32)
+    y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep)

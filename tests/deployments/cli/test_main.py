@@ -1,0 +1,332 @@
+"""The `penstock` command as people run it: what it prints, serves, and leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.deployments.cli.main import GROUPS, build_parser, main
+from penstock.deployments.cli.throughput import Throughput
+from penstock.deployments.client import Client
+from penstock.deployments.config import settings
+from penstock.deployments.supervision.processes import descendants, is_running
+from penstock.workers.stats import EngineStats
+from penstock.workers.weights.hub import resolve_model
+from tests.deployments.ports import free_port
+
+PENSTOCK = [sys.executable, "-m", "penstock.deployments.cli"]
+PROMPT = [{"role": "user", "content": "Who was at the door?"}]
+
+
+class Served:
+    """A `penstock serve` process and all that it prints."""
+
+    def __init__(self, *arguments: str, folder: Path):
+        # Everything that it makes in passing goes into `folder`, where it shows if it stays.
+        self.folder = folder
+        self.began_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [*PENSTOCK, "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str, within_s: float = 200) -> float:
+        """Seconds from the start until `text` is printed. Fails if it never is."""
+        while text not in self.output:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() - self.began_s < within_s, self.output
+            time.sleep(0.05)
+        return time.monotonic() - self.began_s
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(timeout=200)
+        self._reader.join(timeout=5)
+        return status
+
+    def assert_nothing_left(self, pids: list[int], *ports: int) -> None:
+        deadline_s = time.monotonic() + 10
+        while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert not left
+        assert list(self.folder.glob("penstock*")) == []  # torch keeps a cache of its own there
+        for port in ports:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Short, for Ray puts sockets below it, whose paths have a limit of 107 characters.
+    path = Path(f"/tmp/pst-{os.getpid()}")
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
+def test_serve_chat_and_leave_nothing_behind(folder):
+    http, grpc = free_port(), free_port()
+    served = Served(
+        *("--http-port", str(http), "--grpc-port", str(grpc), "--weights", "fp32"), folder=folder
+    )
+    try:
+        served.wait_for("ready after")
+        pids = descendants(served.process.pid)
+        assert len(pids) > 5
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{http}/v1", api_key="none") as client:
+            _use_openai(client)
+        with Client(f"127.0.0.1:{grpc}") as client:
+            first = client.reply(PROMPT, temperature=0.9, seed=3, max_tokens=20)
+            second = client.reply(PROMPT, temperature=0.9, seed=3, max_tokens=20)
+            assert first.text == second.text
+            assert first.usage.completion_tokens <= 20
+            assert [model.name for model in client.models()] == ["builtin"]
+        _use_commands(http, grpc)
+        served.wait_for("tok/s")  # the line about throughput, as there was some
+        metrics = _watch_metrics(served.output, http)
+        assert served.end(signal.SIGINT) == 0
+    finally:
+        served.process.kill()
+    assert served.lines[-1] == "stopped"
+    assert "Traceback" not in served.output
+    served.assert_nothing_left(pids, http, grpc, metrics)
+
+
+def _cores_of(pid: int) -> dict[int, set[int]]:
+    """By thread, those that it may run on; nothing if the process has ended."""
+    cores = {}
+    with contextlib.suppress(FileNotFoundError):
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            with contextlib.suppress(ProcessLookupError):
+                cores[thread] = set(os.sched_getaffinity(thread))
+    return cores
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can be left to nobody")
+def test_the_engine_has_its_cores_for_itself(folder):
+    mine = {max(os.sched_getaffinity(0))}
+    http, grpc = free_port(), free_port()
+    served = Served(
+        *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", "0"),
+        *("--compute-cores", str(*mine)),
+        folder=folder,
+    )
+    try:
+        served.wait_for("ready after")
+        with Client(f"127.0.0.1:{grpc}") as client:
+            assert client.reply(PROMPT, max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+        of_engines = []
+        for pid in descendants(served.process.pid):
+            cores = _cores_of(pid)
+            if mine in cores.values():  # the worker: what else may run there came up as it loaded
+                of_engines += [each for each in cores.values() if each == mine]
+                cores = {pid: cores[pid]}
+            assert all(each.isdisjoint(mine) for each in cores.values()), pid
+        assert of_engines == [mine]
+        assert served.end() == 0
+    finally:
+        served.process.kill()
+
+
+def _watch_metrics(output: str, http: int) -> int:
+    """One more request shows in the metrics, whose port is returned."""
+    port = int(re.search(r"http://127\.0\.0\.1:(\d+)/metrics", output)[1])
+
+    def value(name: str, **labels: str) -> float:
+        """The sum over all series that have these labels."""
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        assert {s.labels["engine"] for s in samples if s.name == "penstock_steps_total"} <= {
+            s.labels["engine"] for s in samples if s.name == "vllm:generation_tokens_total"
+        }
+        found = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
+        assert found, name
+        return sum(found)
+
+    watched = (
+        ("vllm:generation_tokens_total", {}, 7),
+        ("vllm:prompt_tokens_total", {}, 3),
+        ("vllm:request_success_total", {"finished_reason": "length"}, 1),
+        ("vllm:request_success_total", {}, 1),
+        ("vllm:request_queue_time_seconds_count", {}, 1),
+        ("vllm:iteration_tokens_total_count", {}, 7),
+        ("vllm:iteration_tokens_total_sum", {}, 3 + 6),
+        ("penstock_steps_total", {}, 7),
+    )
+    time.sleep(2.5)  # workers announce theirs every second
+    before = [value(name, **labels) for name, labels, _ in watched]
+    body = {"prompt": [5, 6, 7], "max_tokens": 7, "ignore_eos": True}
+    assert httpx.post(f"http://127.0.0.1:{http}/v1/completions", json=body).is_success
+    expected = [num + more for num, (_, _, more) in zip(before, watched)]
+    deadline_s = time.monotonic() + 10
+    while (seen := [value(name, **labels) for name, labels, _ in watched]) != expected:
+        assert time.monotonic() < deadline_s, (seen, expected)
+        time.sleep(0.2)
+    assert value("penstock_workers_alive") == 1
+    return port
+
+
+def _use_openai(client: openai.OpenAI) -> None:
+    asked = {"model": "builtin", "messages": PROMPT, "max_tokens": 24, "seed": 5}
+    whole = client.chat.completions.create(**asked)
+    text = whole.choices[0].message.content
+    assert text
+    assert whole.usage.completion_tokens <= 24
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == text
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    stop = text.split()[2]
+    stopped = client.chat.completions.create(**asked, stop=[stop])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].message.content == text[: text.index(stop)]
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**{**asked, "model": "another"})
+
+
+def _use_commands(http: int, grpc: int) -> None:
+    for url in (f"http://127.0.0.1:{http}", f"grpc://127.0.0.1:{grpc}"):
+        common = ["--url", url, "--max-tokens", "12", "--temperature", "0"]
+        assert run("models", "--url", url) == "builtin\n"
+        completed = run("complete", "It was a dark", *common)
+        assert completed == run("complete", "-", *common, stdin="It was a dark")
+        talked = run("chat", *common, stdin="Hello\n/nonsense\n/reset\nHello\n/quit\nnever said\n")
+        answers, _, again = talked.partition("/nonsense is no command; /help lists them\n")
+        assert answers == again  # after a reset the same question has the same answer
+        assert answers.strip()
+
+
+def run(*arguments: str, stdin: str = "") -> str:
+    done = subprocess.run(
+        [*PENSTOCK, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_corrupt_checkpoint_is_named_and_nothing_is_left(folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(resolve_model("builtin"), broken)
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.truncate(5_000_000)
+    http = free_port()
+    served = Served(
+        str(broken), "--http-port", str(http), "--grpc-port", str(free_port()), folder=folder
+    )
+    try:
+        assert served.wait() == 1
+    finally:
+        served.process.kill()
+    assert "model.safetensors" in served.output
+    assert "truncated" in served.output
+    assert "Traceback" not in served.output
+    served.assert_nothing_left([], http)
+
+
+def test_a_signal_while_starting_ends_it_at_once(folder):
+    served = Served("--http-port", str(free_port()), "--grpc-port", str(free_port()), folder=folder)
+    try:
+        served.wait_for("loading the model")
+        time.sleep(0.5)
+        pids = descendants(served.process.pid)
+        assert served.end(signal.SIGTERM) == 130
+    finally:
+        served.process.kill()
+    assert "Traceback" not in served.output
+    served.assert_nothing_left(pids)
+
+
+def test_every_setting_has_its_flag():
+    named = [name for names in GROUPS.values() for name in names]
+    assert sorted([*named, "model"]) == sorted(setting.name for setting in settings())
+    args = build_parser().parse_args(["serve", "m", "--no-prefix-cache", "--max-model-len", "4k"])
+    assert (args.model, args.prefix_cache, args.max_model_len) == ("m", False, "4k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--num-worker", "2"], "did you mean --num-workers?"),
+        (["serve", "/nowhere"], "not found"),
+        (["serve", "--num-workers", "many"], "whole number"),
+        (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["chat", "--url", "ftp://x"], "grpc://host:port"),
+    ],
+)
+def test_misuse_is_explained_and_has_status_2(capsys, arguments, words):
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_server_is_said_in_plain_words(capsys):
+    for url in (f"http://127.0.0.1:{free_port()}", f"grpc://127.0.0.1:{free_port()}"):
+        assert main(["models", "--url", url]) == 1
+        assert "penstock serve" in capsys.readouterr().err
+
+
+def test_throughput_is_said_while_there_is_some():
+    now_s = 100.0
+    throughput = Throughput(lambda: now_s)
+    idle = EngineStats(num_blocks=50)
+    busy = EngineStats(
+        num_blocks=50,
+        num_live_blocks=20,
+        num_running=3,
+        num_prompt_tokens=1000,
+        num_generated_tokens=50,
+        num_prefix_queried_tokens=1000,
+        num_prefix_hit_tokens=250,
+    )
+    now_s += 1
+    assert throughput.line([(1, busy)]) is None  # too soon
+    now_s += 4
+    line = throughput.line([(1, busy), (2, idle)])
+    assert line is not None
+    for part in ("prompt 200 tok/s", "generated 10 tok/s", "running 3", "KV 20 %", "hits 25 %"):
+        assert part in line
+    now_s += 5
+    done = EngineStats(num_blocks=50, num_prompt_tokens=1000, num_generated_tokens=60)
+    assert "generated 2 tok/s" in (throughput.line([(1, done)]) or "")
+    now_s += 5
+    assert throughput.line([(1, done), (3, idle)]) is None  # silent when idle

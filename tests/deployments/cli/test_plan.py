@@ -1,0 +1,170 @@
+"""`penstock plan`: its table, its file, its picture, and what it says to bad flags."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.deployments.cli.main import main
+from penstock.workers.memory.kv_format import kv_format
+from penstock.workers.planning.hardware import DEVICES
+from penstock.workers.planning.roofline import Roofline
+from penstock.workers.planning.shapes import SHAPES
+
+ROOT = Path(__file__).parents[3]
+
+
+def plan(tmp_path, *arguments):
+    path = tmp_path / "plan.json"
+    assert main(["plan", *arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_figures_are_the_rooflines(tmp_path, capsys):
+    found = plan(
+        tmp_path,
+        *("Mixtral-8x7B", "--device", "h200,A100", "--weights", "bf16,int4", "--kv", "int8"),
+        *("--context", "1000", "--prompt-lens", "7,3000", "--price-per-hour", "2"),
+        *("--compute-share", "0.5", "--bandwidth-share", "0.8", "--kv-group", "32"),
+    )
+    assert [device["name"] for device in found["devices"]] == ["H200", "A100"]
+    for device in found["devices"]:
+        for row in device["rows"]:
+            bound = Roofline(
+                SHAPES["Mixtral-8x7B"],
+                DEVICES[device["name"]].at(0.5, 0.8),
+                row["weights"],
+                row["kv"],
+                kv_group=32,
+                batched_tokens=2048,
+                reserve_bytes=1e9,
+            )
+            batch = bound.largest_batch(1000)
+            assert row["batch"] == batch and row["num_blocks"] == bound.num_blocks
+            assert (batch == 0) == (device["name"] == "A100" and row["weights"] == "bf16")
+            if batch == 0:
+                assert row["step_ms"] is row["ttft_ms"] is row["cost_per_million"] is None
+                continue
+            assert row["step_ms"] == pytest.approx(bound.decode(batch, 1000).seconds * 1e3)
+            assert row["ttft_ms"]["3000"] == pytest.approx(bound.prefill_s(3000, 2048) * 1e3)
+            assert row["cost_per_million"] == pytest.approx(2e6 / 3600 / row["tokens_per_s"])
+    said = capsys.readouterr().out
+    assert said.count("does not fit") == 1 and "TTFT 3000" in said and "cost/M" in said
+    assert "50% of peak compute, 80% of bandwidth" in said
+
+
+def test_scales_of_kv_are_the_engines_unless_said(tmp_path):
+    """fp16 scales beside int8: for 32 dimensions, or the head where 32 does not divide it."""
+
+    def kv_bytes(model, *flags):
+        found = plan(tmp_path, model, "--device", "A100", "--kv", "int8", *flags)
+        return found["devices"][0]["rows"][0]["kv_bytes_per_token"]
+
+    elements = 32 * 2 * 32 * 128  # Llama-2-7B: layers, K and V, heads, dimensions
+    assert kv_bytes("Llama-2-7B") == elements + 2 * elements / 32
+    assert kv_bytes("Llama-2-7B", "--kv-group", "head") == elements + 2 * elements / 128
+    assert kv_bytes("Llama-2-7B", "--kv-group", "0") == elements
+    folder = tmp_path / "heads-of-48"
+    folder.mkdir()
+    stated = json.loads((ROOT / "workers/weights/builtin/dense/config.json").read_text())
+    stated |= {"head_dim": 48, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(stated))
+    assert kv_bytes(str(folder)) == 2 * 2 * (48 + 2)
+    for model, head_dim in (("Llama-2-7B", 128), (folder, 48)):
+        group = kv_format("int8", "auto", head_dim, torch.bfloat16).group
+        assert kv_bytes(str(model), "--kv-group", str(group)) == kv_bytes(str(model))
+
+
+def test_output_projections_and_the_head_as_the_engine_quantises_them(tmp_path):
+    def weights(model, *flags):
+        found = plan(tmp_path, model, "--device", "A100", "--weights", "bf16,int8", *flags)
+        plain, _, quantised, _ = found["devices"][0]["rows"]  # of each with KV in bf16, int8
+        return plain["weight_gb"] * 1e9, quantised["weight_gb"] * 1e9, quantised["ttft_ms"]["1024"]
+
+    d, vocab = 4096, 32000
+    plain, quantised, ttft_ms = weights("Llama-2-7B")
+    without_o = weights("Llama-2-7B", "--no-quantize-o")
+    assert without_o[0] == plain and without_o[2] > ttft_ms
+    assert without_o[1] - quantised == pytest.approx(32 * (d * d - 4 * d), abs=1)
+    with_head = weights("Llama-2-7B", "--quantize-lm-head")
+    assert with_head[0] == plain and quantised - with_head[1] == pytest.approx(vocab * d, abs=1)
+    tied, copied = weights("Qwen2.5-0.5B"), weights("Qwen2.5-0.5B", "--quantize-lm-head")
+    assert tied[0] == copied[0] and copied[1] - tied[1] == pytest.approx(151936 * 896, abs=1)
+
+
+def test_a_batch_of_ones_own_and_a_checkpoint(tmp_path):
+    rows = plan(tmp_path, "builtin-moe", "--device", "cpu", "--weights", "fp32", "--kv", "fp32")
+    (row,) = rows["devices"][0]["rows"]
+    fewer = plan(
+        tmp_path,
+        *("builtin-moe", "--device", "cpu", "--weights", "fp32", "--kv", "fp32", "--batch", "3"),
+    )
+    (three,) = fewer["devices"][0]["rows"]
+    assert row["batch"] > three["batch"] == 3 and row["step_ms"] > three["step_ms"]
+    folder = str(ROOT / "workers" / "models" / "builtin" / "moe")
+    assert plan(tmp_path, folder, "--device", "cpu")["parameters"] == rows["parameters"]
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    arguments = ["--device", "H200,4090", "--weights", "bf16,int4", "--plot", str(path)]
+    assert main(["plan", "Mixtral-8x7B", *arguments]) == 0  # on one of them nothing fits
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pages_example_is_what_it_prints(capsys):
+    page = (ROOT / "docs" / "plan.md").read_text()
+    example = re.search(r"    \$ penstock (.*)\n((?:    .*\n|\n)+)", page)
+    assert main(example[1].split()) == 0
+    said = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line.strip() for line in example[2].splitlines() if line.strip()] == said
+
+
+def test_help_teaches_and_loads_no_torch():
+    code = (
+        "import sys\nfrom penstock.deployments.cli import main\n"
+        "try: main(['plan', '--help'])\nexcept SystemExit: pass\n"
+        "main(['plan', 'Llama-3-8B', '--device', 'L4'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for word in ("examples:", "Qwen2.5-0.5B", "4090", "nt: the ridge"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Llama-3-8"], "no folder with a config.json.*did you mean 'Llama-3-8B'"),
+        (["org/name"], "no folder with a config.json"),
+        (["Llama-3-8B", "--device", "H300"], "unknown device 'H300'; did you mean 'H200'"),
+        (["Llama-3-8B", "--device", ","], "--device needs at least one name"),
+        (["Llama-3-8B", "--weights", "int3"], "--weights: 'int3' is none of fp32"),
+        (["Llama-3-8B", "--kv", "int4"], "--kv: 'int4' is none of"),
+        (["Llama-3-8B", "--kv-group", "48"], "kv_group must divide"),
+        (["Llama-3-8B", "--kv-group", "all"], "--kv-group takes a number, head or auto"),
+        (["Llama-3-8B", "--context", "9000"], "--context 9000 is longer than the model's 8192"),
+        (["Llama-3-8B", "--prompt-lens", "1,x"], "--prompt-lens takes whole numbers"),
+        (["Llama-3-8B", "--prompt-lens", "1,8193"], r"--prompt-lens must lie in \[1, 8192\]"),
+        (["Llama-3-8B", "--compute-share", "0"], "share of peak compute must be in"),
+    ],
+)
+def test_bad_flags(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err) and not said.out
+
+
+def test_bad_numbers(capsys):
+    for flag in ("--price-per-hour", "--reserve-gb"):
+        with pytest.raises(SystemExit):
+            main(["plan", "Llama-3-8B", flag, "nan"])
+        assert "nan is not a number from 0 on" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""The gate as a Ray actor between an ingress and two workers: killed, suspended, and back again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from penstock.deployments.client import AsyncClient
+from penstock.deployments.cluster import Cluster
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.supervision.processes import is_running
+from penstock.deployments.supervision.registry import NAMESPACE
+from penstock.workers.config import EngineConfig
+from tests.deployments.ports import free_port
+from tests.deployments.test_cluster import await_view, generate
+
+# 40 blocks: 640 tokens on each worker, so that some must wait.
+ENGINE = EngineConfig(weights="fp32", device="cpu", num_blocks=40, max_num_seqs=16, threads=1)
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class House:
+    def __init__(self, cluster: Cluster, config: ServeConfig):
+        self.cluster, self.config = cluster, config
+        self.url = f"http://127.0.0.1:{config.http_port}"
+        self.target = f"127.0.0.1:{config.grpc_port}"
+
+    def pid(self) -> int:
+        deadline_s = time.monotonic() + 60
+        while True:
+            try:
+                actor = ray.get_actor(f"{self.config.app_name}-gate", namespace=NAMESPACE)
+                return ray.get(actor.pid.remote(), timeout=5)
+            except (ValueError, RayError, TimeoutError):
+                assert time.monotonic() < deadline_s, "the gate does not come back"
+                time.sleep(0.1)
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/v1/penstock/queue", timeout=30).json()
+
+    def await_gate(self, within_s: float = 60) -> None:
+        """Until the ingress is connected with it, and it knows both workers."""
+        deadline_s = time.monotonic() + within_s
+        while len((told := self.status())["workers"]) < 2 or told["breaker"] != "closed":
+            assert time.monotonic() < deadline_s, told
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    config = ServeConfig(
+        engine=ENGINE,
+        http_port=free_port(),
+        grpc_port=free_port(),
+        metrics_port=0,
+        num_workers=2,
+        app_name="penstock-gate-test",
+        gate_answer_ms=1000.0,  # on a machine that is busy with other tests
+        drain_s=2.0,
+    )
+    cluster, pid = Cluster(config), 0
+    try:
+        cluster.start_ray()
+        cluster.deploy()
+        cluster.wait_until_up(lambda _: None)
+        made = House(cluster, config)
+        made.await_gate()
+        yield made
+        pid = made.pid()
+    finally:
+        cluster.stop()
+    assert not is_running(pid)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+async def answers(house: House, count: int, max_tokens: int, meanwhile: Any = None) -> list[Any]:
+    async with AsyncClient(house.target) as client:
+        started = [asyncio.Event() for _ in range(count)]
+        running = [
+            asyncio.ensure_future(generate(client, n, max_tokens, started[n])) for n in range(count)
+        ]
+        await asyncio.wait(
+            [asyncio.ensure_future(each.wait()) for each in started],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if meanwhile is not None:
+            meanwhile()
+        return await asyncio.gather(*running)
+
+
+def test_a_killed_gate_loses_nothing_and_comes_back(house, run):
+    before = house.pid()
+    seen: dict[str, Any] = {}
+
+    def kill() -> None:
+        seen.update(house.status())
+        os.kill(before, signal.SIGKILL)
+
+    got = run(answers(house, 24, 150, kill))
+    assert [(len(ids), error) for ids, error in got] == [(150, None)] * 24
+    assert seen["num_waiting"] >= 1  # some of them waited at the gate that was killed
+    assert house.pid() != before
+    house.await_gate()
+    asked = house.status()["num_asked"] + house.status()["num_passed"]
+    again = run(answers(house, 4, 20))
+    assert [(len(ids), error) for ids, error in again] == [(20, None)] * 4
+    now = house.status()
+    assert now["num_asked"] + now["num_passed"] >= asked + 4  # by the gate again
+    deadline_s = time.monotonic() + 20
+    while house.status()["num_learnt"] < 4:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def test_a_gate_that_stands_still_holds_nobody_up(house, run):
+    house.await_gate()
+    pid = house.pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        got = run(answers(house, 12, 40))
+        took_s = time.monotonic() - began_s
+        told = house.status()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [(len(ids), error) for ids, error in got] == [(40, None)] * 12
+    assert told["num_fallback"] >= 1 or told["num_passed"] >= 12
+    assert took_s < 60
+    house.await_gate()
+
+
+def test_what_waits_is_told_with_its_reasons(house, run):
+    house.await_gate()
+    await_view(house.cluster, lambda view: len(view.workers) == 2, 30)
+    seen: list[Any] = []
+
+    def look() -> None:
+        deadline_s = time.monotonic() + 10
+        while not (told := house.status())["waiting"] and time.monotonic() < deadline_s:
+            pass
+        seen.append(told)
+
+    run(answers(house, 24, 150, look))
+    waiting = seen[0]["waiting"]
+    assert waiting and waiting[0]["reason"] in ("memory", "slots", "behind")
+    assert waiting[0]["expected_s"] >= 0
+    assert seen[0]["gate"] is True

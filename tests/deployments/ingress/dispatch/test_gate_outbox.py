@@ -1,0 +1,132 @@
+"""What an ingress tells the gate, gathered: what goes at once, and what waits a moment for more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.dispatch import gate_outbox
+from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
+from penstock.deployments.prediction.features import Features
+from penstock.protos.penstock.internal.v1 import channel_pb2
+from penstock.workers.request import SamplingParams
+
+
+def request(name: str) -> AskedRequest:
+    features = Features("model", prompt_tokens=4, max_tokens=8)
+    return AskedRequest(name, (5, 6, 7, 8), SamplingParams(max_tokens=8), features=features)
+
+
+def with_outbox(scenario: Callable[[GateOutbox], Coroutine[Any, Any, None]]) -> None:
+    """Run it with a stream that has begun and been answered."""
+
+    async def main() -> None:
+        outbox = GateOutbox("in")
+        outbox.begin()
+        assert outbox.take().number == 1
+        outbox.open()
+        await scenario(outbox)
+
+    asyncio.run(main())
+
+
+async def is_due(outbox: GateOutbox, within_s: float) -> bool:
+    try:
+        await asyncio.wait_for(outbox.due(), within_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_news_wait_for_more_and_go_by_themselves():
+    async def scenario(outbox: GateOutbox) -> None:
+        began_s = time.monotonic()
+        for name in ("a", "b", "c"):
+            outbox.entered(request(name), 7)
+            outbox.ended(name, 3, is_awaited=False)
+            outbox.learn(request(name), 3, "stop")
+            await asyncio.sleep(0)
+        assert await is_due(outbox, 10)
+        assert time.monotonic() - began_s >= 0.9 * gate_outbox.GATHER_S
+        message = outbox.take()
+        assert message.number == 2
+        assert [each.request_id for each in message.ended] == ["a", "b", "c"]
+        assert [each.length for each in message.labels] == [3, 3, 3]
+        # Each is told before its end: as one that is in, then with its text.
+        offers = [(each.request_id, each.entered, each.text_follows) for each in message.offers]
+        assert offers == [(name, 7, late) for name in ("a", "b", "c") for late in (True, False)]
+        assert not await is_due(outbox, 3 * gate_outbox.GATHER_S), "nothing is left"
+
+    with_outbox(scenario)
+
+
+def test_what_somebody_waits_for_goes_at_once_and_takes_the_news_along(monkeypatch):
+    monkeypatch.setattr(gate_outbox, "GATHER_S", 3600.0)
+
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.entered(request("a"), 7)
+        assert not await is_due(outbox, 0.05)
+        number = outbox.next_number
+        outbox.ask(request("b"), declined=True)
+        assert await is_due(outbox, 10)
+        message = outbox.take()
+        assert message.number == number
+        assert [each.request_id for each in message.offers] == ["a", "b"]
+        assert list(message.declined) == ["b"]
+        outbox.ended("a", 1, is_awaited=True)
+        assert await is_due(outbox, 10)
+        assert [each.request_id for each in outbox.take().ended] == ["a"]
+
+        monkeypatch.setattr(gate_outbox, "GATHER_S", 0.001)
+        outbox.entered(request("c"), 7)  # the hour of before is forgotten with its message
+        assert await is_due(outbox, 10)
+
+    with_outbox(scenario)
+
+
+def test_the_message_that_is_sent_tells_of_all_that_came_in_until_then(monkeypatch):
+    """A pass is counted as used until the gate has read the message of that number."""
+    monkeypatch.setattr(gate_outbox, "GATHER_S", 3600.0)
+    monkeypatch.setattr(gate_outbox, "REPORT_GATHER_S", 0.0)
+
+    async def scenario(outbox: GateOutbox) -> None:
+        number = outbox.next_number
+        outbox.entered(request("a"), 7)
+        outbox.report("somewhere", 7, channel_pb2.Report())  # goes for another reason
+        assert await is_due(outbox, 10)
+        message = outbox.take()
+        assert (message.number, message.offers[0].request_id) == (number, "a")
+
+    with_outbox(scenario)
+
+
+def test_a_new_stream_counts_from_one_and_begins_with_what_workers_run():
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.report("one", 7, channel_pb2.Report())
+        outbox.report("other", 8, channel_pb2.Report())
+        outbox.lost(8)
+        outbox.ended("of the old stream", 1, is_awaited=True)
+        outbox.close()
+        outbox.ended("of no stream", 1, is_awaited=True)
+        outbox.begin()
+        assert outbox.next_number == 1
+        message = outbox.take()
+        assert (message.ingress_id, message.number, len(message.ended)) == ("in", 1, 0)
+        assert [each.epoch for each in message.reports] == [7]
+
+    with_outbox(scenario)
+
+
+@pytest.mark.parametrize("num", [1, gate_outbox.MAX_FEATURES + 5])
+def test_what_is_remembered_of_texts_is_bounded(num):
+    async def scenario(outbox: GateOutbox) -> None:
+        for n in range(num):
+            outbox.read_text(request(f"r{n}"))
+        assert len(outbox._features) == min(num, gate_outbox.MAX_FEATURES)
+
+    with_outbox(scenario)

@@ -1,0 +1,607 @@
+"""Both ends of the token path in one process, on real engines: sharing, cancelling, and losing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.deployments.ingress.dispatch import worker_link
+from penstock.deployments.ingress.dispatch.pool import WorkerPool
+from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.channel import framing as message_link
+from penstock.workers.channel import server as channel_server
+from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
+from penstock.workers.channel.framing import connected
+from penstock.workers.channel.outbox import joined
+from penstock.workers.channel.server import ChannelServer
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.thread import EngineThread
+from penstock.workers.models.loader import load_model
+from penstock.workers.request import (
+    Delta,
+    FinishReason,
+    FirstTokenTimes,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
+from penstock.workers.stats import WorkerInfo
+
+CONFIG = EngineConfig(weights="fp32", device="cpu", num_blocks=400, max_num_seqs=16, threads=1)
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Node:
+    """A worker as actor.Worker makes one, but for the model, which all share."""
+
+    def __init__(self, model: Any, **options: Any):
+        self.engine = Engine(CONFIG, model)
+        self.channel = ChannelServer("127.0.0.1", "test", self.engine.max_model_len, **options)
+        self.thread = EngineThread(
+            self.engine, self.channel.deliver, num_threads=1, on_failure=self.channel.break_off
+        )
+        self.channel.start(self.thread)
+
+    def stop(self) -> None:
+        self.channel.stop()
+        self.thread.stop()
+
+    async def is_idle(self) -> None:
+        """Returns once no block is held; fails after a while."""
+        async with asyncio.timeout(20):
+            while (stats := self.thread.stats()).num_live_blocks or stats.num_running:
+                await asyncio.sleep(0.01)
+        self.engine.check()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.set_num_threads(1)
+    return load_model("builtin", weights="fp32", progress=False)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture
+def nodes(model: Any) -> Iterator[list[Node]]:
+    made = [Node(model) for _ in range(2)]
+    for node in made:
+        node.thread.start()
+    yield made
+    for node in made:
+        node.stop()
+
+
+@contextlib.asynccontextmanager
+async def pool_of(*nodes: Node) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool("test")
+    pool.update([node.channel.info for node in nodes])
+    async with asyncio.timeout(10):
+        while pool.num_connected < len(nodes):
+            await asyncio.sleep(0.005)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def request(number: int, max_tokens: int = 24, **params: Any) -> Request:
+    prompt = tuple(random.Random(number).choices(range(3, 2000), k=number % 7 + 2))
+    sampling = SamplingParams(
+        **{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **params}
+    )
+    return Request(f"req-{number}", prompt, sampling)
+
+
+async def collect(pool: WorkerPool, asked: Request) -> tuple[list[int], Delta]:
+    ids: list[int] = []
+    async for delta in pool.generate(asked):
+        assert delta.request_id == asked.request_id
+        ids += delta.token_ids
+        last = delta
+    return ids, last
+
+
+def alone(model: Any, asked: Request) -> list[int]:
+    """The ids of a request that an engine runs with nothing beside it."""
+    engine = Engine(CONFIG, model)
+    engine.add(asked)
+    ids: list[int] = []
+    while engine.has_work():
+        for delta in engine.step():
+            ids += delta.token_ids
+    return ids
+
+
+def test_requests_and_deltas_survive_the_wire():
+    asked = Request(
+        "r",
+        (1, 70_000, 3),
+        SamplingParams(0.7, 5, 0.9, 0.01, -(2**63), None, 2, True, ("halt",), (9, 8)),
+        emitted_ids=(4, 5),
+    )
+    back = request_from(pb.Submit.FromString(submit_message(asked, 7, 9).SerializeToString()), "r")
+    assert back.params.stop == ()  # stays at the ingress
+    assert back.prompt_ids == asked.prompt_ids
+    assert back.emitted_ids == asked.emitted_ids
+    for name in SamplingParams.__slots__:
+        if name != "stop":
+            assert getattr(back.params, name) == getattr(asked.params, name), name
+    for delta in (
+        Delta("r", [1, 2, 2**31]),
+        Delta("r", [1], times=FirstTokenTimes(queue_s=0.5, prefill_s=0.0)),
+        Delta("r", [0], FinishReason.STOP, stop_token_id=0, num_cached_tokens=16),
+        Delta("r", [], FinishReason.ERROR, error="overloaded"),
+    ):
+        wire = pb.Delta.FromString(delta_message(delta, 3).SerializeToString())
+        assert delta_from(wire, "r") == delta
+
+
+def test_many_requests_on_two_workers_give_the_ids_of_each_alone(model, nodes, run):
+    asked = [request(n, seed=n, temperature=n % 2 * 0.8) for n in range(16)]
+
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            return await asyncio.gather(*(collect(pool, each) for each in asked))
+
+    answers = run(scenario())
+    for each, (ids, last) in zip(asked, answers):
+        assert ids == alone(model, each), each.request_id
+        assert last.finish_reason is FinishReason.LENGTH
+    served = [node.thread.stats().num_finished["length"] for node in nodes]
+    assert sum(served) == 16
+    assert min(served) >= 4
+
+
+def test_what_shapes_and_scores_an_answer_goes_all_the_way(model, nodes, run):
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 1.0}
+    forms = {"logit_bias": ((300, 4.0),), "bad_words_ids": ((300, 301), (7,))}
+    asked = request(6, seed=3, temperature=1.0, **penalties, **forms)
+    scored = request(6, seed=3, temperature=1.0, logprobs=2, prompt_logprobs=1)
+    only = request(6, temperature=1.0, seed=3, allowed_token_ids=(300, 301, 302))
+
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            deltas = [delta async for delta in pool.generate(scored)]
+            return deltas, [(await collect(pool, each))[0] for each in (asked, only)]
+
+    deltas, ids = run(scenario())
+    assert ids == [alone(model, asked), alone(model, only)]
+    engine = Engine(CONFIG, model)
+    engine.add(scored)
+    expected = [delta for _ in range(24) for delta in engine.step()]
+    for part in ("token_ids", "logprobs", "prompt_logprobs"):
+        told, made = ([e for d in each for e in getattr(d, part)] for each in (deltas, expected))
+        assert told == made, part
+    assert len(deltas[0].prompt_logprobs) == len(scored.prompt_ids) - 1
+
+
+def test_the_worker_with_less_to_do_is_chosen(nodes, run):
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            long = asyncio.ensure_future(collect(pool, request(0, max_tokens=1500)))
+            await asyncio.sleep(0.05)
+            for n in range(1, 7):  # one after the other: each finds the other worker idle
+                await collect(pool, request(n, max_tokens=2))
+            long.cancel()
+
+    run(scenario())
+    assert sorted(node.thread.stats().num_finished["length"] for node in nodes) == [0, 6]
+
+
+def test_a_closed_iterator_frees_its_blocks(nodes, run):
+    async def leave_after(pool, n, num_deltas):
+        stream = pool.generate(request(n, max_tokens=1500))
+        for _ in range(num_deltas):
+            await anext(stream)
+        await stream.aclose()
+
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            await asyncio.gather(*(leave_after(pool, n, n % 4 + 1) for n in range(12)))
+            ids, last = await collect(pool, request(99))
+            for node in nodes:
+                await node.is_idle()
+        return ids, last
+
+    ids, last = run(scenario())
+    assert len(ids) == 24
+    assert last.finish_reason is FinishReason.LENGTH
+
+
+def test_when_an_ingress_vanishes_its_requests_are_cancelled(nodes, run):
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            calls = [
+                asyncio.ensure_future(collect(pool, request(n, max_tokens=1500))) for n in range(6)
+            ]
+            await asyncio.sleep(0.3)
+            assert sum(node.thread.stats().num_running for node in nodes) == 6
+        answers = await asyncio.gather(*calls)
+        for node in nodes:
+            await node.is_idle()
+        return answers
+
+    for _, last in run(scenario()):
+        assert (last.finish_reason, last.error) == (FinishReason.ERROR, "worker_lost")
+
+
+def test_a_lost_worker_ends_what_it_began_and_the_rest_goes_elsewhere(model, nodes, run):
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            calls = [
+                asyncio.ensure_future(collect(pool, request(n, max_tokens=300))) for n in range(4)
+            ]
+            await asyncio.sleep(0.1)
+            nodes[0].channel.stop()
+            async with asyncio.timeout(30):
+                return await asyncio.gather(*calls)
+
+    answers = run(scenario())
+    lost = [(n, ids) for n, (ids, last) in enumerate(answers) if last.error == "worker_lost"]
+    assert len(lost) == 2
+    for n, (ids, last) in enumerate(answers):
+        truth = alone(model, request(n, max_tokens=300))
+        assert ids == truth[: len(ids)]
+        assert (n, ids) in lost or (ids == truth and last.finish_reason is FinishReason.LENGTH)
+
+
+def test_what_a_lost_worker_had_not_begun_is_done_elsewhere(model, run):
+    dead, live = Node(model), Node(model)  # the first one's engine never starts
+    live.thread.start()
+    asked = [request(n) for n in range(6)]
+
+    async def scenario():
+        async with pool_of(dead, live) as pool:
+            calls = [asyncio.ensure_future(collect(pool, each)) for each in asked]
+            await asyncio.sleep(0.2)
+            dead.channel.stop()
+            async with asyncio.timeout(20):
+                return await asyncio.gather(*calls)
+
+    answers = run(scenario())
+    live.stop()
+    for each, (ids, last) in zip(asked, answers):
+        assert last.finish_reason is FinishReason.LENGTH, last
+        assert ids == alone(model, each)
+
+
+def test_a_failed_engine_is_a_lost_worker_at_once(model, run, monkeypatch):
+    failing, live = Node(model), Node(model)
+    hold, held, fail = threading.Event(), threading.Event(), threading.Event()
+    step = failing.engine.step
+
+    def step_or_fail():
+        if hold.is_set():
+            held.set()
+            fail.wait(30)
+            raise RuntimeError("out of step")
+        return step()
+
+    monkeypatch.setattr(failing.engine, "step", step_or_fail)
+    for node in (failing, live):
+        node.thread.start()
+    begun, waiting = request(1, max_tokens=1500), request(2)
+
+    async def scenario():
+        async with pool_of(failing) as pool:
+            stream = pool.generate(begun)
+            seen = [await anext(stream)]
+            hold.set()
+            await asyncio.to_thread(held.wait, 30)
+            elsewhere = asyncio.ensure_future(collect(pool, waiting))
+            async with asyncio.timeout(30):
+                while failing.channel.num_requests < 2:
+                    await asyncio.sleep(0.005)
+                pool.update([failing.channel.info, live.channel.info])
+                while pool.num_connected < 2:
+                    await asyncio.sleep(0.005)
+                assert not elsewhere.done()
+                fail.set()  # nothing but the failure itself tells the pool
+                seen += [delta async for delta in stream]
+                return seen, await elsewhere
+
+    seen, (ids, last) = run(scenario())
+    began = [token_id for delta in seen for token_id in delta.token_ids]
+    assert began == alone(model, begun)[: len(began)]
+    assert (seen[-1].finish_reason, seen[-1].error) == (FinishReason.ERROR, "worker_lost")
+    assert (ids, last.finish_reason) == (alone(model, waiting), FinishReason.LENGTH)
+    assert not failing.thread.alive  # which is what the health check asks
+    for node in (failing, live):
+        node.stop()
+    assert not failing.channel.alive
+
+
+def test_without_a_worker_the_answer_is_an_error(run):
+    async def scenario():
+        pool = WorkerPool("test")
+        assert not pool.ready()
+        return await collect(pool, request(1))
+
+    ids, last = run(scenario())
+    assert (ids, last.finish_reason, last.error) == ([], FinishReason.ERROR, "no_worker")
+
+
+def test_a_refused_request_comes_back_with_its_code(nodes, run):
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            return await collect(pool, Request("long", (5,) * 5000))
+
+    _, last = run(scenario())
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "context_length_exceeded")
+
+
+def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
+    model, nodes, run, monkeypatch
+):
+    monkeypatch.setattr(worker_link, "TICK_S", 0.15)  # so silence of 1.5 s is death
+    step, frozen_until_s = nodes[0].engine.step, 0.0
+
+    def step_unless_frozen():
+        time.sleep(max(0.0, frozen_until_s - time.monotonic()))
+        return step()
+
+    monkeypatch.setattr(nodes[0].engine, "step", step_unless_frozen)
+
+    async def scenario():
+        nonlocal frozen_until_s
+        async with pool_of(nodes[0]) as pool:
+            stream = pool.generate(request(3, max_tokens=1500))
+            first = await anext(stream)
+            # As if stopped: connections stay open, and nothing comes.
+            frozen_until_s = time.monotonic() + 4.0
+            nodes[0].channel._loop.call_soon_threadsafe(time.sleep, 4.0)
+            began_s = time.monotonic()
+            seen = [first] + [delta async for delta in stream]
+            silent_s = time.monotonic() - began_s
+            async with asyncio.timeout(15):
+                while not pool.ready():  # it thaws, and is welcome again
+                    await asyncio.sleep(0.05)
+            return seen, silent_s, await collect(pool, request(4))
+
+    seen, silent_s, (ids, last) = run(scenario())
+    assert seen[-1].error == "worker_lost"
+    assert silent_s < 3.5
+    assert [delta.finish_reason for delta in seen[:-1]] == [None] * (len(seen) - 1)
+    assert ids == alone(model, request(4))
+    assert last.finish_reason is FinishReason.LENGTH
+
+
+def framed(**body: Any) -> bytes:
+    message = pb.UpMessage(**body).SerializeToString()
+    return struct.pack("<I", len(message)) + message
+
+
+async def heard(connection: socket.socket) -> pb.DownMessage | None:
+    """The next message, or None once the connection is closed."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]:
+        try:
+            part = await loop.sock_recv(connection, 1)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            assert not data, "cut off within a message"
+            return None
+        data += part
+    return pb.DownMessage.FromString(data[4:])
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (lambda info: framed(epoch=info.epoch, hello=pb.Hello(token="wrong")), "token"),
+        (lambda info: framed(epoch=info.epoch, hello=pb.Hello()), "token"),
+        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "anew"),
+        (lambda info: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
+        (lambda info: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
+        (lambda info: struct.pack("<I", 5000), None),  # more than a stranger may say
+        (lambda info: struct.pack("<I", 4) + b"\xff\xff\xff\xff", None),
+        (lambda info: b"", None),  # says nothing at all
+    ],
+)
+def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, reason):
+    monkeypatch.setattr(channel_server, "HELLO_S", 0.5)
+    info = nodes[0].channel.info
+
+    async def scenario():
+        connection = await connected(info.address)
+        with connection:
+            await asyncio.get_running_loop().sock_sendall(connection, first(info))
+            async with asyncio.timeout(3):
+                said = await heard(connection)
+                if reason is None:
+                    assert said is None
+                else:
+                    assert reason in said.rejection.reason
+                    assert await heard(connection) is None
+        async with pool_of(nodes[0]) as pool:  # and nobody else is the worse for it
+            return await collect(pool, request(1))
+
+    _, last = run(scenario())
+    assert last.finish_reason is FinishReason.LENGTH
+    assert nodes[0].thread.stats().num_finished["length"] == 1
+
+
+def test_connections_that_break_at_once_harm_nobody(nodes, run):
+    info = nodes[0].channel.info
+
+    async def scenario():
+        for _ in range(50):
+            connection = await connected(info.address)
+            # Closed so, it is reset, perhaps before it was accepted.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        async with pool_of(nodes[0]) as pool:
+            return await collect(pool, request(1))
+
+    _, last = run(scenario())
+    assert last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
+    monkeypatch.setattr(channel_server, "SILENCE_TICKS", 8)  # of a tenth of a second
+    info = nodes[0].channel.info
+
+    async def scenario():
+        connection = await connected(info.address)
+        with connection:  # open, and acknowledged by the system: only it itself says nothing
+            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+            submit = submit_message(request(1, max_tokens=1900), 1, 100)
+            submit = framed(epoch=info.epoch, submit=submit)
+            await asyncio.get_running_loop().sock_sendall(connection, hello + submit)
+            async with asyncio.timeout(10):
+                while (await heard(connection)) is not None:
+                    pass
+        await nodes[0].is_idle()
+
+    run(scenario())
+    assert nodes[0].thread.stats().num_finished["abort"] == 1
+
+
+@contextlib.asynccontextmanager
+async def narrow(info: WorkerInfo) -> AsyncIterator[socket.socket]:
+    """An ingress that has said hello, and has so little room that the first messages fill it."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        connection.setblocking(False)
+        host, port = info.address.split(":")
+        await loop.sock_connect(connection, (host, int(port)))
+        hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
+        await loop.sock_sendall(connection, hello)
+        yield connection
+
+
+def test_a_reader_that_never_reads_is_cut_off(model, run):
+    node = Node(model, max_pending_tokens=200)
+    node.thread.start()
+    info = node.channel.info
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        async with narrow(info) as connection:
+            for n in range(8):
+                submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
+                await loop.sock_sendall(connection, framed(epoch=info.epoch, submit=submit))
+            async with asyncio.timeout(20):
+                while not node.thread.stats().num_finished["abort"]:
+                    await asyncio.sleep(0.01)
+            await node.is_idle()
+            return node.thread.stats()
+
+    stats = run(scenario())
+    node.stop()
+    assert stats.num_finished["abort"] == 8
+    assert stats.num_finished["length"] == 0
+
+
+def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
+    def prepare_with_little_room(connection):
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+    monkeypatch.setattr(message_link, "_prepare", prepare_with_little_room)
+    node = Node(model)
+    node.thread.start()
+    info, asked = node.channel.info, request(2, max_tokens=600, logprobs=20)
+
+    async def scenario():
+        loop, told = asyncio.get_running_loop(), []
+        async with narrow(info) as connection:
+            submit = framed(epoch=info.epoch, submit=submit_message(asked, 1, 600))
+            await loop.sock_sendall(connection, submit)
+            async with asyncio.timeout(30):
+                while not node.thread.stats().num_finished["length"]:
+                    await asyncio.sleep(0.01)  # it all lies with the worker by now
+                while not told or told[-1].finish_reason is None:
+                    message = await heard(connection)
+                    told += [delta_from(each, "") for each in message.step.deltas]
+        return told
+
+    told = run(scenario())
+    node.stop()
+    assert [i for delta in told for i in delta.token_ids] == alone(model, asked)
+    assert len(told) < 600  # steps that found no room went in one message
+    assert sum(len(delta.logprobs) for delta in told) == 600
+
+
+def scored(
+    ids: list[int], *ending: FinishReason, prompt: tuple[int, ...] = (), **rest: int
+) -> Delta:
+    logprobs = [TokenLogprob(i, -1.0, i) for i in ids]
+    prompt_logprobs = [TokenLogprob(i, -2.0, i) for i in prompt]
+    return Delta("a", ids, *ending, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **rest)
+
+
+def test_joined_deltas_are_as_if_both_had_come_in_one_step():
+    first = scored([1], prompt=(8, 9))
+    first.times, first.engine, first.num_cached_tokens = FirstTokenTimes(0.5, 0.25), "w", 1
+    last = scored([2], FinishReason.STOP, stop_token_id=2)
+    said = {"num_cached_tokens": 1, "num_evicted_tokens": 128, "moe_mode": "sparse"}
+    said |= {"num_neurons": 7, "num_skipped_neurons": 3}
+    said |= {"error": "e", "error_message": "why", "error_param": "prompt"}
+    for name, value in said.items():
+        setattr(last, name, value)
+    whole = scored([1, 2], FinishReason.STOP, stop_token_id=2, prompt=(8, 9))
+    whole.times, whole.engine = first.times, "w"
+    for name, value in said.items():
+        setattr(whole, name, value)
+    # Nothing that a delta can say is left out of this test.
+    assert all(getattr(whole, each.name) for each in dataclasses.fields(Delta))
+    assert joined(first, last) == whole
+    later = joined(dataclasses.replace(whole, token_ids=[1]), Delta("a", [3]))
+    assert (later.num_cached_tokens, later.num_evicted_tokens) == (1, 128)
+
+
+def test_a_worker_tells_who_is_here_at_once_and_that_they_go_on_once_a_second(
+    nodes, run, monkeypatch
+):
+    node = nodes[0]
+    step = node.engine.step
+    monkeypatch.setattr(node.engine, "step", lambda: (time.sleep(0.02), step())[1])
+
+    async def scenario() -> int:
+        told: list[set[str]] = []
+        async with pool_of(node) as pool:
+            monkeypatch.setattr(
+                pool, "reported", lambda _, report: told.append(set(report.request_ids))
+            )
+
+            async def until(names: set[str]) -> None:
+                async with asyncio.timeout(20):
+                    while not told or told[-1] != names:
+                        await asyncio.sleep(0.01)
+
+            long = asyncio.ensure_future(collect(pool, request(1, 1800)))
+            await until({"req-1"})
+            del told[:]
+            await asyncio.sleep(3.0)
+            num_quiet = len(told)
+            assert not long.done()
+            other = asyncio.ensure_future(collect(pool, request(2, 1800)))
+            await until({"req-1", "req-2"})
+            other.cancel()
+            await until({"req-1"})
+            long.cancel()
+            await until(set())
+            await asyncio.gather(long, other, return_exceptions=True)
+        return num_quiet
+
+    assert run(scenario()) <= 4  # one a second, and not one for each look

@@ -1,0 +1,64 @@
+"""What no HTTP path may take, whichever API it belongs to; good traffic afterwards is as before."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
+from penstock.workers.request import FinishReason
+from tests.deployments.serving import ScriptedBackend, Serving, tokenizer
+
+TURN = [{"role": "user", "content": "a"}]
+GOOD = {
+    "/v1/chat/completions": {"messages": TURN},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/messages": {"model": "builtin", "max_tokens": 4, "messages": TURN},
+    "/v1/messages/count_tokens": {"model": "builtin", "messages": TURN},
+    "/v1/responses": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+JSON = {"content-type": "application/json"}
+DEEP = b'{"model": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+CORPUS = {
+    "nothing": (b"", JSON, 400),
+    "no object": (b"[]", JSON, 400),
+    "half an object": (b'{"model": "a"', JSON, 400),
+    "not UTF-8": (b'{"model": "\xff\xfe"}', JSON, 400),
+    "half a surrogate pair": (rb'{"model": "\ud800"}', JSON, 400),
+    "10 000 deep": (DEEP, JSON, 400),
+    "NaN": (b'{"temperature": NaN}', JSON, 400),
+    "a name of 100 000": (b'{"' + b"x" * 100_000 + b'": 1}', JSON, 400),
+    "an unknown field": (b'{"no_such_field": 1}', JSON, 400),
+    "too large": (b'{"model": "' + b"x" * MAX_BODY_BYTES + b'"}', JSON, 413),
+    "a form": (b"a=b", {"content-type": "application/x-www-form-urlencoded"}, 415),
+    "compressed": (b"{}", {**JSON, "content-encoding": "gzip"}, 415),
+}
+
+
+@pytest.fixture(scope="module")
+def raw():
+    backend = ScriptedBackend(tokenizer().encode("water"), FinishReason.STOP)
+    with (
+        Serving(backend) as servers,
+        httpx.Client(base_url=servers.base_url, timeout=30) as plain,
+    ):
+        yield plain
+
+
+@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_corpus_is_refused(raw, path, name):
+    content, headers, status = CORPUS[name]
+    answer = raw.post(path, content=content, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert len(answer.content) < 2000, "an error does not repeat what was sent"
+    assert raw.post(path, json=GOOD[path]).status_code == 200
+
+
+def test_the_corpus_goes_to_every_path_that_takes_a_body(raw):
+    paths = raw.get("/openapi.json").json()["paths"]
+    with_body = {path for path, each in paths.items() if "requestBody" in each.get("post", {})}
+    assert with_body == set(GOOD)

@@ -1,0 +1,43 @@
+"""Whatever a command started can be found and ended, however deep and stubborn it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from penstock.deployments.supervision.processes import descendants, end, is_running
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stubborn_child_and_its_own_child_end():
+    child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    assert descendants(os.getpid()) == [child.pid, grandchild]
+    began_s = time.monotonic()
+    end([child.pid, grandchild], grace_s=0.3)
+    assert time.monotonic() - began_s < 10
+    child.wait(timeout=5)  # killed, as it would not listen
+    assert child.returncode < 0
+    assert not is_running(child.pid)
+    assert not is_running(grandchild)
+    child.stdout.close()
+
+
+def test_a_process_that_ended_but_was_not_waited_for_does_not_run():
+    child = subprocess.Popen(["true"])
+    deadline_s = time.monotonic() + 5
+    while is_running(child.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_running(child.pid)
+    child.wait()
+    end([child.pid], grace_s=0.1)  # nothing there: nothing happens

@@ -1,0 +1,80 @@
+"""The registry's table, with a clock that stands still; its actor is killed in test_cluster."""
+
+from __future__ import annotations
+
+from penstock.deployments.supervision.registry import EXPIRY_S, MAX_FAILURES, IngressInfo, Registry
+from penstock.workers.stats import EngineStats, WorkerInfo
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def worker(epoch: int, address: str = "127.0.0.1:1") -> WorkerInfo:
+    return WorkerInfo(address, epoch, token="secret", pid=epoch, model="m", max_model_len=64)
+
+
+def ingress(name: str, num_workers: int = 0) -> IngressInfo:
+    return IngressInfo(name, 1, "127.0.0.1:8000", "127.0.0.1:8001", num_workers)
+
+
+def test_who_is_silent_is_forgotten_and_who_speaks_again_is_back():
+    clock = Clock()
+    registry = Registry(clock)
+    registry.worker_beat(worker(1), EngineStats(num_running=1))
+    registry.ingress_beat(ingress("a"))
+    clock.now_s += EXPIRY_S - 0.1
+    registry.worker_beat(worker(2), EngineStats())
+    assert [info.epoch for info, _ in registry.view().workers] == [1, 2]
+    clock.now_s += 0.2
+    view = registry.view()
+    assert [info.epoch for info, _ in view.workers] == [2]
+    assert view.ingresses == ()
+    registry.worker_beat(worker(1), EngineStats(num_running=3))
+    assert {info.epoch: stats.num_running for info, stats in registry.view().workers} == {
+        2: 0,
+        1: 3,
+    }
+
+
+def test_a_worker_that_begins_anew_is_another_worker():
+    registry = Registry(Clock())
+    registry.worker_beat(worker(1), EngineStats())
+    registry.worker_left(1)
+    registry.worker_left(99)  # never seen: nothing to forget
+    registry.worker_beat(worker(2), EngineStats())
+    assert [info.epoch for info, _ in registry.view().workers] == [2]
+
+
+def test_an_ingress_hears_of_the_others_and_of_draining():
+    registry = Registry(Clock())
+    registry.worker_beat(worker(1), EngineStats())
+    view = registry.ingress_beat(ingress("a", num_workers=1))
+    assert [info.epoch for info, _ in view.workers] == [1]
+    assert view.ingresses == (ingress("a", num_workers=1),)
+    assert not view.is_draining
+    registry.drain()
+    assert registry.ingress_beat(ingress("a")).is_draining
+    registry.ingress_left("a")
+    assert registry.view().ingresses == ()
+
+
+def test_failures_are_kept_for_the_operator_and_forgotten_with_the_next_deployment():
+    registry = Registry(Clock())
+    for number in range(MAX_FAILURES + 5):
+        registry.failed(f"failure {number}")
+    registry.drain()
+    view = registry.view()
+    assert view.num_failures == MAX_FAILURES + 5
+    assert view.failures[-1] == f"failure {MAX_FAILURES + 4}"
+    assert len(view.failures) == MAX_FAILURES
+    registry.begin()
+    view = registry.view()
+    assert (view.failures, view.num_failures, view.is_draining) == ((), 0, False)
+
+
+def test_a_workers_token_is_in_no_log_line():
+    assert "secret" not in repr(worker(1))

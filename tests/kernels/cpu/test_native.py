@@ -1,0 +1,162 @@
+"""The build: once a machine, together with torch's threads, on lesser CPUs too, and never fatal."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.kernels import attention, matmul, quant, rowwise
+from penstock.kernels.cpu import native
+from tests.kernels.kernel_cases import assert_close, dense_attention, paged
+from tests.kernels.rolled_cases import Roll, dense_rolled_attention, rolled_paged
+
+BUILD = "import sys; from pathlib import Path; from penstock.kernels import native; "
+
+
+def test_processes_that_start_together_build_once(native_path, tmp_path):
+    program = BUILD + "print(native.build(Path(sys.argv[1])))"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "new")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    paths = {process.communicate(timeout=400)[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0]
+    assert len(paths) == 1
+    library = Path(paths.pop())
+    assert sorted(p.name for p in library.parent.iterdir()) == ["build.lock", library.name]
+    before = library.stat().st_mtime_ns
+    assert native.build(library.parent) == library
+    assert library.stat().st_mtime_ns == before
+
+
+def test_one_openmp_runtime(native_path):
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {line.split()[-1] for line in maps if "gomp" in line or "iomp" in line}
+    assert len(runtimes) == 1
+
+
+def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
+    """Without AVX-512 the vectors are narrower and bf16 has no dot product of its own."""
+    flags = [flag if "march" not in flag else "-march=x86-64-v3" for flag in native.FLAGS]
+    monkeypatch.setattr(native, "FLAGS", flags)
+    built = native.build(tmp_path)
+    monkeypatch.setattr(native, "build", lambda: built)
+    lesser = native.loaded.__wrapped__()
+    assert isinstance(lesser, ctypes.CDLL)
+    monkeypatch.setattr(native, "library", lambda: lesser)
+    for dtype in native.DTYPES:
+        weight = (torch.randn(70, 51) / 7).to(dtype)
+        packed = matmul.pack_linear(weight)
+        x = torch.randn(9, 51).to(dtype)
+        assert_close(matmul.linear(x, packed), (x.double() @ weight.double().T).to(dtype))
+        for format in quant.WEIGHT_FORMATS:
+            quantized = quant.quantize_weight(weight, format)
+            packed = matmul.pack_linear(quantized)
+            assert_close(matmul.linear(x, packed), quant.linear_reference(x, quantized))
+        rows = rowwise.silu_mul_int8(x[:, :50])
+        assert torch.equal(rows.codes, rowwise.quantize_int8(rowwise.silu_mul(x[:, :50])).codes)
+        case = paged([1, 17, 300], head_dim=20, dtype=dtype)
+        q = torch.randn(3, 14, 20).to(dtype)
+        y = attention.decode_attention(
+            q,
+            case.k_cache,
+            case.v_cache,
+            case.tables,
+            case.lens,
+            scale=0.2,
+            max_context_len=300,
+        )
+        assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, None))
+        y = attention.prefill_attention(
+            q,
+            case.k_cache,
+            case.v_cache,
+            case.tables,
+            torch.arange(4, dtype=torch.int32),
+            case.lens,
+            scale=0.2,
+            window=40,
+            max_query_len=1,
+            max_context_len=300,
+        )
+        assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, 40))
+        rolled = rolled_paged(
+            [300, 20], [50, 3], [Roll(4, 100, 16), None],
+            num_heads=14, head_dim=20, dtype=dtype, num_scratch=1,
+        )  # fmt: skip
+        q = torch.randn(53, 14, 20).to(dtype)
+        y = attention.prefill_attention(
+            q,
+            rolled.k_cache,
+            rolled.v_cache,
+            rolled.tables,
+            torch.tensor([0, 50, 53], dtype=torch.int32),
+            rolled.lens,
+            scale=0.2,
+            max_query_len=50,
+            max_context_len=300,
+            rolling=rolled.rolling,
+            scratch=rolled.scratch,
+        )
+        assert_close(y, dense_rolled_attention(q, rolled, 0.2))
+        assert_close(rowwise.silu_mul(x[:, :50]), rowwise.silu_mul_reference(x[:, :50]))
+        ones = torch.ones(51, dtype=dtype)
+        assert_close(rowwise.rms_norm(x, ones, 1e-5), rowwise.rms_norm_reference(x, ones, 1e-5))
+
+
+def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, monkeypatch):
+    """Integer sums are exact, so that it may serve many rows and leave few to the vectors; bf16 it
+    serves at any number of rows."""
+    if "amx_int8" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no matrix unit (AMX)")
+    unit = native.library()
+    assert unit.ps_matrix_unit() == 1
+    without = ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, *without])
+    built = native.build(tmp_path)
+    monkeypatch.setattr(native, "build", lambda: built)
+    vectors = native.loaded.__wrapped__()
+    assert vectors.ps_matrix_unit() == 0
+    for dtype, format, inputs in itertools.product(
+        native.DTYPES, ("int8", "int4"), (51, 400, 8300)
+    ):
+        weight, x = torch.randn(70, inputs) / 7, torch.randn(300, inputs).to(dtype)
+        x[7], x[9, 3] = 0, 1e4
+        packed = matmul.pack_linear(quant.quantize_weight(weight, format), torch.randn(70))
+        for num_rows in (1, 3, 4, 8, 17, 129, 300):
+            found = []
+            for library in (unit, vectors):
+                monkeypatch.setattr(native, "library", lambda library=library: library)
+                found.append(matmul.linear(x[:num_rows], packed))
+            assert torch.equal(*found), (dtype, format, inputs, num_rows)
+
+
+def test_a_failed_build_is_one_warning(monkeypatch, tmp_path, caplog):
+    compiler = shutil.which("false")
+    monkeypatch.setattr(native, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(native, "_cache_folder", lambda: tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert native.loaded.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert "plain PyTorch runs instead" in caplog.text
+
+
+def test_no_compiler_is_one_warning(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(native, "_cache_folder", lambda: tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert native.loaded.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert "no C++ compiler found" in caplog.text

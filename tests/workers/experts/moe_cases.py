@@ -1,0 +1,94 @@
+"""MoE checkpoints as tests of experts need them: what is stored, the plain model, bad guesses.
+
+Knows nothing of what is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.kernels.expert_rows import write_neurons
+from penstock.workers.experts.cache import ExpertCache
+from penstock.workers.experts.checkpoint import CheckpointExperts
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.loader import load_model
+from penstock.workers.weights.checkpoint import open_checkpoint
+from tests.workers.checkpoints import FAMILIES
+from tests.workers.models.test_decoder import Paged, Tokens, folder_of
+
+MOE = [name for name in FAMILIES if name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")]
+NUM_LAYERS, NUM_EXPERTS = 3, 5
+
+
+def experts_of(folder: Path) -> CheckpointExperts:
+    return CheckpointExperts(folder, ModelConfig.from_pretrained(folder), open_checkpoint(folder))
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def poison(cache: ExpertCache) -> None:
+    """Rows that nobody wrote are NaN; what pads the layout stays zero, as it is made."""
+    facts = cache.manifest
+    shape = facts.inner, 3 * facts.hidden
+    for slot in cache.table:
+        if facts.is_packed:
+            slot.memory.fill_(0xFF)
+            continue
+        nan = torch.full(shape, float("nan"), dtype=cache.form.dtype)
+        write_neurons(slot.expert, nan, torch.arange(facts.inner))
+
+
+@functools.cache
+def plain(name: str, weights: str = "fp32"):
+    return load_model(folder_of(name), weights=weights, progress=False)
+
+
+class Garbage:
+    """A predictor that is always wrong or worse, of experts and of neurons."""
+
+    num_experts = NUM_EXPERTS
+
+    def __init__(self, seed: int):
+        self.random = np.random.default_rng(seed)
+        self.accuracy: dict = {}
+
+    def wants_all(self, num_rows: int) -> bool:
+        return bool(self.random.integers(0, 2))
+
+    def observe(self, *_: object) -> None: ...
+
+    def forget(self, *_: object) -> None: ...
+
+    def next_of(self, _: int) -> int:
+        return int(self.random.integers(-1, NUM_LAYERS + 1))
+
+    def foresee(self, *_: object) -> list[int]:
+        return self.random.integers(-2, NUM_EXPERTS + 2, self.random.integers(0, 9)).tolist()
+
+    def foresee_neurons(self, *_: object) -> dict[int, np.ndarray]:
+        some = self.random.random((NUM_EXPERTS, 40)) < self.random.random()
+        return {
+            e: np.flatnonzero(some[e]) for e in range(NUM_EXPERTS) if self.random.random() < 0.8
+        }
+
+
+@torch.inference_mode()
+def logits_of(decoder, prompt: Sequence[int], num_new: int) -> torch.Tensor:
+    """Of a prefill, and of greedy decoding after it."""
+    paged, seq = Paged(decoder), Tokens(list(prompt))
+    rows = [*paged.step((seq, len(prompt)))[0]]
+    for _ in range(num_new):
+        seq.ids.append(int(rows[-1].argmax()))
+        rows += [*paged.step((seq, 1), num_decode=1)[0]]
+    return torch.stack(rows)

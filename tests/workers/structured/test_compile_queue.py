@@ -1,0 +1,126 @@
+"""Compiling beside the engine: what is cancelled meanwhile never runs, what is bad is refused."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from penstock.workers.engine.thread import EngineThread
+from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
+from penstock.workers.structured.compile_queue import MAX_WAITING, Compiled, GrammarIntake
+from penstock.workers.structured.grammar import GrammarCompiler
+from tests.workers.structured.test_grammar import (
+    any_json_object,
+    model,
+    new_engine,
+    regex,
+    tokenizer,
+)
+
+
+def new_compiler(load: Any = None) -> GrammarCompiler:
+    return GrammarCompiler(
+        load or (lambda: tokenizer().to_json()),
+        vocab_size=model().config.vocab_size,
+        eos_token_ids=model().config.eos_token_ids,
+    )
+
+
+class SlowTokenizer:
+    """Holds every compilation up until it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def __call__(self) -> str:
+        assert self.go.wait(30)
+        return tokenizer().to_json()
+
+
+def request(name: str, spec: Any = None) -> Request:
+    params = SamplingParams(max_tokens=4, structured=spec or regex("a{9}"))
+    return Request(name, (5, 6, 7), params)
+
+
+def test_a_request_cancelled_while_it_waits_is_never_heard_of() -> None:
+    slow, done = SlowTokenizer(), queue.SimpleQueue[Compiled]()
+    intake = GrammarIntake(new_compiler(slow), done.put)
+    for name in ("a", "b", "c", "d"):
+        intake.submit(request(name))
+    intake.cancel("b")
+    intake.cancel("d")
+    slow.go.set()
+    assert {done.get(timeout=30).request.request_id for _ in range(2)} == {"a", "c"}
+    intake.close()
+    assert done.empty()
+
+
+def test_the_line_is_bounded() -> None:
+    slow, done = SlowTokenizer(), queue.SimpleQueue[Compiled]()
+    intake = GrammarIntake(new_compiler(slow), done.put)
+    for i in range(MAX_WAITING + 1):
+        intake.submit(request(str(i)))
+    refusal = done.get(timeout=30).refusal
+    assert refusal is not None and refusal.code == "overloaded"
+    for i in range(MAX_WAITING):
+        intake.cancel(str(i))
+    slow.go.set()
+    intake.close()
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+
+    def __call__(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self.deltas.put(delta)
+
+    def until_end(self, name: str) -> Delta:
+        while True:
+            delta = self.deltas.get(timeout=30)
+            if delta.request_id == name and delta.finish_reason is not None:
+                return delta
+
+
+@pytest.fixture
+def thread() -> Any:
+    sink, slow = Sink(), SlowTokenizer()
+    started = EngineThread(new_engine(), sink, num_threads=1, grammars=new_compiler(slow))
+    started.start()
+    yield started, sink, slow
+    slow.go.set()
+    started.stop()
+
+
+def test_others_go_on_while_a_grammar_compiles(thread: Any) -> None:
+    engine, sink, slow = thread
+    engine.submit(request("shaped"))
+    engine.submit(Request("free", (5, 6), SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert sink.until_end("free").finish_reason is FinishReason.LENGTH
+    slow.go.set()
+    assert sink.until_end("shaped").finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_refusals_say_what_is_wrong(thread: Any) -> None:
+    engine, sink, slow = thread
+    slow.go.set()
+    engine.submit(request("bad", regex("(?=a)")))
+    last = sink.until_end("bad")
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "invalid_value")
+    assert last.error_param == "p" and "look-around" in last.error_message
+    engine.submit(Request("good", (5,), any_json_object(1, max_tokens=3)))
+    assert sink.until_end("good").finish_reason is FinishReason.LENGTH
+
+
+def test_a_tokenizer_that_cannot_be_used_is_said_so() -> None:
+    done = queue.SimpleQueue[Compiled]()
+    intake = GrammarIntake(new_compiler(lambda: '{"no": "tokenizer"}'), done.put)
+    intake.submit(request("a"))
+    refusal = done.get(timeout=30).refusal
+    intake.close()
+    assert refusal is not None
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", "p")

@@ -1,0 +1,5 @@
+"""The loop: schedule a step, run it, commit its tokens.
+
+Imported by worker.py, and by benchmarks and tests without any server.
+Begin with engine.py; thread.py runs it, build.py makes its parts.
+"""

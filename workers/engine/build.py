@@ -1,0 +1,138 @@
+"""What an engine is made of: memory, cache, scheduler and executor, by its configuration and model.
+
+The order is that of need: the arena first, then what reads it, then what is measured on it. Knows
+nothing of requests; the loop over the parts is workers/engine/engine.py's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.sizing import log_memory, step_memory
+from penstock.workers.execution.cpu_replay import DecodeReplay
+from penstock.workers.execution.cuda_graphs import (
+    Capture,
+    CudaCapture,
+    GraphSizes,
+    captured,
+    graph_sizes,
+)
+from penstock.workers.execution.executor import Executor
+from penstock.workers.memory.arena import BlockLayout
+from penstock.workers.memory.kv_format import KvFormat, kv_format
+from penstock.workers.memory.restore import PROBE_ROWS, Rates
+from penstock.workers.memory.workspace import StepMemory
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.scheduling.deferral import (
+    Rule,
+    deferral_of,
+    num_scratch_blocks,
+    rule_of,
+    scratch_bytes,
+    scratch_views,
+)
+from penstock.workers.scheduling.kv_cache import KVCache
+from penstock.workers.scheduling.scheduler import Scheduler
+from penstock.workers.scheduling.swap import host_swap
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """`rates` as measured for the host tier; None without one. `max_model_len` in tokens."""
+
+    memory: StepMemory
+    cache: KVCache
+    scheduler: Scheduler
+    executor: Executor
+    max_model_len: int
+    rates: Rates | None
+
+
+def build_parts(
+    config: EngineConfig, model: Decoder, commit_rule: Rule | None, capture: Capture | None
+) -> EngineParts:
+    """The parts, wired. Raises ConfigError where there is no room. Arguments as Engine's."""
+    kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
+    layout = _block_layout(config, model, kv)
+    sizes = graph_sizes(config, model, capture is not None)
+    memory = step_memory(config, layout, model, 0 if sizes is None else sizes.num_bytes)
+    log_memory(config, memory)
+    cache = KVCache(
+        memory.pool,
+        config.block_size,
+        prefix_cache=config.prefix_cache,
+        salt=secrets.token_bytes(32) + str(kv).encode(),
+    )
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tokens_that_fit=memory.tokens_that_fit,
+        merges=config.merge_steps,
+    )
+    max_model_len = min(
+        config.max_model_len or model.config.max_position_embeddings,
+        memory.arena.num_blocks * config.block_size,
+    )
+    executor = _executor(config, model, memory, max_model_len)
+    most_rows = memory.tokens_that_fit(PROBE_ROWS)
+    if config.kv_commit == "deferred":
+        rule = commit_rule or rule_of(
+            config,
+            model.config,
+            executor.run_rows,
+            most_rows=most_rows,
+            is_cuda=model.device.type == "cuda",
+            weights=model.weights.format,
+            layout=layout,
+        )
+        scheduler.deferral = deferral_of(config, rule)
+    if sizes is not None:
+        _capture(executor, sizes, capture, memory.rest[scratch_bytes(config, layout) :], config)
+    rates = None
+    if config.host_kv_gb is not None:
+        cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows)
+        memory.pool.on_evict = cache.swap.keep
+    return EngineParts(memory, cache, scheduler, executor, max_model_len, rates)
+
+
+def _block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLayout:
+    return BlockLayout(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=model.config.head_dim,
+        dtype=kv.dtype,
+        group=kv.group,
+    )
+
+
+def _executor(
+    config: EngineConfig, model: Decoder, memory: StepMemory, max_model_len: int
+) -> Executor:
+    arena = memory.arena
+    kv_layers = arena.kv_layers()
+    if config.kv_commit == "deferred":
+        scratch = scratch_views(config, arena.layout, memory.rest)
+        kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
+    replay = None
+    if model.device.type == "cpu":
+        longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
+        replay = DecodeReplay(model, kv_layers, config.max_num_seqs, longest)
+    return Executor(model, kv_layers, config.block_size, memory, replay)
+
+
+def _capture(
+    executor: Executor,
+    sizes: GraphSizes,
+    capture: Capture | None,
+    inputs: Tensor,
+    config: EngineConfig,
+) -> None:
+    make = partial(executor.capture, sizes, capture or CudaCapture(), inputs)
+    executor.graphs = captured(make, is_needed=config.cuda_graphs == "on")

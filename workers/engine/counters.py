@@ -1,0 +1,106 @@
+"""What one engine has done since it was started, and how it stands: the making of `EngineStats`.
+
+Knows plans, counts and seconds; nothing of what a step computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.sizing import saved_bytes
+from penstock.workers.execution.executor import Executor
+from penstock.workers.execution.step import Launched
+from penstock.workers.execution.timing import StepModel
+from penstock.workers.memory.restore import Rates
+from penstock.workers.request import FinishReason
+from penstock.workers.scheduling.plan import Chunk
+from penstock.workers.scheduling.scheduler import Scheduler
+from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram
+
+
+@dataclass(slots=True)
+class Totals:
+    """Running sums; `EngineStats` says what each of them counts."""
+
+    num_steps: int = 0
+    num_steps_ahead: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_discarded_tokens: int = 0
+    num_deferred_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_corrupted: int = 0
+    num_finished: dict[str, int] = field(
+        default_factory=lambda: {reason.value: 0 for reason in FinishReason}
+    )
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS_BOUNDS))
+    step_model: StepModel = field(default_factory=StepModel)
+    rates: Rates | None = None  # where a host tier wants to know them
+    last_done_s: float = 0.0
+
+    def count_chunk(self, chunk: Chunk, samples: bool) -> None:
+        """`chunk` is on its way, and its sequence does not count it yet."""
+        num_deferred = chunk.seq.num_deferred_tokens  # before: these are computed once more
+        self.num_prompt_tokens += max(0, chunk.length - num_deferred - samples)
+        self.num_recomputed_tokens += min(chunk.length, num_deferred)
+        self.num_deferred_tokens += chunk.num_deferred
+
+    def observe(self, launched: Launched) -> None:
+        """How long a step took that has been read: from when the one before it was done."""
+        plan = launched.plan
+        seconds = launched.done_s - max(launched.began_s, self.last_done_s)
+        self.last_done_s = launched.done_s
+        if self.rates is not None:
+            self.rates.observe_step(plan.num_tokens, seconds)
+        num_cached = sum(chunk.start for chunk in plan.decode)
+        num_prompt = plan.num_tokens - len(plan.decode)
+        self.step_model.observe(len(plan.decode), num_cached, num_prompt, seconds)
+
+
+def stats_of(
+    config: EngineConfig,
+    executor: Executor,
+    scheduler: Scheduler,
+    totals: Totals,
+    num_outstanding_tokens: int,
+) -> EngineStats:
+    memory, routed, graphs = executor.memory, executor.model.routed, executor.graphs
+    pool, cache, layout = memory.pool, scheduler.cache, memory.arena.layout
+    tier = None if cache.swap is None else cache.swap.tier
+    return EngineStats(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_blocks=pool.num_blocks,
+        num_block_bytes=layout.block_bytes,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        num_live_blocks=pool.num_live,
+        num_cached_blocks=pool.num_cached,
+        num_saved_bytes=saved_bytes(config, memory),
+        num_saved_blocks=saved_bytes(config, memory) // layout.block_bytes,
+        num_steps=totals.num_steps,
+        num_steps_ahead=totals.num_steps_ahead,
+        num_graph_steps=0 if graphs is None else graphs.num_replays,
+        num_discarded_tokens=totals.num_discarded_tokens,
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_generated_tokens=totals.num_generated_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        num_preemptions_avoided=scheduler.num_preemptions_avoided,
+        num_deferred_tokens=totals.num_deferred_tokens,
+        num_recomputed_tokens=totals.num_recomputed_tokens,
+        num_host_blocks=0 if tier is None else tier.num_slots,
+        num_host_blocks_used=0 if tier is None else tier.num_used,
+        num_loaded_tokens=0 if cache.swap is None else cache.swap.num_loaded_tokens,
+        num_rolled_blocks=cache.num_rolled_blocks,
+        num_shortened_steps=scheduler.num_shortened_steps,
+        num_prefix_queried_tokens=cache.num_queried_tokens,
+        num_prefix_hit_tokens=cache.num_hit_tokens,
+        num_outstanding_tokens=num_outstanding_tokens,
+        num_finished=dict(totals.num_finished),
+        num_corrupted=totals.num_corrupted,
+        step_seconds=executor.times.seconds(),
+        step_model=totals.step_model.coefficients(),
+        step_tokens=totals.step_tokens.snapshot(),
+        experts=None if routed is None else routed.stats(),
+    )

@@ -1,0 +1,120 @@
+"""How a worker's memory is shared out: blocks, activations, logits and scratch, in one arena.
+
+Knows a model's shape and a device's memory; nothing of sequences or steps.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.errors import ConfigError
+from penstock.workers.memory.arena import Arena, BlockLayout
+from penstock.workers.memory.block_pool import BlockPool
+from penstock.workers.memory.kv_format import KvFormat
+from penstock.workers.memory.workspace import StepMemory, blocks_to_borrow, logits_plan
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.scheduling.deferral import most_pending, num_scratch_blocks, scratch_bytes
+
+log = logging.getLogger("penstock.engine")
+
+GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
+CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
+
+
+def step_memory(
+    config: EngineConfig, layout: BlockLayout, model: Decoder, extra_bytes: int = 0
+) -> StepMemory:
+    """The arena with its pool, and the activations and logits of a step in it.
+
+    The reserve serves a row of each sequence, so that a step is possible however full the pool is;
+    with separate activations, it serves the largest step. `extra_bytes` of it are left over, behind
+    the scratch blocks. Raises ConfigError if there is no room.
+    """
+    plan, logits = model.plan, logits_plan(model.config, model.dtype)
+    is_separate = config.activation_memory == "separate"
+    reserve_tokens = config.max_num_batched_tokens if is_separate else config.max_num_seqs
+    if num_scratch_blocks(config) and not is_separate:  # one sequence at its limit always fits
+        reserve_tokens += most_pending(config)
+    reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(config.max_num_seqs)
+    reserve_bytes += scratch_bytes(config, layout) + extra_bytes
+    num_blocks = _num_blocks(config, layout, model, reserve_bytes)
+    num_borrowed = blocks_to_borrow(
+        plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
+    )
+    return StepMemory(
+        Arena(layout, num_blocks, model.device, reserve_bytes),
+        BlockPool(num_blocks, num_tail=min(num_borrowed, num_blocks // 2)),
+        plan,
+        logits,
+        reserve_tokens=reserve_tokens,
+        num_logits=config.max_num_seqs,
+    )
+
+
+def saved_bytes(config: EngineConfig, memory: StepMemory) -> int:
+    """What the reserve would take more if the largest step had its activations there."""
+    return memory.plan.bytes_for(config.max_num_batched_tokens) - memory.reserve_bytes
+
+
+def log_memory(config: EngineConfig, memory: StepMemory) -> None:
+    arena, saved = memory.arena, saved_bytes(config, memory)
+    log.info(
+        "arena of %.1f MiB: %d KV blocks of %.1f KiB (%s), and a reserve of %.1f MiB for steps of "
+        "up to %d tokens; larger ones, up to %d, borrow the free tail: %.1f MiB or %d blocks saved",
+        arena.num_bytes / 2**20,
+        arena.num_blocks,
+        arena.layout.block_bytes / 2**10,
+        KvFormat(arena.layout.dtype, arena.layout.group),
+        arena.reserve_bytes / 2**20,
+        memory.reserve_tokens,
+        config.max_num_batched_tokens,
+        saved / 2**20,
+        saved // arena.layout.block_bytes,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig, layout: BlockLayout, model: Decoder, reserve_bytes: int
+) -> int:
+    """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
+
+    Raises ConfigError if not even one block fits beside a reserve of `reserve_bytes`.
+    """
+    device = model.device
+    max_len = config.max_model_len or model.config.max_position_embeddings
+    useful = config.max_num_seqs * -(-max_len // config.block_size)
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_gb is not None:
+        budget = config.kv_cache_gb * 2**30
+    elif device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_FRACTION
+    else:
+        budget = total_memory_bytes() * CPU_KV_FRACTION
+    num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes"
+            f" beside {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
+            " raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose a smaller"
+            " model or block_size"
+        )
+    return num_blocks
+
+
+def total_memory_bytes() -> int:
+    """Memory of this machine in bytes, or of the container that this process runs in."""
+    with open("/proc/meminfo") as lines:
+        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as text:
+                limit = text.read().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total

@@ -1,0 +1,95 @@
+"""Whether an engine can serve a request at all: said at the door, before it is queued.
+
+Knows limits; nothing of who runs or waits. What clients meet first is the same check at the
+ingress; this one also guards an engine that is used by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from penstock.workers.context_policy import Context, ContextSettings
+from penstock.workers.experts.modes import mode_for
+from penstock.workers.request import Request, RequestError
+from penstock.workers.structured.grammar import GrammarMatcher
+
+LATE = "the deadline of this request has passed"
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """The limits of one engine. Each check raises RequestError naming the field at fault."""
+
+    vocab_size: int
+    contexts: ContextSettings
+    num_blocks: int  # of the pool
+    moe_mode: str = "exact"  # of requests that do not say
+
+    def check(self, request: Request, matcher: GrammarMatcher | None) -> int:
+        """Longest total length that the request may reach, in tokens."""
+        vocab = self.vocab_size
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
+            raise RequestError(f"prompt token ids must lie in [0, {vocab})", param="prompt")
+        if any(not 0 <= token_id < vocab for token_id in request.emitted_ids):
+            raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
+        request.params.check(vocab)
+        self.mode(request)
+        max_total = self._max_total(request)
+        if len(request.prompt_ids) + len(request.emitted_ids) >= max_total:
+            raise RequestError("nothing is left to generate", param="emitted_ids")
+        if request.deadline_s is not None and request.deadline_s <= time.monotonic():
+            raise RequestError(LATE, code="deadline_exceeded")
+        _check_matcher(request, matcher)
+        return max_total
+
+    def mode(self, request: Request) -> str:
+        """How exact the request's experts are."""
+        return mode_for(request.params.moe_mode, self.moe_mode)
+
+    def context(self, request: Request) -> Context:
+        """What the request sees of its past, if the pool can hold that."""
+        context, size = self.contexts.context(request.params), self.contexts.block_size
+        if context.full_tokens is not None:
+            num_blocks = -(-(context.full_tokens + 1) // size) + 1
+            if num_blocks > self.num_blocks:
+                raise RequestError(
+                    f"sinks and window take {num_blocks} KV blocks of {size} tokens; this worker "
+                    f"has {self.num_blocks}",
+                    param="window",
+                )
+        return context
+
+    def _max_total(self, request: Request) -> int:
+        params, num_prompt = request.params, len(request.prompt_ids)
+        limit = self.contexts.max_total_tokens(params)
+        if num_prompt >= limit:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; this model takes at most "
+                f"{limit} tokens of prompt and answer together",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        max_total = limit if params.max_tokens is None else num_prompt + params.max_tokens
+        if max_total > limit:
+            raise RequestError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({params.max_tokens}) exceed the "
+                f"{limit} tokens that this model takes; ask for at most {limit - num_prompt}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return max_total
+
+
+def _check_matcher(request: Request, matcher: GrammarMatcher | None) -> None:
+    spec = request.params.structured
+    if spec is not None and matcher is None:
+        raise RequestError(
+            f"{spec.param}: no grammars are compiled here",
+            param=spec.param,
+            code="unsupported_parameter",
+        )
+    if matcher is not None and matcher.is_complete:
+        raise RequestError("nothing is left to generate", param="emitted_ids")

@@ -1,0 +1,11 @@
+"""Errors of settings and checkpoints. Their messages name the field or file, and the remedy."""
+
+from __future__ import annotations
+
+
+class LoadError(RuntimeError):
+    """A checkpoint that cannot be used. The message names the file, and the tensor if one is it."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names the key and the remedy."""

@@ -1,0 +1,157 @@
+"""A plan as numbers: ids, positions, slots and tables of one flat batch, on the host.
+
+Knows plans and block tables; nothing of devices, models or what is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.scheduling.plan import Chunk, Plan
+from penstock.workers.scheduling.sequence import Sequence
+
+Ints = NDArray[np.int64]
+Put = Callable[[NDArray[np.generic]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBatch:
+    """Decode rows first, then prefill chunks: `AttentionInputs` says what is what."""
+
+    token_ids: Ints  # [T]; 0 where `unread` says
+    positions: Ints  # [T]
+    slots: Ints  # [T]
+    decode_tables: NDArray[np.int32]
+    decode_lens: NDArray[np.int32]
+    prefill_tables: NDArray[np.int32]
+    prefill_starts: NDArray[np.int32]
+    prefill_lens: NDArray[np.int32]
+    max_prefill_chunk: int
+    unread: Ints  # [2, N]: rows whose ids only the device knows, and where its last step has them
+    rolling: HostRolling | None
+
+    def inputs(self, put: Put) -> AttentionInputs:
+        """On the device that `put` copies to."""
+        return AttentionInputs(
+            slots=put(self.slots),
+            num_decode=len(self.decode_lens),
+            decode_tables=put(self.decode_tables),
+            decode_lens=put(self.decode_lens),
+            max_decode_len=int(self.decode_lens.max(initial=0)),
+            prefill_tables=put(self.prefill_tables),
+            prefill_starts=put(self.prefill_starts),
+            prefill_lens=put(self.prefill_lens),
+            max_prefill_chunk=self.max_prefill_chunk,
+            max_prefill_len=int(self.prefill_lens.max(initial=0)),
+            rolling=None if self.rolling is None else self.rolling.inputs(put),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostRolling:
+    """`RollingInputs` on the host."""
+
+    sink_positions: Ints
+    sink_ends: NDArray[np.int32]
+    window_starts: NDArray[np.int32]
+    sink_blocks: NDArray[np.int32]
+    bases: NDArray[np.int32]
+    max_visible_len: int
+
+    def inputs(self, put: Put) -> RollingInputs:
+        return RollingInputs(
+            put(self.sink_positions),
+            put(self.sink_ends),
+            put(self.window_starts),
+            put(self.sink_blocks),
+            put(self.bases),
+            self.max_visible_len,
+        )
+
+
+def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> HostBatch:
+    """The numbers of `plan`. `row_of`: where the last step has sampled what nobody has read."""
+    decode, prefill = plan.decode, plan.prefill
+    decode_tables, prefill_tables = _tables(decode), _tables(prefill)
+    position = np.array([chunk.start for chunk in decode], dtype=np.int64)
+    slots = [_slots_of_rows(decode, decode_tables, position, block_size)] if decode else []
+    unread = [(i, row_of[c.seq]) for i, c in enumerate(decode) if c.seq.num_unread_tokens]
+    known = [0 if c.seq.num_unread_tokens else c.seq.token_ids[c.start] for c in decode]
+    token_ids = [np.array(known, dtype=np.int64)]
+    positions = [position]
+    for chunk, table in zip(prefill, prefill_tables):
+        assert not chunk.seq.num_unread_tokens, "the host has yet to read what is computed"
+        span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
+        entry = span // block_size - _rolled_before(chunk.seq, span, block_size)
+        slots.append(table[entry] * np.int64(block_size) + span % block_size)
+        ids = np.frombuffer(chunk.seq.token_ids, dtype=np.int32)
+        token_ids.append(ids[chunk.start : chunk.start + chunk.length].astype(np.int64))
+        positions.append(span)
+    starts = np.cumsum([0] + [chunk.length for chunk in prefill])
+    lens = [chunk.start + chunk.length for chunk in prefill]
+    return HostBatch(
+        token_ids=np.concatenate(token_ids),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
+        decode_tables=decode_tables,
+        decode_lens=(position + 1).astype(np.int32),
+        prefill_tables=prefill_tables,
+        prefill_starts=starts.astype(np.int32),
+        prefill_lens=np.array(lens, dtype=np.int32),
+        max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
+        unread=np.array([*zip(*unread)], dtype=np.int64).reshape(2, -1),
+        rolling=_rolling(plan.chunks, positions),
+    )
+
+
+def _rolling(chunks: list[Chunk], positions: list[Ints]) -> HostRolling | None:
+    """Who sees what, where a sequence of the step has evicted tokens; else None."""
+    if not any(c.seq.context.num_evicted(c.start + c.length - 1) for c in chunks):
+        return None
+    spans = [*positions[0][:, None], *positions[1:]]
+    rows = [chunk.seq.context.rows(span) for chunk, span in zip(chunks, spans, strict=True)]
+    sink_ends, window_starts, sink_positions = (np.concatenate(each) for each in zip(*rows))
+    per_chunk = [(c.seq.context.num_sink_blocks, c.seq.num_rolled_blocks) for c in chunks]
+    sink_blocks, bases = np.array(per_chunk, dtype=np.int32).T
+    return HostRolling(
+        sink_positions=sink_positions,
+        sink_ends=sink_ends.astype(np.int32),
+        window_starts=window_starts.astype(np.int32),
+        sink_blocks=np.ascontiguousarray(sink_blocks),
+        bases=np.ascontiguousarray(bases),
+        max_visible_len=int(np.max(np.concatenate(spans) - window_starts)) + 1,
+    )
+
+
+def _tables(chunks: list[Chunk]) -> NDArray[np.int32]:
+    """Block tables, int32 [chunks, longest]; entries beyond a sequence's own are 0, unread."""
+    longest = max((len(c.seq.block_table) + len(c.scratch) for c in chunks), default=0)
+    tables = np.zeros((len(chunks), longest), dtype=np.int32)
+    for row, chunk in zip(tables, chunks):
+        num_own = len(chunk.seq.block_table)
+        row[:num_own] = np.frombuffer(chunk.seq.block_table, dtype=np.int32)
+        row[num_own : num_own + len(chunk.scratch)] = chunk.scratch
+    return tables
+
+
+def _slots_of_rows(
+    chunks: list[Chunk], tables: NDArray[np.int32], position: Ints, block_size: int
+) -> Ints:
+    rolled = np.array([chunk.seq.num_rolled_blocks for chunk in chunks], dtype=np.int64)
+    sinks = np.array([chunk.seq.context.num_sink_blocks for chunk in chunks], dtype=np.int64)
+    page = position // block_size
+    entry = page - np.where(page >= sinks, rolled, 0)
+    block = tables[np.arange(len(position)), entry].astype(np.int64)
+    return block * block_size + position % block_size
+
+
+def _rolled_before(seq: Sequence, span: Ints, block_size: int) -> Ints:
+    """How many blocks the compact table lacks before the one of each position."""
+    in_window = span // block_size >= seq.context.num_sink_blocks
+    return np.where(in_window, seq.num_rolled_blocks, 0)

@@ -1,0 +1,150 @@
+"""Decode steps on a CPU without Python between the operators: recorded once, then made again.
+
+Knows a decoder, its caches and the fixed workspaces of small steps; nothing of sequences or plans.
+The pass of a step of T decode rows is the same calls with the same arguments each time, but for
+what the inputs hold. So the inputs get a fixed place, the first step of T rows is recorded there,
+and those after it are one call of the native library. The results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.replay import Program, record
+from penstock.workers.memory.arena import KvLayer
+from penstock.workers.memory.workspace import Workspace
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.layers import AttentionInputs, RollingInputs
+
+log = logging.getLogger("penstock.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    program: Program
+    workspace: Workspace  # whose memory the program names
+    threads: int
+
+
+class DecodeReplay:
+    """Runs the layers of one decoder over decode rows, and remembers how.
+
+    Not every model can be replayed: where PyTorch computes between the operators (the routing of
+    experts, clipping, kernels that the native library does not have), every step runs as it is.
+    """
+
+    def __init__(
+        self, model: Decoder, kv_layers: Sequence[KvLayer], max_rows: int, max_blocks: int
+    ):
+        """For steps of up to `max_rows` rows, whose tables have up to `max_blocks` entries."""
+        self._model = model
+        self._kv_layers = kv_layers
+        self._max_rows = max_rows
+        self._inputs = _fixed_inputs(max_rows, max_blocks)
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        self._is_possible = True
+
+    @property
+    def num_programs(self) -> int:
+        """Kinds of steps that were recorded."""
+        return len(self._recorded)
+
+    def suits(self, inputs: AttentionInputs) -> bool:
+        """Whether a step is worth handing over: decode rows only, and not too many."""
+        num_rows, num_blocks = inputs.decode_tables.shape
+        fits = num_rows <= self._max_rows and num_blocks <= self._inputs.decode_tables.shape[1]
+        return self._is_possible and fits and num_rows == len(inputs.slots)
+
+    def run_layers(self, inputs: AttentionInputs, workspace: Workspace) -> None:
+        """What `Decoder.run_layers` does, for inputs that `suits`.
+
+        `workspace` must be the same object, and its memory there, whenever its rows are as many:
+        with another one the step is recorded anew.
+        """
+        fixed = self._fill(inputs)
+        key = (inputs.num_decode, inputs.rolling is not None)
+        known = self._recorded.get(key)
+        if (
+            known is not None
+            and known.workspace is workspace
+            and known.threads == torch.get_num_threads()
+        ):
+            known.program.run()
+            return
+        with record() as recording:
+            self._model.run_layers(fixed, self._kv_layers, workspace)
+        program = None if recording is None else recording.program()
+        if program is None:
+            self._is_possible = False
+            beside = [] if recording is None else sorted(set(recording.computed))
+            log.info("decode steps are not replayed: PyTorch computes in them (%s)", beside)
+            self._recorded.clear()
+            return
+        self._recorded[key] = _Recorded(program, workspace, torch.get_num_threads())
+
+    def _fill(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The inputs in their fixed place."""
+        num_rows, num_blocks = inputs.decode_tables.shape
+        fixed = _first_rows(self._inputs, num_rows, inputs)
+        fixed.slots.copy_(inputs.slots)
+        fixed.decode_lens.copy_(inputs.decode_lens)
+        fixed.decode_tables[:, :num_blocks] = inputs.decode_tables
+        if inputs.rolling is not None and fixed.rolling is not None:
+            for name in ("sink_ends", "window_starts", "sink_blocks", "bases"):
+                getattr(fixed.rolling, name).copy_(getattr(inputs.rolling, name))
+        return fixed
+
+
+def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
+    def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    rolling = RollingInputs(
+        sink_positions=numbers(0, dtype=torch.int64),
+        sink_ends=numbers(max_rows),
+        window_starts=numbers(max_rows),
+        sink_blocks=numbers(max_rows),
+        bases=numbers(max_rows),
+        max_visible_len=0,
+    )
+    return AttentionInputs(
+        slots=numbers(max_rows, dtype=torch.int64),
+        num_decode=max_rows,
+        decode_tables=numbers(max_rows, max_blocks),
+        decode_lens=numbers(max_rows),
+        max_decode_len=0,
+        prefill_tables=numbers(0, 0),
+        prefill_starts=numbers(1),
+        prefill_lens=numbers(0),
+        max_prefill_chunk=0,
+        max_prefill_len=0,
+        rolling=rolling,
+    )
+
+
+def _first_rows(fixed: AttentionInputs, num_rows: int, inputs: AttentionInputs) -> AttentionInputs:
+    """Views of the first rows; what sizes launches on a GPU is as in `inputs`."""
+    rolling = None
+    if inputs.rolling is not None and fixed.rolling is not None:
+        rolling = RollingInputs(
+            inputs.rolling.sink_positions,  # whose angles are in the workspace before the layers
+            fixed.rolling.sink_ends[:num_rows],
+            fixed.rolling.window_starts[:num_rows],
+            fixed.rolling.sink_blocks[:num_rows],
+            fixed.rolling.bases[:num_rows],
+            inputs.rolling.max_visible_len,
+        )
+    return replace(
+        fixed,
+        slots=fixed.slots[:num_rows],
+        num_decode=num_rows,
+        decode_tables=fixed.decode_tables[:num_rows],
+        decode_lens=fixed.decode_lens[:num_rows],
+        max_decode_len=inputs.max_decode_len,
+        rolling=rolling,
+    )

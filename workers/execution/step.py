@@ -1,0 +1,167 @@
+"""What goes to the device with a step, and what comes back of it: plain records, and the waiting.
+
+Knows nothing of models or memory; which rows are sampled from, and how, is read off the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from penstock.workers.device_copy import Mark
+from penstock.workers.execution.batch import HostBatch, host_batch
+from penstock.workers.experts.modes import Span, StepRows
+from penstock.workers.request import TokenLogprob
+from penstock.workers.sampling.logits import LogprobRows
+from penstock.workers.sampling.sampler import RowSampling, Sampled, SampledRows, uniform_at
+from penstock.workers.scheduling.plan import Chunk, Plan
+from penstock.workers.scheduling.sequence import Sequence
+
+GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and mean greedy anyway
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a plan gave: a token for each chunk that samples, in the order of `plan.chunks`.
+
+    `prompt_logprobs`: by index of the chunk, those of the prompt tokens that follow its tokens.
+    """
+
+    sampled: list[Sampled]
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of a step whose prompt tokens' successors are to be scored."""
+
+    chunk: int  # its index in the plan
+    first_row: int
+    following: tuple[int, ...]  # the prompt token behind each row's own
+    num_top: int
+
+    @classmethod
+    def of(cls, index: int, chunk: Chunk, first_row: int) -> PromptRows:
+        request, end = chunk.seq.request, chunk.start + chunk.length
+        following = request.prompt_ids[chunk.start + 1 : end + 1]
+        return cls(index, first_row, following, request.params.prompt_logprobs or 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A step as the host gives it to the device."""
+
+    batch: HostBatch
+    last_rows: list[int]  # of the batch, that are sampled from
+    row_of: dict[Sequence, int]  # their sequences, numbered
+    rows: list[RowSampling]
+    prompts: list[PromptRows]
+    chunks: list[Chunk]
+
+    @property
+    def moe_spans(self) -> list[Span]:
+        return [(c.seq.moe_mode, c.seq.num_prompt_tokens, c.start, c.length) for c in self.chunks]
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether all rows are sampled from, and nothing else is asked of them."""
+        return not self.prompts and len(self.rows) == len(self.batch.token_ids)
+
+
+class Launched:
+    """A step that the device has been given. What it sampled is read once, by `read`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        row_of: dict[Sequence, int],
+        sampled: SampledRows | None,
+        prompt_logprobs: dict[int, list[LogprobRows]],
+        mark: Mark,
+        began_s: float,
+    ):
+        self.plan = plan
+        self.row_of = row_of  # of the sequences that sample: their row of `sampled`
+        self.sampled = sampled
+        self.began_s = began_s
+        self.done_s = time.perf_counter()  # or later, if the host did not wait
+        self._prompt_logprobs = prompt_logprobs
+        self._mark = mark
+        self._result: StepResult | None = None
+
+    def read(self) -> StepResult:
+        """Wait until the device is done, and say what came out."""
+        if self._result is None:
+            self._mark.wait()
+            if self._mark.is_waited_for:
+                self.done_s = time.perf_counter()
+            prompts = {
+                i: [each for rows in parts for each in rows.listed()]
+                for i, parts in self._prompt_logprobs.items()
+            }
+            sampled = [] if self.sampled is None else self.sampled.listed()
+            self._result = StepResult(sampled, prompts)
+        return self._result
+
+
+def prepare(plan: Plan, before: Launched | None, block_size: int) -> Prepared:
+    """What the host adds to a plan. Nothing that it changes later is of effect."""
+    batch = host_batch(plan, block_size, {} if before is None else before.row_of)
+    first = 0
+    last_rows, sampling, prompts = [], [], []
+    for i, chunk in enumerate(plan.chunks):
+        if _reports_prompt(chunk.seq):
+            prompts.append(PromptRows.of(i, chunk, first))
+        first += chunk.length
+        if chunk.samples:
+            last_rows.append(first - 1)
+            sampling.append(chunk.seq)
+    row_of = {seq: i for i, seq in enumerate(sampling)}
+    rows = [row_sampling(seq) for seq in sampling]
+    return Prepared(batch, last_rows, row_of, rows, prompts, plan.chunks)
+
+
+def _reports_prompt(seq: Sequence) -> bool:
+    """Whether the logprobs of the prompt are asked for, and not handed out yet."""
+    return seq.request.params.prompt_logprobs is not None and not seq.num_generated_tokens
+
+
+def row_sampling(seq: Sequence) -> RowSampling:
+    """The sampling of the next token of `seq`."""
+    params = seq.request.params
+    greedy = params.temperature < GREEDY_BELOW
+    banned_ids = tuple(seq.stop_ids) if seq.must_go_on else ()
+    edit = None if seq.editor is None else partial(seq.editor.edit, token_ids=seq.token_ids)
+    if seq.matcher is not None:  # which has the last word, also on what is banned
+        if params.ignore_eos:
+            banned_ids += seq.matcher.eos_token_ids
+        edit = partial(seq.matcher.constrain, edit=edit, forbidden=banned_ids)
+        banned_ids = ()
+    return RowSampling(
+        temperature=0.0 if greedy else params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        uniform=0.0 if greedy else uniform_at(seq.seed, seq.num_generated_tokens),
+        banned_ids=banned_ids,
+        edit=edit,
+        num_logprobs=params.logprobs,
+    )
+
+
+def count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
+    """Add to each sequence what was left out of how much; tokens that are computed again count
+    once there. The sums of the step."""
+    if rows.sparse is None:
+        return 0, 0
+    neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()
+    first = 0
+    for chunk in chunks:
+        seq, end = chunk.seq, chunk.start + chunk.length
+        new = slice(first + max(0, seq.num_counted_tokens - chunk.start), first + chunk.length)
+        seq.num_neurons += int(neurons[new].sum())
+        seq.num_skipped_neurons += int(skipped[new].sum())
+        seq.num_counted_tokens = max(seq.num_counted_tokens, end)
+        first += chunk.length
+    return int(neurons.sum()), int(skipped.sum())

@@ -1,0 +1,145 @@
+"""The routed experts of one checkpoint: which tensors they are, and what an arena is known by.
+
+Knows the names of experts' tensors in checkpoints; nothing of arenas' files, or of who reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.expert_rows import neuron_rows
+from penstock.workers.errors import ConfigError
+from penstock.workers.experts.expert_file import checkpoint_identity
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.quantization import QUANTIZED_FORMATS
+from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
+from penstock.workers.weights.sources import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Parts = tuple[StoredTensor, StoredTensor, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointExperts:
+    """The routed experts of one checkpoint, per expert or fused, in Mixtral's or Qwen's names.
+
+    `weights` is the number format that they are served in, on a `device` of that type. Raises
+    ConfigError for a model that has none.
+    """
+
+    folder: Path
+    config: ModelConfig
+    tensors: dict[str, StoredTensor]
+    weights: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError(
+                "expert_cache_gb is for mixture-of-experts models, and this one is dense; leave it "
+                "out"
+            )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(i for i, routed in enumerate(self.config.moe_layers) if routed)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether an arena holds them as they are multiplied, codes and scales, and not by neurons:
+        those that are quantised, or were."""
+        return self.weights in QUANTIZED_FORMATS or self.config.stored_scheme is not None
+
+    def is_fused(self, layer: int) -> bool:
+        """Whether all experts of a layer are one tensor."""
+        return f"{self._prefix(layer)}.gate_up_proj" in self.tensors
+
+    def parts(self, layer: int, expert: int) -> Parts:
+        """gate and up [inner, hidden], down [hidden, inner], of plain weights. Raises LoadError."""
+        count, name = self.config.num_experts, self._prefix(layer)
+        hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        if self.is_fused(layer):
+            both = _nth(self._find(f"{name}.gate_up_proj", count, 2 * inner, hidden), expert)
+            gate, up = (replace(_nth(_halved(both), half), name=both.name) for half in (0, 1))
+            return gate, up, _nth(self._find(f"{name}.down_proj", count, hidden, inner), expert)
+        gate, up, down = (
+            self._find(f"{module}.weight", *shape)
+            for module, shape in self.modules(layer, expert).items()
+        )
+        return gate, up, down
+
+    def modules(self, layer: int, expert: int) -> dict[str, tuple[int, int]]:
+        """Names and shapes of gate, up and down, in that order, where each is a module."""
+        hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        mixtral = self.config.model_type == "mixtral"
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        name = self._prefix(layer)
+        return {f"{name}.{expert}.{part}": shape for part, shape in zip(names, shapes)}
+
+    def names(self) -> set[str]:
+        """All tensors that belong to routed experts."""
+        prefixes = tuple(f"{self._prefix(layer)}." for layer in self.layers)
+        return {name for name in self.tensors if name.startswith(prefixes)} if prefixes else set()
+
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        """As stored, unless the model computes in less: no more is kept than anybody uses. Of
+        packed ones, what the model computes in."""
+        if self.is_packed:
+            return compute
+        first = self.parts(self.layers[0], 0)
+        stored = [FLOAT_DTYPES.get(part.dtype, torch.float32) for part in first]
+        widest = max(stored, key=lambda dtype: dtype.itemsize)
+        narrow = widest if widest.itemsize <= compute.itemsize and widest in NAMES else compute
+        return narrow if narrow in NAMES else torch.float32
+
+    def identity(self, compute: torch.dtype, has_twins: bool = False) -> str:
+        """What an arena of these experts is known by; changes when the files do."""
+        files = {stored.file for stored in self.tensors.values()}
+        facts = {"dtype": NAMES[self.dtype(compute)], "twins": has_twins}
+        if self.is_packed:
+            facts |= {"weights": self.weights, "device": self.device}
+        return checkpoint_identity({str(f): f.stat() for f in files}, facts)
+
+    def routers(self) -> str:
+        """A digest of the routers' numbers: whatever folder they lie in, they are this model's."""
+        hashed = hashlib.blake2b(digest_size=16)
+        count, hidden = self.config.num_experts, self.config.hidden_size
+        for layer in self.layers:
+            name = f"{self._prefix(layer).removesuffix('.experts')}.gate.weight"
+            router = self._find(name, count, hidden).read()
+            hashed.update(router.view(torch.uint8).numpy().data)
+        return hashed.hexdigest()
+
+    def _prefix(self, layer: int) -> str:
+        name = f"model.layers.{layer}.block_sparse_moe"
+        if f"{name}.gate.weight" not in self.tensors:
+            name = f"model.layers.{layer}.mlp"
+        return f"{name}.experts"
+
+    def _find(self, name: str, *shape: int) -> StoredTensor:
+        return find_tensor(self.tensors, self.folder, name, shape)
+
+
+def _nth(stored: StoredTensor, index: int) -> StoredTensor:
+    """Part `index` of a tensor along its first dimension; no more than that is read."""
+    size = stored.num_bytes // stored.shape[0]
+    return replace(
+        stored, shape=stored.shape[1:], offset=stored.offset + index * size, num_bytes=size
+    )
+
+
+def _halved(stored: StoredTensor) -> StoredTensor:
+    return replace(stored, shape=(2, stored.shape[0] // 2, *stored.shape[1:]))
+
+
+def rows_of(parts: Parts, dtype: torch.dtype) -> Tensor:
+    """The neuron rows of one expert, read from the checkpoint: [inner, 3 * hidden]."""
+    gate, up, down = (part.read().to(dtype) for part in parts)
+    return neuron_rows(gate, up, down)

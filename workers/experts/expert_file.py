@@ -1,0 +1,269 @@
+"""Experts of a MoE checkpoint in one shared file: its manifest, and its reader.
+
+An expert is a block of rows, and behind them a CRC-32 of each; blocks begin on pages. A row is a
+neuron, [Wg[j] | Wu[j] | Wd[:, j]], in their order; or, where experts are quantised, a piece of the
+bytes that a device multiplies (packed.py). Plain expert e of E may have an int8 twin, which goes by
+the number E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file lies in
+memory (/dev/shm), and every process of the node maps it read-only: one copy a node. Knows nothing
+of devices, slots, or how the file came to be (writer.py), and loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.workers.errors import LoadError
+
+Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]  # rows of an expert: neurons, or pieces of packed ones
+
+PAGE_BYTES = 4096
+CHECKSUM_BYTES = 4
+TWIN_GROUP = 64  # numbers of a row that share a scale
+PIECE_BYTES = 1024  # a row of a packed expert
+NAMED_ROWS = 8  # of a damaged expert, in its error
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
+
+
+class CorruptedExpert(RuntimeError):
+    """Bytes in the arena are not those that were written. Names file, layer, expert and rows."""
+
+    def __init__(self, message: str, layer: int, expert: int):
+        super().__init__(message, layer, expert)  # so that it survives a journey
+        self.layer, self.expert = layer, expert
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertEntry:
+    """Where the rows of one expert lie, and what they hash to."""
+
+    layer: int
+    expert: int
+    offset: int
+    num_bytes: int  # of the rows; their checksums follow
+    digest: str  # of the rows: BLAKE2b of 16 bytes, in hex
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One arena, as its writer published it. Plain values: it travels as JSON."""
+
+    path: str
+    epoch: int  # 1, 2, ...: of one store, one behind the other
+    checkpoint: str  # what it was made from: `checkpoint_identity`
+    dtype: str  # a key of ITEM_BYTES
+    hidden: int
+    inner: int  # neurons of an expert
+    num_experts: int  # of a layer
+    layers: tuple[int, ...]  # those that have experts
+    num_bytes: int  # of the whole file
+    entries: tuple[ExpertEntry, ...]
+    has_twins: bool = False
+    routers: str = ""  # a digest of the model's routers: the same on every node
+    packed_bytes: int = 0  # of an expert that lies as it is multiplied; 0: rows are neurons
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed_bytes > 0
+
+    @property
+    def num_rows(self) -> int:
+        """Of an expert."""
+        return math.ceil(self.packed_bytes / PIECE_BYTES) if self.is_packed else self.inner
+
+    @property
+    def row_bytes(self) -> int:
+        return PIECE_BYTES if self.is_packed else 3 * self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_all(self) -> int:
+        """Experts of all layers."""
+        return len(self.layers) * self.num_experts
+
+    @property
+    def num_known(self) -> int:
+        """Experts of a layer that can be asked for, twins included."""
+        return self.num_experts * (2 if self.has_twins else 1)
+
+    def is_twin(self, expert: int) -> bool:
+        return expert >= self.num_experts
+
+    def row_bytes_of(self, expert: int) -> int:
+        """Of a neuron of `expert`, which may be a twin."""
+        if not self.is_twin(expert):
+            return self.row_bytes
+        return 3 * (self.hidden + 4 * math.ceil(self.hidden / TWIN_GROUP))
+
+    def name_of(self, expert: int) -> str:
+        """For people."""
+        twin = ", its int8 twin," if self.is_twin(expert) else ""
+        return f"expert {expert % self.num_experts}{twin}"
+
+    def digests(self) -> dict[tuple[int, int], str]:
+        return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Raises LoadError unless `text` is what `to_json` gave."""
+        try:
+            values = json.loads(text)
+            entries = tuple(ExpertEntry(**entry) for entry in values.pop("entries"))
+            layers = tuple(values.pop("layers"))
+            manifest = cls(entries=entries, layers=layers, **values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LoadError(f"this is no manifest of an expert store: {error}") from error
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raise LoadError unless each expert is there once, within the file."""
+        if self.dtype not in ITEM_BYTES:
+            raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
+        wanted = {(layer, e) for layer in self.layers for e in range(self.num_known)}
+        if set(self.digests()) != wanted or len(self.entries) != len(wanted):
+            raise LoadError(f"{self.path}: its manifest does not name each expert once")
+        end = 0
+        for entry in sorted(self.entries, key=lambda entry: entry.offset):
+            row_bytes = self.row_bytes_of(entry.expert)
+            if entry.num_bytes != self.num_rows * row_bytes or entry.offset < end:
+                raise LoadError(
+                    f"{self.path}: the manifest's entry of layer {entry.layer}, expert "
+                    f"{entry.expert} does not fit the others"
+                )
+            end = entry.offset + block_bytes(self.num_rows, row_bytes)
+        if end > self.num_bytes:
+            raise LoadError(f"{self.path}: its experts end at byte {end} of {self.num_bytes}")
+
+
+class RowSource(Protocol):
+    """Where the rows of experts come from."""
+
+    manifest: Manifest
+
+    @property
+    def is_far(self) -> bool:
+        """Whether each question costs a journey, so that many rows had better be asked for at
+        once: by `gather`. Else `rows` costs nothing."""
+
+    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+        """Some rows of each (layer, expert, rows), in that order. Raises CorruptedExpert."""
+
+    def rows(self, layer: int, expert: int) -> Bytes:
+        """All rows, read-only [num_rows, row_bytes_of(expert)]. Raises CorruptedExpert."""
+
+    def at(self, manifest: Manifest) -> RowSource:
+        """The same in another epoch. Raises LoadError if it cannot be opened."""
+
+
+class Arena:
+    """A mapped arena. Threads may share it; it stays readable when its file is unlinked."""
+
+    is_far = False
+
+    def __init__(self, manifest: Manifest):
+        """Raises LoadError if the file is not there, not ours, or of another size."""
+        self.manifest = manifest
+        self._entries = {(entry.layer, entry.expert): entry for entry in manifest.entries}
+        self._checked: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self._all = _map(manifest)
+
+    def at(self, manifest: Manifest) -> Arena:
+        return Arena(manifest)
+
+    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+        """Copies of some rows of each (layer, expert, rows)."""
+        return [self.rows(layer, expert)[places] for layer, expert, places in wanted]
+
+    def rows(self, layer: int, expert: int) -> Bytes:
+        """All rows of one expert. The first time, their digest is checked."""
+        entry = self._entries[layer, expert]
+        rows = self._all[entry.offset : entry.offset + entry.num_bytes]
+        rows = rows.reshape(self.manifest.num_rows, self.manifest.row_bytes_of(expert))
+        if (layer, expert) not in self._checked:
+            self._check(entry, rows)
+            with self._lock:
+                self._checked.add((layer, expert))
+        return rows
+
+    def _check(self, entry: ExpertEntry, rows: Bytes) -> None:
+        if digest_of(rows) == entry.digest:
+            return
+        end = entry.offset + entry.num_bytes
+        stored = self._all[end : end + CHECKSUM_BYTES * self.manifest.num_rows].view(np.uint32)
+        bad = np.flatnonzero(checksums_of(rows) != stored).tolist()
+        if not bad:
+            where = "its digest does not match, though the checksums of its rows do"
+        else:
+            some = ", ".join(map(str, bad[:NAMED_ROWS])) + (", ..." if bad[NAMED_ROWS:] else "")
+            what = f"pieces of {PIECE_BYTES} bytes" if self.manifest.is_packed else "neurons"
+            where = f"{len(bad)} of its {len(rows)} {what} are not what was written: {some}"
+        raise CorruptedExpert(
+            f"expert store {self.manifest.path} (epoch {self.manifest.epoch}): layer "
+            f"{entry.layer}, {self.manifest.name_of(entry.expert)} is corrupted: {where}",
+            entry.layer,
+            entry.expert,
+        )
+
+
+def _map(manifest: Manifest) -> Bytes:
+    path = Path(manifest.path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise LoadError(f"the expert store {path} cannot be opened: {error.strerror}") from error
+    try:
+        facts = os.fstat(descriptor)
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            raise LoadError(f"the expert store {path} could be written by others; it is not used")
+        if facts.st_size != manifest.num_bytes:
+            raise LoadError(
+                f"the expert store {path} has {facts.st_size} bytes; its manifest says "
+                f"{manifest.num_bytes}"
+            )
+        mapped = mmap.mmap(descriptor, manifest.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def block_bytes(num_rows: int, row_bytes: int) -> int:
+    """Bytes of one expert in the file, a multiple of the page."""
+    return math.ceil(num_rows * (row_bytes + CHECKSUM_BYTES) / PAGE_BYTES) * PAGE_BYTES
+
+
+def digest_of(rows: Bytes) -> str:
+    return hashlib.blake2b(rows.data, digest_size=16).hexdigest()
+
+
+def checksums_of(rows: Bytes) -> npt.NDArray[np.uint32]:
+    return np.array([zlib.crc32(row.data) for row in rows], dtype=np.uint32)
+
+
+def checkpoint_identity(files: Mapping[str, os.stat_result], facts: Mapping[str, Any]) -> str:
+    """A digest of which files a checkpoint is, and of what is made of them.
+
+    By names, sizes and times of change: reading them would take as long as loading.
+    """
+    parts = [(name, s.st_size, s.st_mtime_ns) for name, s in sorted(files.items())]
+    text = json.dumps([parts, sorted(facts.items())])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

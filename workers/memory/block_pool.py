@@ -1,0 +1,194 @@
+"""Which block is free, cached, live or lent, and where content of cached blocks is found.
+
+Knows ids, counts and content addresses; nothing of tensors, bytes, sequences or steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from penstock.workers.memory.host_tier import ContentKey
+
+
+class BlockPool:
+    """Reference-counted block ids, handed out lowest id first.
+
+    Every block is in exactly one of: free (in the heap), cached (no user, but its content is still
+    addressable in the prefix cache; evicted least recently used first when free ones run out),
+    live (reference count above zero), or lent (the last blocks, for one step).
+
+    The last `num_tail` blocks are kept for lending as long as there are others: a cached block
+    elsewhere is evicted before a free one of the tail is taken, or else one long answer there would
+    make every later loan short.
+    """
+
+    def __init__(self, num_blocks: int, num_tail: int = 0):
+        self.num_blocks = num_blocks
+        self.tail_start = num_blocks - num_tail
+        self._first_lent = num_blocks  # lent blocks stay in the heap: no id below them is larger
+        self._free = list(range(num_blocks))  # a sorted list is a heap
+        self._cached: OrderedDict[int, None] = OrderedDict()  # below the tail
+        self._cached_tail: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * num_blocks
+        self.index = PrefixIndex()
+        self.on_evict: Callable[[int, bytes, bytes, bytes], None] | None = None
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return len(self._free) + self.num_cached - self.num_lent
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached) + len(self._cached_tail)
+
+    @property
+    def num_lent(self) -> int:
+        return self.num_blocks - self._first_lent
+
+    @property
+    def num_live(self) -> int:
+        return self.num_blocks - self.num_available - self.num_lent
+
+    def allocate(self) -> int:
+        """A block with garbage in it, reference count 1. Call only while `num_available` > 0."""
+        lowest = self._free[0] if self._free else self.num_blocks
+        if lowest < min(self.tail_start, self._first_lent):
+            heapq.heappop(self._free)
+        elif self._cached:
+            lowest = self._evict(self._cached)
+        elif lowest < self._first_lent:
+            heapq.heappop(self._free)
+        else:
+            lowest = self._evict(self._cached_tail)
+        self._references[lowest] = 1
+        return lowest
+
+    def retain(self, block_id: int) -> None:
+        """One more user of a live or cached block."""
+        if self._references[block_id] == 0:
+            del self._cached_beside(block_id)[block_id]
+        self._references[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """One user less; the last one leaves the block cached if it is indexed, else free."""
+        assert self._references[block_id] > 0, f"block {block_id} released twice"
+        self._references[block_id] -= 1
+        if self._references[block_id]:
+            return
+        if block_id in self.index:
+            self._cached_beside(block_id)[block_id] = None
+        else:
+            heapq.heappush(self._free, block_id)
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached_beside(block_id)
+
+    def num_lendable(self, limit: int) -> int:
+        """How many of the last `limit` blocks have no live one behind them."""
+        for num in range(min(limit, self.num_blocks)):
+            if self._references[self.num_blocks - 1 - num]:
+                return num
+        return min(limit, self.num_blocks)
+
+    def lend(self, num: int) -> int:
+        """Take the last `num` blocks out of use until `give_back`; returns the first one's id.
+
+        None of them may be live, and what was cached in them is no longer addressable.
+        """
+        assert not self.num_lent, "lent twice"
+        first = self.num_blocks - num
+        assert not any(self._references[first:]), "a live block would be lent"
+        for block_id in range(first, self.num_blocks):
+            if self.is_cached(block_id):
+                del self._cached_beside(block_id)[block_id]
+                self._forget(block_id)
+                heapq.heappush(self._free, block_id)
+        self._first_lent = first
+        return first
+
+    def give_back(self) -> None:
+        """The lent blocks are free again, with garbage in them."""
+        self._first_lent = self.num_blocks
+
+    def _cached_beside(self, block_id: int) -> OrderedDict[int, None]:
+        return self._cached if block_id < self.tail_start else self._cached_tail
+
+    def _evict(self, cached: OrderedDict[int, None]) -> int:
+        block_id, _ = cached.popitem(last=False)
+        self._forget(block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        """The content of a cached block is about to be overwritten."""
+        if self.on_evict is not None:
+            self.on_evict(block_id, *self.index.content_of(block_id))
+        self.index.forget(block_id)
+
+    def check(self, tables: Seq[Seq[int]] | None = None) -> None:
+        """Assert the ledger; with the block tables of all sequences, the reference counts too."""
+        free, cached = set(self._free), {*self._cached, *self._cached_tail}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert free.issuperset(range(self._first_lent, self.num_blocks)), "a lent block is in use"
+        assert all(block_id < self.tail_start for block_id in self._cached)
+        assert all(block_id >= self.tail_start for block_id in self._cached_tail)
+        assert not free & cached, "a block is free and cached"
+        for block_id, references in enumerate(self._references):
+            idle = block_id in free or block_id in cached
+            assert idle == (references == 0), f"block {block_id}: {references} users, idle={idle}"
+        assert all(block_id in self.index for block_id in cached), "cached but not addressable"
+        assert not any(block_id in self.index for block_id in free), "free but addressable"
+        if tables is not None:
+            counts = [0] * self.num_blocks
+            for table in tables:
+                for block_id in table:
+                    counts[block_id] += 1
+            assert counts == self._references, "reference counts differ from the block tables"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    key: bytes
+    parent: bytes
+    token_ids: bytes
+
+
+class PrefixIndex:
+    """Content address -> block id. A hit compares parent and tokens, so a collision is a miss."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._entry_of: dict[int, _Entry] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._entry_of
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    def find(self, key: bytes, parent: bytes, token_ids: bytes) -> int | None:
+        block_id = self._block_of.get(key)
+        if block_id is None:
+            return None
+        entry = self._entry_of[block_id]
+        return block_id if (entry.parent, entry.token_ids) == (parent, token_ids) else None
+
+    def insert(self, block_id: int, key: bytes, parent: bytes, token_ids: bytes) -> None:
+        """Make a block addressable; a key that is already taken keeps its first block."""
+        if key not in self._block_of:
+            self._block_of[key] = block_id
+            self._entry_of[block_id] = _Entry(key, parent, token_ids)
+
+    def content_of(self, block_id: int) -> ContentKey:
+        """Key, parent and token bytes of an indexed block."""
+        entry = self._entry_of[block_id]
+        return entry.key, entry.parent, entry.token_ids
+
+    def forget(self, block_id: int) -> None:
+        entry = self._entry_of.pop(block_id, None)
+        if entry is not None:
+            del self._block_of[entry.key]

@@ -1,0 +1,246 @@
+"""The activations of a step: what they are, how many bytes they take, and where a step finds them.
+
+A step's arrays lie behind each other in one piece of the arena: the last free blocks of the KV pool
+and the fixed reserve behind them. Knows shapes and blocks; nothing of sequences, plans or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.workers.memory.arena import Arena
+from penstock.workers.memory.block_pool import BlockPool
+from penstock.workers.model_config import ModelConfig
+
+ALIGN_BYTES = 256  # of every array: whole sectors of a GPU, whole vectors of a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """`columns` elements of `dtype` for each row of a step."""
+
+    name: str
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.dtype.itemsize
+
+
+Phase = tuple[Array, ...]  # arrays that live at the same time, side by side
+Region = tuple[Phase, ...]  # phases that take turns in the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """Regions one behind the other; each is as large as the largest of its phases."""
+
+    regions: tuple[Region, ...]
+
+    def bytes_for(self, num_rows: int) -> int:
+        """Bytes that `num_rows` rows take, a multiple of 256."""
+        return sum(_region_bytes(region, num_rows) for region in self.regions)
+
+    def rows_in(self, num_bytes: int) -> int:
+        """The most rows that fit into `num_bytes`."""
+        per_row = sum(
+            max(sum(array.row_bytes for array in phase) for phase in region)
+            for region in self.regions
+        )
+        num_rows = num_bytes // per_row
+        while num_rows and self.bytes_for(num_rows) > num_bytes:  # by the alignment only
+            num_rows -= 1
+        return num_rows
+
+    def views(self, num_rows: int, memory: Tensor) -> dict[str, Tensor]:
+        """Each array as [num_rows, columns] in `memory`, uint8 [at least bytes_for(num_rows)]."""
+        assert memory.numel() >= self.bytes_for(num_rows), "the memory is too small for the step"
+        assert memory.data_ptr() % ALIGN_BYTES == 0 or memory.is_cpu
+        views, region_start = {}, 0
+        for region in self.regions:
+            for phase in region:
+                start = region_start
+                for array in phase:
+                    flat = memory[start : start + num_rows * array.row_bytes].view(array.dtype)
+                    views[array.name] = flat.view(num_rows, array.columns)
+                    start += _array_bytes(array, num_rows)
+            region_start += _region_bytes(region, num_rows)
+        return views
+
+
+def _array_bytes(array: Array, num_rows: int) -> int:
+    return -(-array.row_bytes * num_rows // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _region_bytes(region: Region, num_rows: int) -> int:
+    return max(sum(_array_bytes(array, num_rows) for array in phase) for phase in region)
+
+
+def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
+    """What `Decoder.forward` writes besides K and V, a row a token of the step.
+
+    R1 the residual stream; R2 what a norm, the attention or an MLP hands on; R3 the wide parts:
+    the fused projection with the queries that sinks are scored with, the output projection, gate
+    and up, the parts of routed experts, and before the first layer the angles. Beside them cos and
+    sin, for the positions themselves and for those counted from the sinks, and a scale a row: the
+    codes of int8 rows lie in the place of what they are made of.
+    """
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size if not all(config.moe_layers) else 0
+    num_experts = config.num_experts if any(config.moe_layers) else 0
+    shared = config.shared_expert_intermediate_size if num_experts else 0
+    routed_inner = 2 * max(config.moe_intermediate_size, shared)
+    half, fp32, fp64 = config.rope.rotary_dim // 2, torch.float32, torch.float64
+    wide: Region = (
+        (Array("angles", half, fp64), Array("turned", half, fp64)),
+        (Array("qkv", qkv, dtype), Array("q_sink", heads, dtype)),
+        (Array("projected", hidden, dtype),),
+        (Array("gate_up", 2 * inner, dtype),),
+        (
+            Array("scores", num_experts + (shared > 0), dtype),
+            Array("router_logits", num_experts, fp32),
+            Array("probabilities", num_experts, fp32),
+            Array("grouped", config.num_experts_per_token * hidden * (num_experts > 0), dtype),
+            Array("inner", routed_inner * (num_experts > 0), dtype),
+            Array("shared", hidden * (shared > 0), dtype),
+        ),
+    )
+    tables = tuple(Array(name, half, fp32) for name in ("cos", "sin", "sink_cos", "sink_sin"))
+    tables += (Array("row_scales", 1, fp32),)
+    return BufferPlan(
+        (
+            ((Array("residual", hidden, dtype),),),
+            ((Array("normed", hidden, dtype),), (Array("attended", heads, dtype),)),
+            wide,
+            (tables,),
+        )
+    )
+
+
+def logits_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
+    """fp32 logits, and before them those in the model's own dtype if that is another one."""
+    narrow = 0 if dtype == torch.float32 else config.vocab_size
+    logits = Array("logits", config.vocab_size, torch.float32)
+    return BufferPlan((((logits, Array("narrow", narrow, dtype)),),))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """The arrays of one step of T rows, [T, columns] each; those of one region take turns.
+
+    An array that the model has no use for has no columns. What is in them is garbage.
+    """
+
+    residual: Tensor  # R1
+    normed: Tensor  # R2
+    attended: Tensor  # R2
+    qkv: Tensor  # R3
+    q_sink: Tensor  # R3, beside qkv
+    projected: Tensor  # R3
+    gate_up: Tensor  # R3
+    scores: Tensor  # R3, as all below up to `shared`
+    router_logits: Tensor
+    probabilities: Tensor
+    grouped: Tensor  # [T, k * hidden]
+    inner: Tensor
+    shared: Tensor
+    angles: Tensor  # R3, before the first layer
+    turned: Tensor
+    cos: Tensor
+    sin: Tensor
+    sink_cos: Tensor
+    sink_sin: Tensor
+    row_scales: Tensor  # [T, 1], of the int8 rows of the moment
+
+    @classmethod
+    def allocate(cls, plan: BufferPlan, num_rows: int, device: torch.device) -> Workspace:
+        """In memory of its own."""
+        memory = torch.empty(plan.bytes_for(num_rows), dtype=torch.uint8, device=device)
+        return cls(**plan.views(num_rows, memory))
+
+
+class StepMemory:
+    """Gives each step its workspace and its logits, all inside the arena.
+
+    The reserve behind the blocks holds the activations of `reserve_tokens` rows and the logits of
+    `num_logits` rows. A step with more rows borrows the last blocks of the pool for its length:
+    they and the reserve are one piece. With `reserve_tokens` as large as the largest step, nothing
+    is ever borrowed. What the reserve has beyond that is `rest`: the scratch blocks of deferred
+    commit.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        pool: BlockPool,
+        plan: BufferPlan,
+        logits: BufferPlan,
+        *,
+        reserve_tokens: int,
+        num_logits: int,
+    ):
+        self.arena = arena
+        self.pool = pool
+        self.plan = plan
+        self.reserve_tokens = reserve_tokens
+        self.reserve_bytes = plan.bytes_for(reserve_tokens)
+        assert arena.reserve_bytes >= self.reserve_bytes + logits.bytes_for(num_logits)
+        behind = arena.tail(0)[self.reserve_bytes :]
+        views = logits.views(num_logits, behind)
+        self.rest = behind[logits.bytes_for(num_logits) :]
+        self.logits, self.narrow = views["logits"], views["narrow"]
+        self._small: dict[int, Workspace] = {}  # by rows, in the reserve: always the same addresses
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a step of `num_tokens` rows borrows."""
+        return blocks_to_borrow(
+            self.plan, num_tokens, self.reserve_bytes, self.arena.layout.block_bytes
+        )
+
+    def tokens_that_fit(self, wanted: int) -> int:
+        """How many of `wanted` rows a step can have with what is free now."""
+        needed = self.blocks_for(wanted)
+        lendable = self.pool.num_lendable(needed)
+        if lendable == needed:
+            return wanted
+        return self.plan.rows_in(lendable * self.arena.layout.block_bytes + self.reserve_bytes)
+
+    @contextmanager
+    def lease(self, num_tokens: int) -> Iterator[Workspace]:
+        """The workspace of a step of `num_tokens` rows, which must fit.
+
+        The borrowed blocks are back once everything that uses them is enqueued on the device: what
+        writes to them next comes behind that.
+        """
+        num_blocks = self.blocks_for(num_tokens)
+        if not num_blocks:
+            yield self._in_reserve(num_tokens)
+            return
+        self.pool.lend(num_blocks)
+        try:
+            memory = self.arena.tail(num_blocks)[: self.plan.bytes_for(num_tokens)]
+            yield Workspace(**self.plan.views(num_tokens, memory))
+        finally:
+            self.pool.give_back()
+
+    def _in_reserve(self, num_tokens: int) -> Workspace:
+        workspace = self._small.get(num_tokens)
+        if workspace is None:
+            workspace = Workspace(**self.plan.views(num_tokens, self.arena.tail(0)))
+            if num_tokens <= self.logits.shape[0]:  # decode steps come by the thousand
+                self._small[num_tokens] = workspace
+        return workspace
+
+
+def blocks_to_borrow(
+    plan: BufferPlan, num_tokens: int, reserve_bytes: int, block_bytes: int
+) -> int:
+    """Blocks that `num_tokens` rows need beyond a reserve of `reserve_bytes`."""
+    return max(0, -(-(plan.bytes_for(num_tokens) - reserve_bytes) // block_bytes))

@@ -1,0 +1,83 @@
+"""What the weights of a decoder take, for the log, metrics and whoever asks what is served.
+
+Counts tensors; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels.matmul import FLOAT_FORMATS
+from penstock.kernels.types import PackedLinear
+from penstock.workers.models.decoder_layer import DecoderLayer
+from penstock.workers.models.layers import Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFacts:
+    """`format`: that of most weights of the layers' linears; `bytes_of`: all weights, by format.
+
+    The embedding counts once where the head reads the same memory, and twice where it was packed.
+    """
+
+    format: str
+    bytes_of: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bytes_of.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{num / 2**20:.1f} MiB {name}" for name, num in self.bytes_of.items())
+        return f"{self.format} weights: {self.num_bytes / 2**20:.1f} MiB ({parts})"
+
+
+def weight_facts(
+    layers: Sequence[DecoderLayer],
+    embedding: Tensor,
+    final_norm: Tensor,
+    lm_head: PackedLinear,
+    cached_experts: Sequence[PackedLinear] = (),
+) -> WeightFacts:
+    """Count the weights of a decoder, as they lie in memory.
+
+    `cached_experts`: of experts that come out of a cache, what is on the device.
+    """
+    all_linears = [*_linears(layers), *cached_experts]
+    total, linears = Counter[str](), Counter[str]()
+    for packed in all_linears:
+        total[packed.format] += packed.num_bytes
+        linears[packed.format] += packed.in_features * packed.out_features
+    format, _ = linears.most_common(1)[0]
+    for tensor in (embedding, final_norm, *_tensors(layers, all_linears)):
+        total[FLOAT_FORMATS[tensor.dtype]] += tensor.numel() * tensor.element_size()
+    if lm_head.payload is not embedding:
+        total[lm_head.format] += lm_head.num_bytes
+    return WeightFacts(format, dict(total.most_common()))
+
+
+def _linears(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
+    for layer in layers:
+        yield from (layer.attention.qkv, layer.attention.o)
+        if isinstance(layer.mlp, Mlp):
+            yield from (layer.mlp.gate_up, layer.mlp.down)
+            continue
+        yield layer.mlp.router
+        if isinstance(layer.mlp.experts, Sequence):
+            for pair in layer.mlp.experts:
+                yield from pair
+        if layer.mlp.shared is not None:
+            yield from (layer.mlp.shared.gate_up, layer.mlp.shared.down)
+
+
+def _tensors(layers: Sequence[DecoderLayer], linears: Sequence[PackedLinear]) -> Iterator[Tensor]:
+    for layer in layers:
+        yield from (layer.input_norm, layer.post_attention_norm)
+        yield from layer.attention.qk_norms or ()
+    for packed in linears:
+        if packed.bias is not None:
+            yield packed.bias

@@ -1,0 +1,115 @@
+"""Tables for the roofline: what devices can do at best, what a number costs in each format.
+
+Vendors' dense figures (many pages print the sparse ones, which are twice as high). Knows nothing of
+models; nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from penstock.workers.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a linear layer's weights are kept, and in which format its products are computed.
+
+    As `kernels/quant.py` keeps them: all scales in fp32. `bytes` counts those of groups.
+    """
+
+    bytes: float  # per weight
+    compute: str  # a key of Device.flops
+    other_bytes: int = 2  # per weight of norms, biases and routers, which are never quantised
+    row_bytes: int = 0  # per output channel: its scale
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How K and V are kept; `has_scales`: one fp16 scale for each group along the head."""
+
+    bytes: int
+    has_scales: bool = False
+
+
+WEIGHT_FORMATS = {
+    "fp32": WeightFormat(4, "fp32", 4),
+    "bf16": WeightFormat(2, "bf16"),
+    "int8": WeightFormat(1, "int8", row_bytes=4),  # W8A8
+    "fp8": WeightFormat(1, "fp8", row_bytes=4),
+    "int4": WeightFormat(0.5 + 4 / 128, "bf16"),  # weight-only, a scale for 128
+    "nf4": WeightFormat(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
+}
+KV_FORMATS = {
+    "fp32": KVFormat(4),
+    "bf16": KVFormat(2),
+    "fp8": KVFormat(1, has_scales=True),
+    "int8": KVFormat(1, has_scales=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one device can do at best: FLOP/s by format of the operands, bytes/s, bytes.
+
+    A format that `flops` lacks is computed in the next wider one that it has.
+    """
+
+    name: str
+    flops: dict[str, float]
+    bandwidth: float
+    memory_bytes: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "memory_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"{self.name}: {name} must be positive; got {getattr(self, name)}"
+                )
+        if "fp32" not in self.flops or min(self.flops.values()) <= 0:
+            raise ConfigError(f"{self.name}: flops needs positive figures, and one for fp32")
+
+    def peak(self, compute: str) -> float:
+        """FLOP/s on operands in the format `compute`."""
+        for name in (compute, "bf16", "fp32"):
+            if name in self.flops:
+                return self.flops[name]
+        raise AssertionError
+
+    def at(self, compute_share: float, bandwidth_share: float) -> Device:
+        """The same device where only these shares of its peaks are reached."""
+        for name, share in (("compute", compute_share), ("bandwidth", bandwidth_share)):
+            if not 0 < share <= 1:
+                raise ConfigError(f"share of peak {name} must be in (0, 1]; got {share}")
+        flops = {name: peak * compute_share for name, peak in self.flops.items()}
+        return replace(self, flops=flops, bandwidth=self.bandwidth * bandwidth_share)
+
+
+def _flops(fp32: float, bf16: float, int8: float, fp8: float | None = None) -> dict[str, float]:
+    peaks = {"fp32": fp32, "bf16": bf16, "int8": int8} | ({"fp8": fp8} if fp8 else {})
+    return {name: tera * 1e12 for name, tera in peaks.items()}
+
+
+DEVICES = {
+    "H200": Device("H200", _flops(67, 989, 1979, 1979), 4.8e12, 141e9, "NVIDIA H200 SXM"),
+    "H100": Device("H100", _flops(67, 989, 1979, 1979), 3.35e12, 80e9, "NVIDIA H100 SXM"),
+    "A100": Device("A100", _flops(19.5, 312, 624), 2.039e12, 80e9, "NVIDIA A100-80G SXM"),
+    "L4": Device("L4", _flops(30.3, 121, 242, 242), 300e9, 24e9, "NVIDIA L4"),
+    "4090": Device(
+        "4090", _flops(82.6, 165.2, 660.6, 330.3), 1008e9, 24e9, "NVIDIA RTX 4090, fp32 sums"
+    ),
+    # One server socket without bf16, VNNI or AMX instructions: every format is computed in fp32.
+    "cpu": Device("cpu", {"fp32": 1e12}, 80e9, 64e9, "assumed: 1 TFLOP/s fp32, 80 GB/s, 64 GB"),
+}
+
+
+def device_named(name: str) -> Device:
+    """The device of the table; ConfigError naming the nearest if there is none such."""
+    for known, device in DEVICES.items():
+        if known.lower() == name.lower():
+            return device
+    near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown device {name!r}{hint} (known: {', '.join(DEVICES)})")

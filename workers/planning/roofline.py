@@ -1,0 +1,336 @@
+"""The roofline of a model on a device, arithmetic only: bytes, FLOPs, seconds, blocks that fit.
+
+Bounds, not predictions: a step can take no less. Give a device's measured shares of its peaks
+(`Device.at`) to come nearer. Knows nothing of tensors, engines or clocks; imports no torch.
+
+Symbols as in the literature: F peak FLOP/s, B bytes/s, b_w bytes per weight, c FLOPs per token in
+the hidden layers, kappa KV bytes per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.workers.errors import ConfigError
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.planning.hardware import KV_FORMATS, WEIGHT_FORMATS, Device
+
+BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
+
+
+def ridge_tokens(flops: float, weight_bytes: float, bandwidth: float) -> float:
+    """nt = F b_w / 2B: with so many rows, a product takes as long as reading its weights.
+
+    The same for every matrix, for rows and weights' sizes cancel. Below it, more rows are free.
+    """
+    return flops * weight_bytes / (2 * bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many weights a model has, by how they are used."""
+
+    embedding: int  # a row of it is read for each token
+    head: int  # 0 where it is the embedding table
+    linear: int  # attention, dense MLPs and shared experts: used by every token
+    routed: int  # experts: each token uses its top k
+    other: int  # norms, biases, routers
+    output: int = 0  # of `linear`, attention's output projections
+    linear_rows: int = 0  # output channels of `linear`
+    output_rows: int = 0
+    routed_rows: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.head + self.linear + self.routed + self.other
+
+
+def count_parameters(model: ModelConfig) -> Parameters:
+    """Exactly the weights that a checkpoint of this shape holds."""
+    d, layers, num_moe = model.hidden_size, model.num_layers, sum(model.moe_layers)
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = layers * (d * (q + 2 * kv) + q * d)
+    dense = (layers - num_moe) * 3 * d * model.intermediate_size
+    shared = num_moe * 3 * d * model.shared_expert_intermediate_size
+    routers = num_moe * d * (model.num_experts + (shared > 0))
+    biases = model.qkv_bias * (q + 2 * kv) + model.o_bias * d
+    qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": q + kv}[model.qk_norm]
+    mlp_biases = model.mlp_bias * (layers - num_moe) * (2 * model.intermediate_size + d)
+    return Parameters(
+        embedding=model.vocab_size * d,
+        head=0 if model.tie_word_embeddings else model.vocab_size * d,
+        linear=attention + dense + shared,
+        routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
+        other=layers * (2 * d + biases + qk_norms) + d + routers + mlp_biases,
+        output=layers * q * d,
+        output_rows=layers * d,
+        linear_rows=layers * (q + 2 * kv + d)
+        + (layers - num_moe) * (2 * model.intermediate_size + d)
+        + num_moe * (shared > 0) * (2 * model.shared_expert_intermediate_size + d),
+        routed_rows=num_moe * model.num_experts * (2 * model.moe_intermediate_size + d),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The parts of one step, each at the device's peak, in seconds."""
+
+    weights_s: float  # reading weights
+    linear_s: float  # the products with them
+    kv_s: float  # reading K and V
+    attention_s: float  # the products with those
+
+    @property
+    def seconds(self) -> float:
+        """Linear layers and attention run one after another; within each, reads overlap."""
+        return max(self.weights_s, self.linear_s) + max(self.kv_s, self.attention_s)
+
+    @property
+    def memory_s(self) -> float:
+        return self.weights_s + self.kv_s
+
+    @property
+    def compute_s(self) -> float:
+        return self.linear_s + self.attention_s
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """One model in given number formats on one device.
+
+    `kv_group`: dimensions that share a scale in int8 and fp8 KV; the whole head at most; 0 leaves
+    scales out, as published tables do. Embedding and head stay in the 16 (or 32) bits of norms
+    unless they are said to be quantised; a head that shares its table with an embedding that stays
+    becomes a copy. So do attention's output projections where `quantised_output` is off.
+    `batched_tokens`: rows for whose activations room is kept.
+
+    The published batch of 272 (Llama-2-7B, A100-80G, 1024 tokens each; PPL's hardware table) comes
+    out with int8 weights, embedding and head too, int8 KV without its scales, 80e9 bytes of memory
+    and nothing kept for activations: (80e9 - 6.738e9) / (1024 * 262144) = 272.9.
+    """
+
+    model: ModelConfig
+    device: Device
+    weights: str = "bf16"
+    kv: str = "bf16"
+    kv_group: int = 64
+    quantised_embedding: bool = False
+    quantised_head: bool = False
+    quantised_output: bool = True
+    block_size: int = 16
+    batched_tokens: int = 0
+    reserve_bytes: float = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("weights", WEIGHT_FORMATS), ("kv", KV_FORMATS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
+                )
+        if self.kv_group < 0 or (self.kv_group and self.model.head_dim % self._group):
+            raise ConfigError(
+                f"kv_group must divide the head dimension {self.model.head_dim}, or be 0 to leave "
+                f"scales out; got {self.kv_group}"
+            )
+        if self.block_size < 1 or self.batched_tokens < 0 or self.reserve_bytes < 0:
+            raise ConfigError(
+                "block_size must be positive, batched_tokens and reserve_bytes not negative; got "
+                f"{self.block_size}, {self.batched_tokens} and {self.reserve_bytes}"
+            )
+
+    # -- bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights, as they lie in memory."""
+        n, fmt = count_parameters(self.model), WEIGHT_FORMATS[self.weights]
+        routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
+        embedding = n.embedding * (fmt.bytes if self.quantised_embedding else fmt.other_bytes)
+        head = n.head * (fmt.bytes if self.quantised_head else fmt.other_bytes)
+        if self.quantised_head and not n.head and not self.quantised_embedding:
+            head = n.embedding * fmt.bytes * (fmt.bytes != fmt.other_bytes)
+        return self._linear_bytes + routed + embedding + head + n.other * fmt.other_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """kappa: K, V and their scales in all layers."""
+        return self.model.num_layers * self._kv_bytes_per_layer
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of the arena."""
+        raw = math.ceil(self.block_size * self.kv_bytes_per_token)
+        return -(-raw // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """The regions of a step: residual, norm or attention output, and the widest of the rest
+        (packed q, k, v; or gate and up, for each of a token's experts)."""
+        m = self.model
+        qkv = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+        dense = 0 if all(m.moe_layers) else 2 * m.intermediate_size
+        routed = 2 * m.num_experts_per_token * m.moe_intermediate_size
+        shared = 2 * m.shared_expert_intermediate_size
+        widest = max(qkv, dense, routed, shared)
+        return (2 * m.hidden_size + widest) * WEIGHT_FORMATS[self.weights].other_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that fit beside the weights; 0 if not even the weights do."""
+        kept = self.reserve_bytes + self.batched_tokens * self.activation_bytes_per_token
+        return max(
+            0, int((self.device.memory_bytes - self.weight_bytes - kept) // self.block_bytes)
+        )
+
+    def largest_batch(self, context: int) -> int:
+        """Sequences of `context` tokens each that fit; one token at least."""
+        assert context > 0
+        return self.num_blocks // -(-context // self.block_size)
+
+    # -- FLOPs
+
+    @property
+    def flops_per_token(self) -> float:
+        """c: the linear layers below the head, twice the weights that a token uses."""
+        n, m = count_parameters(self.model), self.model
+        share = m.num_experts_per_token / m.num_experts if n.routed else 0.0
+        return 2 * (n.linear + n.routed * share)
+
+    @property
+    def head_flops(self) -> float:
+        """For each row of which logits are wanted."""
+        return 2 * self.model.vocab_size * self.model.hidden_size
+
+    # -- seconds
+
+    def decode(self, batch: int, context: int) -> StepTime:
+        """A step of `batch` rows, one for each sequence, that have `context` tokens each."""
+        return self._step(batch, batch, batch * self._seen(context), batch * self._seen(context))
+
+    def prefill_s(self, num_tokens: int, chunk: int | None = None) -> float:
+        """Time to first token of a prompt that runs alone, in chunks of so many tokens."""
+        chunk = chunk or num_tokens
+        total_s = 0.0
+        for start in range(0, num_tokens, chunk):
+            end = min(start + chunk, num_tokens)
+            looked_at = self._seen_by(end) - self._seen_by(start)
+            step = self._step(end - start, int(end == num_tokens), self._seen(end), looked_at)
+            total_s += step.seconds
+        return total_s
+
+    def tokens_per_s(self, batch: int, context: int) -> float:
+        """Of all sequences together; 0 of none."""
+        return batch / self.decode(batch, context).seconds if batch else 0.0
+
+    def cost_per_million(self, batch: int, context: int, price_per_hour: float) -> float:
+        """Price of a million generated tokens, in the currency of the hour's; inf of no batch."""
+        rate = self.tokens_per_s(batch, context)
+        return price_per_hour / 3600 / rate * 1e6 if rate else math.inf
+
+    # -- where the bounds meet
+
+    @property
+    def ridge_tokens(self) -> float:
+        """nt. An expert meets it only when nt rows come to it: at nt num_experts / k rows."""
+        return ridge_tokens(
+            self._linear_flops, WEIGHT_FORMATS[self.weights].bytes, self.device.bandwidth
+        )
+
+    @property
+    def read_s_per_token(self) -> float:
+        """tl: reading one cached token from local memory."""
+        return self.kv_bytes_per_token / self.device.bandwidth
+
+    @property
+    def compute_s_per_token(self) -> float:
+        """td: computing one token again, beyond the ridge."""
+        return self._token_s
+
+    @property
+    def pending_per_cached_token(self) -> float:
+        """r = kappa F / c B: tokens computed while one is read, if both overlapped perfectly."""
+        return self.read_s_per_token / self.compute_s_per_token
+
+    def link_threshold(self, compute_share: float = 0.5) -> float:
+        """B*, bytes/s: over a faster link, K and V are better loaded than computed again.
+
+        `compute_share`: of the peak that a prefill reaches.
+        """
+        return self.kv_bytes_per_token * compute_share / self.compute_s_per_token
+
+    # -- parts
+
+    @property
+    def _group(self) -> int:
+        return min(self.kv_group, self.model.head_dim)
+
+    @property
+    def _kv_bytes_per_layer(self) -> float:
+        fmt = KV_FORMATS[self.kv]
+        each = fmt.bytes + (2 / self._group if fmt.has_scales and self.kv_group else 0)
+        return 2 * self.model.num_kv_heads * self.model.head_dim * each
+
+    @property
+    def _plain_output(self) -> int:
+        """Weights of attention's output projections, where they are not quantised."""
+        return 0 if self.quantised_output else count_parameters(self.model).output
+
+    @property
+    def _linear_bytes(self) -> float:
+        """Of what every token uses."""
+        n, fmt, plain = (
+            count_parameters(self.model),
+            WEIGHT_FORMATS[self.weights],
+            self._plain_output,
+        )
+        rows = n.linear_rows - n.output_rows * (plain > 0)
+        return (n.linear - plain) * fmt.bytes + rows * fmt.row_bytes + plain * fmt.other_bytes
+
+    @property
+    def _exact_flops(self) -> float:
+        """Of products with what is not quantised."""
+        return self.device.peak("bf16" if WEIGHT_FORMATS[self.weights].other_bytes == 2 else "fp32")
+
+    @property
+    def _token_s(self) -> float:
+        """A row's products with the layers below the head."""
+        plain = 2 * self._plain_output
+        return (self.flops_per_token - plain) / self._linear_flops + plain / self._exact_flops
+
+    @property
+    def _linear_flops(self) -> float:
+        return self.device.peak(WEIGHT_FORMATS[self.weights].compute)
+
+    def _step(self, rows: int, head_rows: int, read: float, looked_at: float) -> StepTime:
+        """`read`: cached tokens read, over all layers; `looked_at`: pairs of a query and a key."""
+        n, m = count_parameters(self.model), self.model
+        fmt = WEIGHT_FORMATS[self.weights]
+        routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
+        if routed:  # those experts that any row goes to, if each is as likely as another
+            routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows
+        head = n.head or n.embedding
+        head_quantised = self.quantised_head or (self.quantised_embedding and not n.head)
+        head_bytes = head * (fmt.bytes if head_quantised else fmt.other_bytes)
+        weights = (
+            self._linear_bytes + routed + n.other * fmt.other_bytes + head_bytes * (head_rows > 0)
+        )
+        head_peak = self._linear_flops if head_quantised else self._exact_flops
+        return StepTime(
+            weights_s=weights / self.device.bandwidth,
+            linear_s=rows * self._token_s + head_rows * self.head_flops / head_peak,
+            kv_s=read * self._kv_bytes_per_layer / self.device.bandwidth,
+            attention_s=4 * m.num_heads * m.head_dim * looked_at / self._exact_flops,
+        )
+
+    def _seen(self, context: int) -> int:
+        """Keys that a row at the end of `context` tokens sees, summed over the layers."""
+        return sum(min(context, window or context) for window in self.model.sliding_window)
+
+    def _seen_by(self, num_tokens: int) -> int:
+        """Keys that the first `num_tokens` rows see, summed over rows and layers."""
+        total = 0
+        for window in self.model.sliding_window:
+            ramp = min(num_tokens, window or num_tokens)
+            total += ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
+        return total

@@ -1,0 +1,75 @@
+"""Shapes of published models by name, for planning without a checkpoint.
+
+From their config.json files. Knows no weights and no tokenizers.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from penstock.workers.errors import ConfigError
+from penstock.workers.model_config import MODEL_TYPES, ModelConfig, RopeConfig
+
+
+def _shape(
+    architecture: str,
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: tuple[int, int],  # of queries; of keys and values
+    inner: int,
+    *,
+    context: int,
+    head_dim: int = 128,
+    theta: float = 1e6,
+    tied: bool = False,
+    experts: tuple[int, int] = (0, 0),  # in all; per token
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        model_type=MODEL_TYPES[architecture],
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        intermediate_size=inner,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        max_position_embeddings=context,
+        rope=RopeConfig(theta, head_dim),
+        sliding_window=(None,) * layers,
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        num_experts=experts[0],
+        num_experts_per_token=experts[1],
+        moe_intermediate_size=inner if experts[0] else 0,
+        norm_topk_prob=experts[0] > 0,
+        moe_layers=(experts[0] > 0,) * layers,
+        dtype="bf16",
+    )
+
+
+_LLAMA, _QWEN, _MIXTRAL = "LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM"
+SHAPES = {
+    "Llama-2-7B": _shape(_LLAMA, 32000, 4096, 32, (32, 32), 11008, context=4096, theta=1e4),
+    "Llama-2-70B": _shape(_LLAMA, 32000, 8192, 80, (64, 8), 28672, context=4096, theta=1e4),
+    "Llama-3-8B": _shape(_LLAMA, 128256, 4096, 32, (32, 8), 14336, context=8192, theta=5e5),
+    "Qwen2.5-0.5B": _shape(
+        _QWEN, 151936, 896, 24, (14, 2), 4864, context=32768, head_dim=64, tied=True
+    ),
+    "Qwen2.5-7B": _shape(_QWEN, 152064, 3584, 28, (28, 4), 18944, context=32768),
+    "Mixtral-8x7B": _shape(
+        _MIXTRAL, 32000, 4096, 32, (32, 8), 14336, context=32768, experts=(8, 2)
+    ),
+}
+
+
+def shape_named(name: str) -> ModelConfig:
+    """The shape of the table; ConfigError naming the nearest if there is none such."""
+    for known, config in SHAPES.items():
+        if known.lower() == name.lower():
+            return config
+    near = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown model shape {name!r}{hint} (known: {', '.join(SHAPES)})")

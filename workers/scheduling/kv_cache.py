@@ -1,0 +1,212 @@
+"""Which blocks a sequence has: prefix hits, growth, rolls, and what happens when it must go.
+
+Knows ids, counts and token values; nothing of tensors, bytes or steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from penstock.workers.memory.block_pool import BlockPool
+from penstock.workers.memory.host_tier import ContentKey
+from penstock.workers.scheduling.sequence import Sequence
+from penstock.workers.scheduling.swap import HostSwap, Swapped
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Leading blocks of a sequence that the pool still has, and the chain of those behind them."""
+
+    blocks: list[int]
+    keys: list[bytes]
+    rest: list[ContentKey]  # of host memory, where there is any
+
+
+class KVCache:
+    """Gives sequences their blocks: prefix hits, growth, commit of full blocks, release.
+
+    `salt` separates what must never be shared (model, number format, server secret): it seeds the
+    chain of keyed hashes, key_i = BLAKE2b(key_{i-1} | tokens of block i).
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, *, prefix_cache: bool, salt: bytes):
+        self.pool = pool
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.swap: HostSwap | None = None  # host memory for what leaves the pool
+        self._root = hashlib.blake2b(salt, digest_size=16).digest()
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_rolled_blocks = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def tokens_to_begin(self, seq: Sequence) -> int:
+        """So many of the known tokens must fit before `seq` comes in: all that it sees at once."""
+        most = seq.context.full_tokens
+        return seq.num_tokens if most is None else min(seq.num_tokens, most + self.block_size)
+
+    def admit(self, seq: Sequence) -> bool:
+        """Give `seq` what it needs to begin, prefix hits included, or change nothing."""
+        assert not seq.block_table and not seq.num_rolled_blocks, "admitted with blocks"
+        swapped = None if self.swap is None else self.swap.swapped(seq)
+        if self.swap is not None and swapped is not None:
+            return self._admit_swapped(self.swap, seq, swapped)
+        reusable = self.prefix_cache and seq.request.params.prompt_logprobs is None
+        hit = self._find_prefix(seq) if reusable else Hit([], [], [])
+        num_new = self.blocks_for(self.tokens_to_begin(seq)) - len(hit.blocks)
+        num_revived = sum(self.pool.is_cached(b) for b in hit.blocks)
+        if num_new > self.pool.num_available - num_revived:
+            return False
+        for block_id in hit.blocks:
+            self.pool.retain(block_id)
+        seq.block_table.extend(hit.blocks)
+        seq.block_keys = hit.keys
+        seq.num_computed_tokens = len(hit.blocks) * self.block_size
+        grown = self.grow(seq, self.tokens_to_begin(seq))
+        assert grown, "there were enough blocks a moment ago"
+        num_cached = seq.num_computed_tokens
+        self.num_queried_tokens += seq.num_tokens
+        self.num_hit_tokens += num_cached
+        plan = self.swap.plan(hit.rest) if self.swap is not None else None
+        if self.swap is not None and plan is not None:
+            self.swap.load(seq, hit.rest, plan, seq.num_computed_tokens)
+            num_cached += plan.num_loaded
+        if seq.num_generated_tokens == len(seq.request.emitted_ids):
+            seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)
+        return True
+
+    def _admit_swapped(self, swap: HostSwap, seq: Sequence, swapped: Swapped) -> bool:
+        """Blocks for what `seq` had, and for the tokens that it computes next."""
+        computed = swapped.num_computed_tokens
+        most = min(seq.num_tokens, computed + self.block_size)
+        if self.blocks_for(most) - swapped.num_rolled_blocks > self.pool.num_available:
+            return False
+        held = swap.hold(seq)  # or what growing evicts could push it out of host memory
+        seq.num_rolled_blocks = swapped.num_rolled_blocks
+        grown = self.grow(seq, most)
+        assert grown, "there were enough blocks a moment ago"
+        swap.swap_in(seq, swapped, held)
+        return True
+
+    def advance(self, seq: Sequence) -> int:
+        """Take in what has been loaded for `seq`; how many tokens it may compute now."""
+        if self.swap is None:
+            return seq.num_pending_tokens
+        self.swap.advance(seq)
+        limit = self.swap.limit(seq)
+        return seq.num_pending_tokens if limit is None else limit - seq.num_computed_tokens
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Give `seq` blocks for its first `num_tokens` tokens, all or nothing."""
+        missing = self.num_missing(seq, num_tokens)
+        if missing > self.pool.num_available:
+            return False
+        for _ in range(missing):
+            seq.block_table.append(self.pool.allocate())
+        return True
+
+    def num_missing(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that `seq` lacks for its first `num_tokens` tokens; negative: it has more."""
+        return self.blocks_for(num_tokens) - seq.num_rolled_blocks - len(seq.block_table)
+
+    def room_for(self, seq: Sequence) -> int:
+        """Tokens that `seq` could have in all if it took every available block."""
+        num_blocks = seq.num_rolled_blocks + len(seq.block_table) + self.pool.num_available
+        return num_blocks * self.block_size
+
+    def commit(self, seq: Sequence, num_computed: int) -> None:
+        """After a forward pass, with which the first `num_computed` tokens of `seq` are computed
+        and read: make the newly completed blocks addressable, and give back those that no token
+        behind these sees."""
+        if self.prefix_cache:
+            self._index(seq, num_computed)
+        rolled = seq.context.window_start(num_computed) // self.block_size
+        num_dead = rolled - seq.context.num_sink_blocks - seq.num_rolled_blocks
+        if num_dead > 0:
+            self._roll(seq, num_dead)
+
+    def _roll(self, seq: Sequence, num_blocks: int) -> None:
+        """The window moves on by so many blocks: no byte of K or V does."""
+        first = seq.context.num_sink_blocks
+        for block_id in seq.block_table[first : first + num_blocks]:
+            self.pool.release(block_id)
+        del seq.block_table[first : first + num_blocks]
+        seq.num_rolled_blocks += num_blocks
+        self.num_rolled_blocks += num_blocks
+
+    def _index(self, seq: Sequence, num_tokens: int) -> None:
+        # What was computed before anything was evicted depends on the tokens before it alone, and
+        # is shared with requests of any policy; what came later is not.
+        most = seq.context.full_tokens
+        if most is not None:
+            num_tokens = min(num_tokens, most)
+        for i in range(len(seq.block_keys), num_tokens // self.block_size):
+            parent = seq.block_keys[-1] if seq.block_keys else self._root_of(seq)
+            token_ids = self._tokens_of_block(seq.token_ids, i)
+            key = self._key(parent, token_ids)
+            self.pool.index.insert(seq.block_table[i], key, parent, token_ids)
+            seq.block_keys.append(key)
+
+    def free(self, seq: Sequence) -> None:
+        """`seq` has ended: give all blocks back."""
+        if self.swap is not None:
+            self.swap.forget(seq)
+        self._release(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Give all blocks back for now. What no other sequence could make use of is swapped out:
+        behind evicted tokens, K and V could only be had by computing all of them again."""
+        is_addressable = self.prefix_cache and not seq.num_rolled_blocks
+        if self.swap is not None and not is_addressable:
+            self.swap.swap_out(seq)
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """The last block first, so that a chain is evicted from its end."""
+        if self.swap is not None:
+            self.swap.stop(seq)
+        for block_id in reversed(seq.block_table):
+            self.pool.release(block_id)
+        seq.block_table = array("i")
+        seq.block_keys = []
+        seq.num_computed_tokens = seq.num_deferred_tokens = seq.num_rolled_blocks = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """What only this sequence has written is no longer addressable; `free` is to follow."""
+        for block_id in seq.block_table:
+            self.pool.index.forget(block_id)
+
+    def _root_of(self, seq: Sequence) -> bytes:
+        """What the chain of `seq` begins with: inexact experts make other K and V."""
+        mode = seq.moe_mode
+        return self._root if mode == "exact" else self._key(self._root, mode.encode())
+
+    def _find_prefix(self, seq: Sequence) -> Hit:
+        hit = Hit([], [], [])
+        parent = self._root_of(seq)
+        num_tokens, most = seq.num_tokens - 1, seq.context.full_tokens
+        if most is not None:
+            num_tokens = min(num_tokens, most)
+        for i in range(num_tokens // self.block_size):
+            token_ids = self._tokens_of_block(seq.token_ids, i)
+            key = self._key(parent, token_ids)
+            block_id = None if hit.rest else self.pool.index.find(key, parent, token_ids)
+            if block_id is not None:
+                hit.blocks.append(block_id)
+                hit.keys.append(key)
+            elif self.swap is None:
+                break
+            else:
+                hit.rest.append((key, parent, token_ids))
+            parent = key
+        return hit
+
+    def _tokens_of_block(self, token_ids: array[int], i: int) -> bytes:
+        return token_ids[i * self.block_size : (i + 1) * self.block_size].tobytes()
+
+    def _key(self, parent: bytes, token_ids: bytes) -> bytes:
+        return hashlib.blake2b(token_ids, digest_size=16, key=parent).digest()

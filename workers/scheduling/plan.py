@@ -1,0 +1,57 @@
+"""One step, as it was chosen: which sequences compute which of their tokens.
+
+Plain records between the scheduler, which makes them, and the executor, which follows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.workers.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + length) of one sequence; `samples` if its last token is there.
+
+    K and V of the last `num_deferred` of them are not kept: where the sequence's own blocks end,
+    they lie in the blocks `scratch` for this step.
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    num_deferred: int = 0
+    scratch: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.length == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: decode rows (chunks of one token) first, then longer prefill chunks."""
+
+    decode: list[Chunk] = field(default_factory=list)
+    prefill: list[Chunk] = field(default_factory=list)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.decode + self.prefill
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
+
+    def add(self, chunk: Chunk) -> None:
+        (self.decode if chunk.length == 1 else self.prefill).append(chunk)
+
+    def drop(self, seq: Sequence) -> int:
+        """Take the chunk of `seq` out, if there is one; returns its tokens."""
+        for chunks in (self.decode, self.prefill):
+            for i, chunk in enumerate(chunks):
+                if chunk.seq is seq:
+                    del chunks[i]
+                    return chunk.length
+        return 0

@@ -1,0 +1,284 @@
+"""Which sequences compute how many tokens in the next step, and who waits.
+
+The merge step: decode rows and prefill chunks share one flat batch under a token budget. Knows
+block counts, not bytes; nothing of tensors or models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from penstock.workers.context_policy import Context
+from penstock.workers.scheduling.deferral import Deferral
+from penstock.workers.scheduling.kv_cache import KVCache
+from penstock.workers.scheduling.plan import Chunk, Plan
+from penstock.workers.scheduling.sequence import Sequence, SequenceState
+
+PINNED = 2  # preemptions, after which others go first
+WEIGHT = 0.2  # of the newest in a running mean
+
+
+class Scheduler:
+    """Oldest first: running sequences decode, then prefill goes on, then waiting ones come in.
+
+    When blocks run out a running sequence is preempted, see `_victim`: it gives its blocks back and
+    is recomputed later. The oldest is not, so it always progresses. A sequence comes in only when
+    all its known tokens that it sees at once fit, and never in a step that preempted.
+
+    With a `deferral`, a decoding sequence that finds no block may first go on without one.
+
+    `tokens_that_fit(n)`: how many of n tokens the activations of a step have room for, once the
+    step's blocks are taken; at least `max_num_seqs` of them. None: all. Without `merges`, a step
+    either prefills or decodes, and what can be prefilled goes first.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tokens_that_fit: Callable[[int], int] | None = None,
+        merges: bool = True,
+    ):
+        self.cache = cache
+        self.merges = merges
+        self.deferral: Deferral | None = None
+        self.tokens_that_fit = tokens_that_fit
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.leaving: list[Sequence] = []  # have ended; a step in flight still names their blocks
+        self.num_preemptions = 0
+        self.num_preemptions_avoided = 0  # sequences that went on without a block, times they did
+        self._recomputed: float | None = None  # tokens that a preemption costs: a running mean
+        self._scratch: list[int] = []  # blocks that this step has not used yet
+        self.num_shortened_steps = 0
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def has_room_for(self, num_tokens: int, context: Context) -> bool:
+        """Whether a prompt of so many tokens could come in now, behind those that wait already.
+
+        What it may find in the prefix cache is not counted: cheap, and on the safe side.
+        """
+        most = context.full_tokens
+        if most is not None:
+            num_tokens = min(num_tokens, most + self.cache.block_size)
+        if len(self.running) + len(self.waiting) >= self.max_num_seqs:
+            return False
+        ahead = sum(self.cache.blocks_for(self.cache.tokens_to_begin(seq)) for seq in self.waiting)
+        return ahead + self.cache.blocks_for(num_tokens) <= self.cache.pool.num_available
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out wherever it is, and its blocks back once no step names them."""
+        if seq.state is SequenceState.RUNNING:
+            self.running.remove(seq)
+        elif seq.state is SequenceState.WAITING:
+            self.waiting.remove(seq)
+        seq.state = SequenceState.FINISHED
+        if seq.num_in_flight:
+            self.leaving.append(seq)
+        else:
+            self.cache.free(seq)
+
+    def landed(self, seq: Sequence) -> None:
+        """A step that named `seq` is done."""
+        seq.num_in_flight -= 1
+        if seq.state is SequenceState.FINISHED and not seq.num_in_flight:
+            self.leaving.remove(seq)
+            self.cache.free(seq)
+
+    def may_run_ahead(self) -> bool:
+        """Whether the next step can be chosen and launched before the host has read the last one.
+
+        So it is if there is something to choose, no token of it depends on ids that only the host
+        could look at, and everybody finds the blocks that he needs: whoever defers or is preempted
+        does so with nothing in flight.
+        """
+        going_on = [seq for seq in self.running if not seq.is_whole]
+        if not going_on and not self.waiting:
+            return False
+        if self.deferral is not None and self.deferral.mode == "always":
+            return False
+        num_blocks = 0
+        for seq in going_on:
+            if seq.num_deferred_tokens or (seq.num_unread_tokens and seq.needs_ids):
+                return False
+            length = min(seq.num_pending_tokens, self.max_num_batched_tokens)
+            missing = self.cache.num_missing(seq, seq.num_computed_tokens + length)
+            num_blocks += max(0, missing)
+        return num_blocks <= self.cache.pool.num_available
+
+    def expired(self, now_s: float) -> list[Sequence]:
+        """Those that wait although their deadline has passed; nobody would read their answers."""
+        return [
+            seq
+            for seq in self.waiting
+            if seq.request.deadline_s is not None and seq.request.deadline_s <= now_s
+        ]
+
+    def schedule(self) -> Plan:
+        """The next step. Blocks for all its tokens are in the sequences' tables on return."""
+        plan = Plan()
+        budget = self.max_num_batched_tokens
+        before = self.num_preemptions
+        if self.deferral is not None:
+            first = self.cache.pool.num_blocks
+            self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
+        if self.merges:
+            budget = self._schedule_decoding(plan, budget)
+        for seq in [seq for seq in self.running if not (seq.is_decoding or seq.is_whole)]:
+            length = min(self.cache.advance(seq), budget)
+            if length > 0:  # else it waits for blocks that are being loaded
+                budget -= self._schedule_running(seq, length, plan)
+        if self.num_preemptions == before:
+            self._admit(budget, plan)
+        if not self.merges and not plan.chunks:
+            self._schedule_decoding(plan, budget)
+        self._shorten(plan)
+        return plan
+
+    def _schedule_decoding(self, plan: Plan, budget: int) -> int:
+        """The newest tokens of all that decode; returns what is left of the budget."""
+        decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_whole]
+        for i, seq in enumerate(decoding, 1):
+            length = seq.num_pending_tokens
+            if budget >= length:
+                num_others = plan.num_tokens + len(decoding) - i
+                budget -= self._schedule_running(seq, length, plan, num_others)
+        return budget
+
+    def _shorten(self, plan: Plan) -> None:
+        """Cut the youngest prefill chunks until the step's activations fit.
+
+        Blocks that were taken for what is cut stay in the tables, and serve in the next steps. Each
+        running sequence may have a token, so that the oldest is never cut to nothing.
+        """
+        if self.tokens_that_fit is None or not plan.prefill:
+            return
+        excess = plan.num_tokens - self.tokens_that_fit(plan.num_tokens)
+        self.num_shortened_steps += excess > 0
+        while excess > 0:
+            chunk = plan.prefill.pop()
+            # What is computed anew each time is of use only as a whole.
+            kept = max(0, chunk.length - excess) if not chunk.num_deferred else 0
+            excess -= chunk.length - kept
+            if kept:
+                plan.add(Chunk(chunk.seq, chunk.start, kept))
+
+    def _schedule_running(self, seq: Sequence, length: int, plan: Plan, num_others: int = 0) -> int:
+        """Plan up to `length` tokens of `seq`; returns the tokens by which the budget shrinks."""
+        if seq.state is not SequenceState.RUNNING:  # preempted earlier in this very step
+            return 0
+        refund = 0
+        while True:
+            fits = self.cache.room_for(seq) - seq.num_computed_tokens
+            may_wait = self.deferral is not None and seq.is_decoding
+            if may_wait and self._plan_deferred(seq, length, fits, plan, num_others):
+                return length - refund
+            if fits > 0:
+                length = min(length, fits)
+                break
+            victim = self._victim()
+            refund += plan.drop(victim)
+            self._preempt(victim)
+            if victim is seq:
+                return -refund
+        grown = self.cache.grow(seq, seq.num_computed_tokens + length)
+        assert grown, "room_for promised blocks that grow did not find"
+        plan.add(Chunk(seq, seq.num_computed_tokens, length))
+        return length - refund
+
+    def _plan_deferred(
+        self, seq: Sequence, length: int, fits: int, plan: Plan, num_others: int
+    ) -> bool:
+        """Plan all pending tokens of `seq`, whether or not there is a block for each."""
+        assert self.deferral is not None
+        fits = max(0, min(fits, length))
+        start = seq.num_computed_tokens
+        stored = self.deferral.stored(
+            length=length,
+            fits=fits,
+            num_scheduled=num_others,
+            num_at_stake=self._num_at_stake(),
+        )
+        if stored is None:
+            return False
+        own = max(
+            self.cache.blocks_for(start + stored), seq.num_rolled_blocks + len(seq.block_table)
+        )
+        num_scratch = max(0, self.cache.blocks_for(start + length) - own)
+        if num_scratch > len(self._scratch):
+            return False
+        grown = self.cache.grow(seq, start + stored)
+        assert grown, "room_for promised blocks that grow did not find"
+        scratch = tuple(self._scratch[:num_scratch])
+        del self._scratch[:num_scratch]
+        if stored < length and fits < length and not seq.num_deferred_tokens:
+            self.num_preemptions_avoided += 1
+        plan.add(Chunk(seq, start, length, length - stored, scratch))
+        return True
+
+    def _num_at_stake(self) -> float:
+        """Tokens that a preemption now would make somebody compute again: all that the victim
+        has, or what it has cost lately, for prefix hits and host memory spare much of that."""
+        most = self._victim().num_computed_tokens
+        return most if self._recomputed is None else min(most, self._recomputed)
+
+    def _admit(self, budget: int, plan: Plan) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if not self.cache.admit(seq):
+                return
+            self.waiting.popleft()
+            seq.state = SequenceState.RUNNING
+            length = self.cache.advance(seq)
+            if seq.started_s is None:
+                seq.started_s = time.monotonic()
+            else:  # it was preempted before: that is what it costs
+                mean = length if self._recomputed is None else self._recomputed
+                self._recomputed = mean + WEIGHT * (length - mean)
+            self._insert_by_age(seq)
+            length = min(length, budget, self.cache.room_for(seq) - seq.num_computed_tokens)
+            if length > 0:
+                self.cache.grow(seq, seq.num_computed_tokens + length)
+                plan.add(Chunk(seq, seq.num_computed_tokens, length))
+                budget -= length
+
+    def _victim(self) -> Sequence:
+        """Whom to preempt: the least urgent, then who has most to come, then the youngest.
+
+        Not the oldest while there are others; nor whoever has been preempted twice, unless all have
+        been, and then the youngest: so nobody is thrown out for ever, and somebody gets done.
+        """
+        others = self.running[1:] or self.running
+        free = [seq for seq in others if seq.num_preemptions < PINNED]
+        if not free:
+            return others[-1]
+        return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
+
+    def _preempt(self, seq: Sequence) -> None:
+        assert not seq.num_in_flight, "a step in flight names what would be given back"
+        self.num_preemptions += 1
+        seq.num_preemptions += 1
+        self.running.remove(seq)
+        self.cache.preempt(seq)
+        seq.state = SequenceState.WAITING
+        older = sum(1 for other in self.waiting if other.order < seq.order)
+        self.waiting.insert(older, seq)
+
+    def _insert_by_age(self, seq: Sequence) -> None:
+        at = len(self.running)
+        while at and self.running[at - 1].order > seq.order:
+            at -= 1
+        self.running.insert(at, seq)
+
+    def sequences(self) -> Iterable[Sequence]:
+        """All that have not ended."""
+        yield from self.running
+        yield from self.waiting

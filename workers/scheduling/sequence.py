@@ -1,0 +1,204 @@
+"""A request in flight, as the engine sees it: its tokens, its blocks, and how far it has come.
+
+Knows nothing of tensors, kernels or other sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from enum import Enum
+
+from penstock.workers.context_policy import FULL, Context
+from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, TokenLogprob
+from penstock.workers.sampling.logits import LogitsEditor
+from penstock.workers.structured.grammar import GrammarMatcher
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # not started, or preempted: owns no block
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Mutable state of one request inside the engine.
+
+    `token_ids` is prompt + answer so far; `num_computed_tokens` of them have their K and V in the
+    blocks of `block_table`. All beyond that is computed in the next steps; the last one is sampled
+    from. `block_keys` are the prefix-cache keys of the leading full blocks.
+
+    The engine may be a step ahead of what the host has read: steps that name the sequence and have
+    not landed (`num_in_flight`) count as computed, and the `num_unread_tokens` that they sample
+    count as tokens, behind those of `token_ids`.
+
+    The block table is compact: behind the `context`'s sink blocks, `num_rolled_blocks` have been
+    given back and left no hole. Of the pending tokens, the first `num_deferred_tokens` have been
+    computed before, and are computed anew because there was no block to store them in.
+    """
+
+    __slots__ = (
+        "arrived_s",
+        "block_keys",
+        "block_table",
+        "context",
+        "editor",
+        "matcher",
+        "max_total_tokens",
+        "moe_mode",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_counted_tokens",
+        "num_deferred_tokens",
+        "num_in_flight",
+        "num_neurons",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_rolled_blocks",
+        "num_skipped_neurons",
+        "num_unread_tokens",
+        "order",
+        "prompt_logprobs",
+        "request",
+        "seed",
+        "started_s",
+        "state",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        order: int,
+        seed: int,
+        stop_ids: frozenset[int],
+        max_total_tokens: int,
+        matcher: GrammarMatcher | None = None,
+        context: Context = FULL,
+        moe_mode: str = "exact",
+    ):
+        self.request = request
+        self.context = context
+        self.moe_mode = moe_mode
+        self.matcher = matcher  # has seen the emitted ids; lives through preemption
+        self.order = order  # of arrival: the lower, the older
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.max_total_tokens = max_total_tokens
+        self.state = SequenceState.WAITING
+        self.arrived_s = time.monotonic()
+        self.started_s: float | None = None  # once it has first been scheduled
+        self.token_ids = array("i", request.prompt_ids)
+        self.token_ids.extend(request.emitted_ids)
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_deferred_tokens = 0
+        self.num_in_flight = 0
+        self.num_unread_tokens = 0
+        self.num_preemptions = 0
+        self.num_rolled_blocks = 0
+        self.num_counted_tokens = 0  # whose neurons are counted below
+        self.num_neurons = self.num_skipped_neurons = 0
+        self.block_table = array("i")
+        self.block_keys: list[bytes] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # of tokens 1, 2, ... until handed out
+        self.editor: LogitsEditor | None = None
+        if request.params.edits_logits:
+            self.editor = LogitsEditor(request.params, request.prompt_ids)
+            for token_id in request.emitted_ids:
+                self.editor.observe(token_id)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_unread_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens whose K and V are still to be stored; 1 while decoding, unless some wait."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens still to come, as it was guessed when it came; 0: nobody has, or it is beyond."""
+        return max(0, self.request.num_expected - len(self.token_ids))
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token has never been computed."""
+        return self.num_pending_tokens - self.num_deferred_tokens == 1
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether min_tokens forbids the stop tokens where the next token is sampled."""
+        return self.num_generated_tokens < self.request.params.min_tokens
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its last token has been sampled, and only has to be read."""
+        return self.num_unread_tokens > 0 and self.num_tokens >= self.max_total_tokens
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the host must have read all tokens before the next one is sampled."""
+        return self.matcher is not None or self.request.params.looks_back
+
+    def launch(self, length: int, num_deferred: int, samples: bool) -> None:
+        """A step computes the next `length` tokens, and maybe samples one more.
+
+        K and V of the last `num_deferred` are not kept. `append` is to follow for what it samples.
+        """
+        num_stored = length - num_deferred
+        self.num_computed_tokens += num_stored
+        deferred = max(length, self.num_deferred_tokens) - num_stored
+        self.num_deferred_tokens = max(0, deferred)
+        self.num_unread_tokens += samples
+        self.num_in_flight += 1
+
+    def append(self, token_id: int, logprob: TokenLogprob | None = None) -> Delta:
+        """Read the first unread token and say what the client gets, finish reason included."""
+        self.num_unread_tokens -= 1
+        num_read = len(self.token_ids) - self.num_prompt_tokens
+        may_stop = num_read >= self.request.params.min_tokens
+        is_first = num_read == len(self.request.emitted_ids)
+        self.token_ids.append(token_id)
+        if self.editor is not None:
+            self.editor.observe(token_id)
+        if self.matcher is not None:
+            self.matcher.advance(token_id)
+        delta = Delta(
+            self.request.request_id,
+            [token_id],
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=[] if logprob is None else [logprob],
+            prompt_logprobs=self.prompt_logprobs,
+            times=self._first_token_times() if is_first else None,
+        )
+        self.prompt_logprobs = []
+        if may_stop and token_id in self.stop_ids:
+            delta.finish_reason, delta.stop_token_id = FinishReason.STOP, token_id
+        elif self.matcher is not None and self.matcher.is_complete:
+            delta.finish_reason = FinishReason.STOP
+        elif len(self.token_ids) >= self.max_total_tokens:
+            delta.finish_reason = FinishReason.LENGTH
+        if delta.finish_reason is not None:
+            # The token before the last one was the last that looked back.
+            delta.num_evicted_tokens = self.context.num_evicted(len(self.token_ids) - 2)
+            delta.num_evicted_tokens = self.context.num_evicted(self.num_tokens - 2)
+            delta.moe_mode = self.moe_mode
+            delta.num_neurons = self.num_neurons
+            delta.num_skipped_neurons = self.num_skipped_neurons
+        return delta
+
+    def _first_token_times(self) -> FirstTokenTimes:
+        assert self.started_s is not None, "it was scheduled before it had a token"
+        return FirstTokenTimes(
+            queue_s=self.started_s - self.arrived_s,
+            prefill_s=time.monotonic() - self.started_s,
+        )

@@ -1,0 +1,240 @@
+"""Blocks that leave the device pool and come back: through host memory, or by computing again.
+
+What is evicted from the prefix cache is kept by its content; what a preempted sequence had beyond
+that, under the sequence's own name. On return the restore rule says which tokens are loaded, which
+are computed, and whether both go on at once. Knows blocks and sequences; nothing of steps, batches
+or how tokens are computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.memory.arena import Arena
+from penstock.workers.memory.copier import LinkThread, Transfer
+from penstock.workers.memory.host_tier import ContentKey, Held, HostTier
+from penstock.workers.memory.restore import (
+    PROBE_COPIES,
+    PROBE_ROWS,
+    Rates,
+    RestorePlan,
+    RestoreRule,
+    seconds_of,
+)
+from penstock.workers.scheduling.sequence import Sequence
+
+log = logging.getLogger("penstock.engine")
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A load that is under way: K and V of tokens [start, end) of one sequence."""
+
+    start: int
+    end: int
+    held: Held
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a sequence had when it was preempted; its blocks are in host memory."""
+
+    num_computed_tokens: int
+    num_rolled_blocks: int
+    block_keys: list[bytes]
+
+
+class HostSwap:
+    """The host tier as the KV cache of one engine uses it."""
+
+    def __init__(
+        self,
+        tier: HostTier,
+        link: LinkThread,
+        rule: Callable[[], RestoreRule],
+        block: Callable[[int], Tensor],
+    ):
+        """`rule` gives the rates as they are known now; `block` the bytes of a device block."""
+        self.tier = tier
+        self.link = link
+        self._rule = rule
+        self._block = block
+        self._swapped: dict[str, Swapped] = {}
+        self._restores: dict[str, Restore] = {}
+        self.num_loaded_tokens = 0
+        self.num_swapped_out = 0  # sequences
+        self.num_restores: dict[str, int] = {"load": 0, "recompute": 0, "split": 0}
+
+    # -- out
+
+    def keep(self, block_id: int, key: bytes, parent: bytes, token_ids: bytes) -> None:
+        """A block leaves the prefix cache: its content stays in reach."""
+        self.tier.put(key, parent, token_ids, self._block(block_id))
+
+    def swap_out(self, seq: Sequence) -> None:
+        """Keep all that `seq` has computed, if there is room; the caller then frees its blocks."""
+        if not seq.num_computed_tokens or _owner(seq) in self._restores:
+            return
+        self.forget(seq)
+        num_blocks = -(-seq.num_computed_tokens // self._rule().block_size)
+        used = seq.block_table[: num_blocks - seq.num_rolled_blocks]
+        if self.tier.put_private(_owner(seq), [self._block(b) for b in used]):
+            self._swapped[_owner(seq)] = Swapped(
+                seq.num_computed_tokens, seq.num_rolled_blocks, list(seq.block_keys)
+            )
+            self.num_swapped_out += 1
+
+    # -- in
+
+    def swapped(self, seq: Sequence) -> Swapped | None:
+        """What `seq` can have back whole, where that is still there and worth loading."""
+        found = self._swapped.get(_owner(seq))
+        if found is None:
+            return None
+        if _owner(seq) not in self.tier:  # evicted from host memory since
+            del self._swapped[_owner(seq)]
+            return None
+        # What was computed behind evicted tokens costs all of them to compute again.
+        plan = self._rule().choose(found.num_computed_tokens)
+        if plan.branch == "recompute":
+            self.num_restores["recompute"] += 1
+            self.forget(seq)
+            return None
+        return found
+
+    def hold(self, seq: Sequence) -> Held:
+        """Keep what is `swapped` of `seq` from being evicted, until `swap_in`."""
+        held = self.tier.hold_private(_owner(seq))
+        assert held is not None, "it was there when it was asked for"
+        return held
+
+    def swap_in(self, seq: Sequence, found: Swapped, held: Held) -> None:
+        """Load all blocks of `seq`, which are in its table already, while it waits."""
+        seq.num_rolled_blocks = found.num_rolled_blocks
+        seq.block_keys = list(found.block_keys)
+        outs = [self._block(b) for b in seq.block_table[: len(held.slots)]]
+        self._begin(seq, 0, found.num_computed_tokens, held, held.slots, outs)
+        self.num_restores["load"] += 1
+
+    def plan(self, chain: Seq[ContentKey]) -> RestorePlan | None:
+        """How to have the leading blocks of `chain` back; None if none of them is here."""
+        num_blocks = self.tier.match(chain)
+        if not num_blocks:
+            return None
+        rule = self._rule()
+        return rule.choose(num_blocks * rule.block_size)
+
+    def load(self, seq: Sequence, chain: Seq[ContentKey], plan: RestorePlan, start: int) -> None:
+        """Begin to load what `plan` says of `chain`, whose first token is `start` of `seq`."""
+        self.num_restores[plan.branch] += 1
+        if not plan.num_loaded:
+            return
+        size = self._rule().block_size
+        first, count = plan.num_computed // size, plan.num_loaded // size
+        held = self.tier.hold(chain[: first + count])
+        begin = start + plan.num_computed
+        outs = [self._block(b) for b in seq.block_table[begin // size : begin // size + count]]
+        self._begin(seq, begin, begin + count * size, held, held.slots[first : first + count], outs)
+
+    def _begin(
+        self,
+        seq: Sequence,
+        start: int,
+        end: int,
+        held: Held,
+        slots: Seq[int],
+        outs: list[Tensor],
+    ) -> None:
+        transfer = self.tier.load(slots, outs, self.link)
+        assert transfer is not None
+        self._restores[_owner(seq)] = Restore(start, end, held, transfer)
+
+    # -- while it is under way
+
+    def limit(self, seq: Sequence) -> int | None:
+        """The first token of `seq` that need not be computed, for it is being loaded."""
+        restore = self._restores.get(_owner(seq))
+        return None if restore is None else restore.start
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until some load is done, or `timeout_s` is over; False if there is none."""
+        for restore in self._restores.values():
+            restore.transfer.wait(timeout_s)
+            return True
+        return False
+
+    def advance(self, seq: Sequence) -> None:
+        """If the load of `seq` is done and what lies before it is computed, go on behind it."""
+        restore = self._restores.get(_owner(seq))
+        if restore is None or seq.num_computed_tokens != restore.start:
+            return
+        if not restore.transfer.is_done:
+            return
+        self.tier.release(restore.held)
+        del self._restores[_owner(seq)]
+        if restore.transfer.is_complete:
+            seq.num_computed_tokens = restore.end
+            self.num_loaded_tokens += restore.end - restore.start
+            self._swapped.pop(_owner(seq), None)
+            self.tier.discard(_owner(seq))
+        # Else its tokens are computed like any others.
+
+    def stop(self, seq: Sequence) -> None:
+        """`seq` gives its blocks back: nothing may be written to them any more."""
+        restore = self._restores.pop(_owner(seq), None)
+        if restore is not None:
+            restore.transfer.cancel()
+            restore.transfer.wait()
+            self.tier.release(restore.held)
+
+    def forget(self, seq: Sequence) -> None:
+        """`seq` has ended: nobody will ask for what it had."""
+        if self._swapped.pop(_owner(seq), None) is not None:
+            self.tier.discard(_owner(seq))
+
+    def close(self) -> None:
+        """End the copier. Whatever is being loaded is not."""
+        self.link.close()
+
+
+def host_swap(
+    config: EngineConfig, arena: Arena, run_rows: Callable[[int], None], most_rows: int
+) -> tuple[HostSwap, Rates]:
+    """As configured, with rates that are measured now: `run_rows` computes up to `most_rows`."""
+    assert config.host_kv_gb
+    block_bytes, device = arena.layout.block_bytes, arena.storage.device
+    is_cuda = device.type == "cuda"
+    tier = HostTier(int(config.host_kv_gb * 2**30), block_bytes, pin=is_cuda)
+    sample = torch.zeros_like(arena.block(0), device="cpu")
+    num_rows = min(PROBE_ROWS, most_rows)
+    rates = Rates(
+        num_rows / seconds_of(lambda: run_rows(num_rows)),
+        block_bytes / seconds_of(lambda: arena.block(0).copy_(sample), PROBE_COPIES),
+    )
+    link = LinkThread(device=device)
+
+    def rule() -> RestoreRule:
+        rates.observe_link(link.bytes_per_s())
+        return RestoreRule(
+            rates.link_bytes_per_s,
+            rates.compute_tokens_per_s,
+            block_bytes,
+            config.block_size,
+            mode=config.kv_restore,
+            min_tokens=config.kv_restore_min_tokens,
+        )
+
+    log.info("host memory for KV: %d blocks; %s", tier.num_slots, rule().choose(1024))
+    return HostSwap(tier, link, rule, arena.block), rates
+
+
+def _owner(seq: Sequence) -> str:
+    return str(seq.order)  # unique in one engine, also where a request id comes back

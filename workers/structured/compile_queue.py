@@ -1,0 +1,81 @@
+"""Where requests with a grammar wait until it is compiled, beside the engine's thread.
+
+Knows nothing of engines: what is ready, or refused, is handed to a callback.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from penstock.workers.request import Request, RequestError
+from penstock.workers.structured.grammar import NUM_HELPERS, GrammarCompiler, GrammarMatcher
+
+log = logging.getLogger("penstock.worker")
+
+MAX_WAITING = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request that has come through: with its matcher, or with why it is refused."""
+
+    request: Request
+    matcher: GrammarMatcher | None = None
+    refusal: RequestError | None = None
+
+
+class GrammarIntake:
+    """Compiles on threads of its own. `accept` is called there, and must only hand over."""
+
+    def __init__(self, compiler: GrammarCompiler, accept: Callable[[Compiled], None]):
+        self._compiler = compiler
+        self._accept = accept
+        self._lock = threading.Lock()  # of `_waiting`, and of handing over before a cancel does
+        self._waiting: set[str] = set()
+        self._threads = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="penstock-grammar")
+
+    def submit(self, request: Request) -> None:
+        """Compile for `request`, whose parameters ask for it, and hand it on; from any thread."""
+        with self._lock:
+            is_full = len(self._waiting) >= MAX_WAITING
+            if not is_full:
+                self._waiting.add(request.request_id)
+        if is_full:
+            refusal = RequestError("too many grammars wait to be compiled", code="overloaded")
+            self._accept(Compiled(request, refusal=refusal))
+        else:
+            self._threads.submit(self._compile, request)
+
+    def cancel(self, request_id: str) -> None:
+        """A request that still waits here is dropped; nothing more is heard of it."""
+        with self._lock:
+            self._waiting.discard(request_id)
+
+    def close(self) -> None:
+        """Drop what waits, and end the compiler."""
+        with self._lock:
+            self._waiting.clear()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._compiler.close()
+
+    def _compile(self, request: Request) -> None:
+        if request.request_id not in self._waiting:
+            return
+        spec = request.params.structured
+        assert spec is not None, "only requests with a grammar come here"
+        try:
+            done = Compiled(request, self._compiler.matcher(spec, request.emitted_ids))
+        except RequestError as refusal:
+            done = Compiled(request, refusal=refusal)
+        except Exception:
+            log.exception("the grammar of request %s failed to compile", request.request_id)
+            failure = RequestError("the grammar could not be compiled", code="internal_error")
+            done = Compiled(request, refusal=failure)
+        with self._lock:
+            if request.request_id in self._waiting:
+                self._waiting.discard(request.request_id)
+                self._accept(done)

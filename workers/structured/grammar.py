@@ -1,0 +1,195 @@
+"""Grammars over tokens: what may come next in an answer that must have a shape.
+
+The library is llguidance (MIT, one wheel of 3 MB without dependencies). xgrammar was weighed: its
+wheel pulls in torch's and tvm's bindings, it compiles masks ahead of time for the whole vocabulary
+without a bound of its own, and its own advisories name recursion. llguidance computes each mask as
+it is needed, in microseconds, and counts fuel while it compiles and at each step, so both end; its
+regexes are derivatives, without backtracking.
+
+Bounded three times: structured.py refuses by size and depth; a helper process (grammar_check.py)
+tries each new grammar, and is killed after a second; then the same code compiles here, which that
+trial has shown to end. Each sequence has a matcher with a lexer of its own: copies would share one,
+and with it the cap on its states, so that one client's answers could use up another's.
+
+Knows one vocabulary; nothing of sequences, batches or transport.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from penstock.workers.request import RequestError
+from penstock.workers.structured import trial as grammar_check
+from penstock.workers.structured.sandbox import Helper, HelperFailed
+from penstock.workers.structured_spec import StructuredSpec
+
+NUM_HELPERS = 2
+MAX_CACHED = 256  # verdicts, good or bad
+MAX_CACHED_BYTES = 8 << 20
+
+
+class GrammarMatcher:
+    """How far one answer has come in its grammar. Not for several threads at once."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Iterable[int], param: str):
+        self.param = param
+        self._matcher = matcher
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._is_ended = False
+
+    def advance(self, token_id: int) -> None:
+        """`token_id` is now part of the answer."""
+        if token_id in self.eos_token_ids:
+            self._is_ended = True
+        else:
+            self._matcher.consume_token(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """The answer fits the grammar, and nothing can follow in it."""
+        return self._is_ended or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    @property
+    def is_accepting(self) -> bool:
+        """The answer fits the grammar as it is; more may follow."""
+        return self._is_ended or self._matcher.is_accepting()
+
+    @property
+    def has_failed(self) -> bool:
+        """The library reached one of its limits, or a token came that the grammar does not let."""
+        return self._matcher.is_error()
+
+    def constrain(
+        self, row: Tensor, edit: Callable[[Tensor], None] | None, forbidden: Sequence[int]
+    ) -> None:
+        """Leave in `row`, fp32 [vocab], what the grammar lets through, the other wishes applied.
+
+        The grammar comes first: where `edit` (bias, penalties, bad words) and `forbidden` (the
+        tokens that min_tokens or ignore_eos rule out) leave nothing of it, they do not count. NaN
+        and +inf stay what they are, so that they are noticed; a failed grammar gives all NaN.
+        """
+        mask = self._mask(row)
+        if mask is None:
+            row.fill_(torch.nan)
+            return
+        if edit is None and not forbidden:
+            row += mask
+            return
+        kept = row + mask
+        if edit is not None:
+            edit(row)
+        if forbidden:
+            row[list(forbidden)] = -torch.inf
+        row += mask
+        if not bool((row > -torch.inf).any()):
+            row.copy_(kept)
+
+    def _mask(self, row: Tensor) -> Tensor | None:
+        """0 where a token may come, else -inf; None if the grammar failed."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            return None
+        allowed = np.unpackbits(bits, bitorder="little", count=row.shape[0]).view(bool)
+        mask = np.where(allowed, np.float32(0), np.float32(-np.inf))
+        return torch.from_numpy(mask).to(row.device)
+
+
+class GrammarCompiler:
+    """Makes matchers for one model's vocabulary. From any thread but the engine's: it may wait."""
+
+    def __init__(
+        self, load_tokenizer: Callable[[], str], *, vocab_size: int, eos_token_ids: Sequence[int]
+    ):
+        """`load_tokenizer` gives the text of a tokenizer.json; it is called when first needed."""
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._lock = threading.Lock()  # of what follows
+        self._tokenizer: LLTokenizer | None = None
+        self._verdicts: OrderedDict[StructuredSpec, dict[str, str]] = OrderedDict()
+        self._num_bytes = 0
+        self._idle: queue.SimpleQueue[Helper] = queue.SimpleQueue()
+        for _ in range(NUM_HELPERS):
+            self._idle.put(Helper())
+
+    def matcher(self, spec: StructuredSpec, emitted_ids: Sequence[int] = ()) -> GrammarMatcher:
+        """A matcher at the point behind `emitted_ids`. Raises RequestError naming `spec.param`."""
+        problem = spec.problem()
+        if problem is not None:
+            raise RequestError(f"{spec.param} {problem}", param=spec.param)
+        tokenizer = self._tokenizer_once(spec)
+        verdict = self._known(spec) or self._tried(spec)
+        if "error" in verdict:
+            raise RequestError(f"{spec.param}: {verdict['error']}", param=spec.param)
+        matcher = LLMatcher(
+            tokenizer, verdict["grammar"], log_level=0, limits=grammar_check.limits()
+        )
+        # Also the first mask, the dearest one, is computed here and not on the engine's thread.
+        found = grammar_check.problem(matcher)
+        if found is not None:
+            raise RequestError(f"{spec.param}: {found}", param=spec.param)
+        made = GrammarMatcher(matcher, self._eos, spec.param)
+        for token_id in emitted_ids:
+            made.advance(token_id)
+        if made.has_failed:
+            raise RequestError("these tokens do not fit the grammar", param="emitted_ids")
+        return made
+
+    def close(self) -> None:
+        """End the helper processes. Nobody is compiling any more."""
+        for _ in range(NUM_HELPERS):
+            self._idle.get().close()
+
+    def _tokenizer_once(self, spec: StructuredSpec) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                eos = list(self._eos) or None
+                try:
+                    self._tokenizer = LLTokenizer(
+                        self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=eos
+                    )
+                except Exception as error:  # the library raises what it likes
+                    raise RequestError(
+                        "the tokenizer of this model cannot be combined with a grammar",
+                        param=spec.param,
+                        code="unsupported_parameter",
+                    ) from error
+            return self._tokenizer
+
+    def _known(self, spec: StructuredSpec) -> dict[str, str] | None:
+        with self._lock:
+            verdict = self._verdicts.get(spec)
+            if verdict is not None:
+                self._verdicts.move_to_end(spec)
+            return verdict
+
+    def _tried(self, spec: StructuredSpec) -> dict[str, str]:
+        """What the helper says of `spec`; kept, so that nobody makes it try twice."""
+        question = {"kind": spec.kind.value, "text": spec.text, "lenient": spec.lenient}
+        helper = self._idle.get()
+        try:
+            verdict: dict[str, str] = helper.ask(question)
+        except HelperFailed:
+            verdict = {"error": "this takes too much time or memory to compile"}
+        finally:
+            self._idle.put(helper)
+        with self._lock:
+            if spec not in self._verdicts:
+                self._verdicts[spec] = verdict
+                self._num_bytes += _size(spec, verdict)
+            while len(self._verdicts) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
+                self._num_bytes -= _size(*self._verdicts.popitem(last=False))
+        return verdict
+
+
+def _size(spec: StructuredSpec, verdict: dict[str, str]) -> int:
+    """Bytes of the texts, at most: a character takes up to four."""
+    return 4 * (len(spec.text) + sum(map(len, verdict.values())))

@@ -1,0 +1,261 @@
+"""A checkpoint becomes a quantised one, tensor by tensor: `penstock quantize`.
+
+Peak memory is one tensor and what it becomes. The folder appears under its name only when all of
+it is on the disk. Knows files and names of tensors; the layouts are quantized_layout.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.quant import INT4_GROUP
+from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.model_config import ModelConfig, read_json
+from penstock.workers.quantization import QuantizedFormat
+from penstock.workers.weights.checkpoint import INDEX_NAME, StoredTensor, open_checkpoint
+from penstock.workers.weights.quantized_layout import (
+    DTYPE_NAMES,
+    Part,
+    group_of,
+    parts_of,
+    quantization_config,
+    tensors_of,
+)
+
+log = logging.getLogger("penstock.quantize")
+
+# The linear layers of all families; routers, embeddings and norms have other names.
+_LINEAR = re.compile(
+    r"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|experts\.\d+\.w[123])\.weight$"
+)
+_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+HEADER_ALIGN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the source: copied, or quantised into `parts` of the module `name`."""
+
+    stored: StoredTensor
+    name: str
+    parts: tuple[Part, ...]
+    format: QuantizedFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file to be written."""
+
+    file: str
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """What is to be written, known from headers alone."""
+
+    source: Path
+    format: QuantizedFormat
+    dtype: str  # of activations, as config.json has it
+    shards: tuple[Shard, ...]
+    ignored: tuple[str, ...]  # linear modules that stay as they are
+    groups: dict[int, list[str]]  # modules whose int4 groups are not of 128, by size
+
+    @property
+    def num_source_bytes(self) -> int:
+        return sum(entry.stored.num_bytes for entry in self._entries())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for entry in self._entries() for part in entry.parts)
+
+    @property
+    def num_quantized(self) -> int:
+        return sum(entry.format is not None for entry in self._entries())
+
+    def _entries(self) -> Iterator[Entry]:
+        for shard in self.shards:
+            yield from shard.entries
+
+
+def plan_quantize(
+    source: Path, format: QuantizedFormat, *, quantize_o: bool, quantize_lm_head: bool
+) -> QuantizePlan:
+    """Read the headers of `source` and decide what becomes of each tensor.
+
+    Raises ConfigError for a checkpoint that cannot be quantised, LoadError for a damaged one.
+    """
+    config = ModelConfig.from_pretrained(source)
+    if config.stored_scheme is not None:
+        raise ConfigError(
+            f"{source} is quantised already ({' and '.join(config.stored_scheme.formats)}); give "
+            "the original checkpoint"
+        )
+    tensors = open_checkpoint(source)
+    dtype = str(read_json(source / "config.json").get("dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    shards: dict[str, Shard] = {}
+    ignored: list[str] = []
+    groups: dict[int, list[str]] = {}
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        shard = shards.setdefault(stored.file.name, Shard(stored.file.name))
+        if _ALL_EXPERTS.search(name):
+            raise ConfigError(
+                f"{stored.file}: {name!r} holds all experts of a layer in one tensor, which no "
+                "quantised format knows; save the model once more with transformers, which writes "
+                "them one by one as published: AutoModelForCausalLM.from_pretrained(folder)"
+                ".save_pretrained(new_folder)"
+            )
+        module = name.removesuffix(".weight")
+        is_linear = bool(_LINEAR.search(name)) or name == "lm_head.weight"
+        skips = (module.endswith(".o_proj") and not quantize_o) or (
+            name == "lm_head.weight" and not quantize_lm_head
+        )
+        if is_linear and len(stored.shape) != 2:
+            raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
+        group = group_of(stored.shape[1]) if is_linear and format == "int4" else INT4_GROUP
+        if group is None:
+            log.warning("%s stays as it is: no int4 group divides %s", module, stored.shape[1])
+        if not is_linear or skips or group is None:
+            # In a list of linear layers that stay, routers are named too: they are such layers.
+            if is_linear or name.endswith(("gate.weight", "shared_expert_gate.weight")):
+                ignored.append(module)
+            shard.entries.append(_copied(stored))
+            continue
+        if group != INT4_GROUP:
+            groups.setdefault(group, []).append(module)
+        num_rows, width = stored.shape
+        parts = tuple(parts_of(format, num_rows, width, dtype))
+        shard.entries.append(Entry(stored, module, parts, format))
+    if config.tie_word_embeddings and "lm_head.weight" not in tensors:
+        if quantize_lm_head:
+            raise ConfigError(
+                "the head shares its table with the embedding, which stays as it is: a checkpoint "
+                "cannot hold it quantised; serve with --quantize-lm-head instead"
+            )
+        ignored.append("lm_head")
+    return QuantizePlan(
+        source, format, dtype, tuple(shards.values()), tuple(sorted(ignored)), groups
+    )
+
+
+def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], object]) -> None:
+    """Write the checkpoint of `plan` into the new folder `out`; `on_bytes` hears of source bytes.
+
+    Raises ConfigError if `out` exists or the disk is too small, and leaves nothing behind then.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another --out, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < plan.num_bytes:
+        raise ConfigError(
+            f"{out.parent} has {free / 1e9:.1f} GB free; {plan.num_bytes / 1e9:.1f} GB are needed"
+        )
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        for shard in plan.shards:
+            _write_shard(folder / shard.file, shard, plan.dtype, on_bytes)
+        _copy_others(plan.source, folder)
+        _write_config(plan, folder)
+        if (plan.source / INDEX_NAME).is_file():
+            _write_index(plan, folder)
+        folder.chmod(0o755)
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _copied(stored: StoredTensor) -> Entry:
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    if stored.dtype not in ("F32", "BF16", "F16"):
+        raise LoadError(f"{stored.file}: tensor {stored.name!r} is {stored.dtype}, not a float one")
+    return Entry(stored, stored.name, (Part("", dtypes[stored.dtype], stored.shape),))
+
+
+def _write_shard(path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int], object]) -> None:
+    with path.open("wb") as file:
+        file.write(_header(shard))
+        for entry in shard.entries:
+            _write_entry(file, entry, dtype)
+            on_bytes(entry.stored.num_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_entry(file: BinaryIO, entry: Entry, dtype: str) -> None:
+    tensor = entry.stored.read()
+    if entry.format is None:
+        tensors = [tensor]
+    else:
+        if not bool(tensor.isfinite().all()):
+            raise LoadError(f"{entry.stored.file}: tensor {entry.stored.name!r} holds NaN or inf")
+        tensors = tensors_of(tensor, entry.format, dtype)
+    for part, each in zip(entry.parts, tensors, strict=True):
+        assert tuple(each.shape) == part.shape and each.dtype == part.dtype, (entry.name, part)
+        file.write(_bytes_of(each))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _header(shard: Shard) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in shard.entries:
+        for part in entry.parts:
+            header[_full_name(entry, part)] = {
+                "dtype": DTYPE_NAMES[part.dtype],
+                "shape": list(part.shape),
+                "data_offsets": [offset, offset + part.num_bytes],
+            }
+            offset += part.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _full_name(entry: Entry, part: Part) -> str:
+    return f"{entry.name}.{part.name}" if part.name else entry.name
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Tokenizer, templates, licence: all files but weights, config and hidden ones."""
+    for path in sorted(source.iterdir()):
+        is_weights = path.suffix in WEIGHT_SUFFIXES or path.name == INDEX_NAME
+        if path.is_file() and not is_weights and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(plan: QuantizePlan, folder: Path) -> None:
+    config = read_json(plan.source / "config.json")
+    config["quantization_config"] = quantization_config(
+        plan.format, plan.ignored, plan.dtype, plan.groups
+    )
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_index(plan: QuantizePlan, folder: Path) -> None:
+    weight_map = {
+        _full_name(entry, part): shard.file
+        for shard in plan.shards
+        for entry in shard.entries
+        for part in entry.parts
+    }
+    index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,147 @@
+"""Where the weights of a decoder come from, one at a time: a checkpoint, or chance.
+
+Knows names, shapes and dtypes of tensors; nothing of layers or of what is fused with what.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.quant import QuantizedWeight, WeightFormat, dequantize_weight, quantize_weight
+from penstock.workers.errors import LoadError
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.quantization import StoredScheme
+from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
+from penstock.workers.weights.stored import is_stored_quantized, moved, read_weight
+
+log = logging.getLogger("penstock.loader")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Left by older versions of transformers; computed, not learned.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+
+
+def planned(
+    weight: Tensor | QuantizedWeight, format: WeightFormat | None, dtype: torch.dtype
+) -> Tensor | QuantizedWeight:
+    """A weight as it is to be packed: quantised in `format` unless it is already; else in `dtype`,
+    the model's."""
+    if isinstance(weight, QuantizedWeight):
+        return weight
+    return weight.to(dtype) if format is None else quantize_weight(weight, format)
+
+
+class WeightSource(Protocol):
+    """Where a decoder's weights come from, one at a time."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name` of `shape`, in the dtype and on the device of the model to be."""
+
+    def has_linear(self, module: str) -> bool:
+        """Whether there is a weight of `module`, quantised or not."""
+
+    def take_linear(self, module: str, *shape: int) -> Tensor | QuantizedWeight:
+        """The weight of `module`, [out, in]: as stored, on the device, not cast."""
+
+
+class CheckpointWeights:
+    """Tensors of a checkpoint, checked against the expected shape and cast as they are taken."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: dict[str, StoredTensor],
+        dtype: str,
+        device: str,
+        on_bytes: Callable[[int], object],
+        *,
+        scheme: StoredScheme | None = None,
+        dequantize: bool = False,
+    ):
+        self.folder = folder
+        self.scheme = scheme
+        self.dequantize = dequantize
+        self.tensors = tensors
+        self.dtype = DTYPES[dtype]
+        self.device = device
+        self._on_bytes = on_bytes
+        self._taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return self._take(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def has_linear(self, module: str) -> bool:
+        return f"{module}.weight" in self or self._is_quantized(module)
+
+    def take_linear(self, module: str, *shape: int) -> Tensor | QuantizedWeight:
+        if self.scheme is None or not self._is_quantized(module):
+            return self._take(f"{module}.weight", shape).to(device=self.device)
+        assert len(shape) == 2
+        try:
+            weight = read_weight(
+                lambda name: f"{module}.{name}" in self.tensors,
+                lambda name: self._take(f"{module}.{name}", None, codes=True),
+                self.scheme,
+                shape,
+            )
+        except LoadError as error:
+            raise LoadError(f"{self.folder}: the weight of {module!r}: {error}") from error
+        weight = moved(weight, self.device)
+        return dequantize_weight(weight) if self.dequantize else weight
+
+    def _is_quantized(self, module: str) -> bool:
+        return self.scheme is not None and is_stored_quantized(
+            lambda name: name in self.tensors, self.scheme, module
+        )
+
+    def _take(self, name: str, shape: tuple[int, ...] | None, *, codes: bool = False) -> Tensor:
+        stored = find_tensor(self.tensors, self.folder, name, shape)
+        tensor = stored.read(codes=codes)
+        if name not in self._taken:
+            self._taken.add(name)
+            self._on_bytes(stored.num_bytes)
+        return tensor
+
+    def warn_of_unused(self, elsewhere: set[str]) -> None:
+        """Log tensors that nobody took, here or `elsewhere`, except those known to be of no use."""
+        unused = [n for n in self.tensors if n not in self._taken and n not in elsewhere]
+        unused = [n for n in unused if not n.endswith(IGNORED_SUFFIXES)]
+        if unused:
+            some = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
+            log.warning("%s: %d unknown tensors are ignored: %s", self.folder, len(unused), some)
+
+
+class RandomWeights:
+    """Normal matrices, zero biases, unit norms."""
+
+    def __init__(self, config: ModelConfig, seed: int, device: str):
+        self.tied = config.tie_word_embeddings
+        self.dtype = DTYPES[config.dtype]
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __contains__(self, name: str) -> bool:
+        return "block_sparse_moe" not in name and not (self.tied and name == "lm_head.weight")
+
+    def has_linear(self, module: str) -> bool:
+        return f"{module}.weight" in self
+
+    def take_linear(self, module: str, *shape: int) -> Tensor:
+        return self.take(f"{module}.weight", *shape)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if len(shape) == 1:
+            return tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+        return tensor.normal_(0.0, 0.02, generator=self._generator)

@@ -1,0 +1,249 @@
+"""Quantised weights as published checkpoints store them, and as `QuantizedWeight`.
+
+Knows layouts of tensors, from the formats' public documentation; nothing of files or models. Each
+reader takes a `Take` (name -> tensor as stored) and gives the weight [N, K] with its own codes and
+scales: nothing is rounded anew.
+
+compressed-tensors: `weight` int8 or float8_e4m3fn [N, K] with `weight_scale` [N, 1]; or 4 bits:
+`weight_packed` int32 [N, K / 8], the lowest nibble first, codes offset by 8, `weight_scale` [N, G],
+`weight_shape`, and where asymmetric `weight_zero_point` int32 [N / 8, G], packed over N.
+AWQ: `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8], eight outputs a word in the order
+0 2 4 6 1 3 5 7; `scales` [G, N]. GPTQ: `qweight` int32 [K / 8, N], `qzeros` int32 [G, N / 8],
+`scales` [G, N], `g_idx` int32 [K]. bitsandbytes: `weight` uint8, two codes a byte, the first in the
+high nibble, blocks running on over the ends of rows; `weight.absmax`; a JSON text as uint8.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.quant import NF4_VALUES, QuantizedWeight, dequantize_weight, pack_nibbles
+from penstock.workers.errors import LoadError
+from penstock.workers.quantization import QuantizedFormat, StoredScheme
+
+Take = Callable[[str], Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output column in each nibble, lowest first
+BNB_STATE = "weight.quant_state.bitsandbytes__nf4"
+MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax")
+
+
+def is_stored_quantized(has: Callable[[str], bool], scheme: StoredScheme, module: str) -> bool:
+    """Whether `module` has a quantised weight: its tensors say so, and the scheme's list not no."""
+    return any(has(f"{module}.{mark}") for mark in MARKS) and not scheme.ignores(module)
+
+
+def read_weight(
+    has: Callable[[str], bool], take: Take, scheme: StoredScheme, shape: tuple[int, int]
+) -> QuantizedWeight:
+    """The weight of one module, whose tensors `take` gives by their last names, on the CPU.
+
+    Raises LoadError for tensors that do not fit together, or do not fit `shape` (N, K).
+    """
+    if scheme.method == "awq":
+        return _awq(take, scheme, shape)
+    if scheme.method == "gptq":
+        return _gptq(has, take, scheme, shape)
+    if scheme.method == "bitsandbytes":
+        return _bitsandbytes(has, take, shape)
+    if has("weight_packed"):
+        return _pack_quantized(has, take, scheme, shape)
+    return _per_row(take, shape)
+
+
+def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+    """Weights over the same input as one, rows behind each other.
+
+    Of quantised ones the codes stay as they are; where they differ in format, or not all of them
+    are quantised, the result is a plain weight.
+    """
+    if len(weights) == 1:
+        return weights[0]
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    kinds = {(weight.format, weight.group) for weight in quantized}
+    if len(quantized) < len(weights) or len(kinds) > 1:
+        plain = [w if isinstance(w, Tensor) else dequantize_weight(w) for w in weights]
+        return torch.cat([weight.to(_widest(plain)) for weight in plain])
+    zeros = None
+    if any(weight.zeros is not None for weight in quantized):
+        zeros = torch.cat([_zeros(weight) for weight in quantized])
+    return replace(
+        quantized[0],
+        codes=torch.cat([weight.codes for weight in quantized]),
+        scales=torch.cat([weight.scales for weight in quantized]),
+        zeros=zeros,
+    )
+
+
+def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
+    """The same on `device`."""
+    return replace(
+        weight,
+        codes=weight.codes.to(device),
+        scales=weight.scales.to(device),
+        zeros=None if weight.zeros is None else weight.zeros.to(device),
+    )
+
+
+def _zeros(weight: QuantizedWeight) -> Tensor:
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full_like(weight.scales, 8, dtype=torch.uint8)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def pack_int32(nibbles: Tensor) -> Tensor:
+    """Codes 0-15 [R, C] -> int32 [R, ceil(C / 8)], the lowest nibble first, zeros behind."""
+    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % 8))
+    low_first = padded[:, 0::2] | (padded[:, 1::2] << 4)  # bytes; a word is four of them
+    return low_first.contiguous().view(torch.int32)
+
+
+def unpack_int32(words: Tensor) -> Tensor:
+    """The reverse: int32 [R, W] -> uint8 [R, 8 W]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def _per_row(take: Take, shape: tuple[int, int]) -> QuantizedWeight:
+    codes, scales = take("weight"), take("weight_scale").float().flatten()
+    if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise LoadError(f"weight is {codes.dtype}; with weight_scale it must be int8 or fp8 (E4M3)")
+    _must_be("weight", codes, shape)
+    if scales.numel() == 1:  # of the whole tensor
+        scales = scales.expand(shape[0])
+    _must_be("weight_scale", scales, (shape[0],))
+    format: QuantizedFormat = "int8" if codes.dtype == torch.int8 else "fp8"
+    return QuantizedWeight(format, codes, scales.contiguous(), shape[1])
+
+
+def _pack_quantized(
+    has: Callable[[str], bool], take: Take, scheme: StoredScheme, shape: tuple[int, int]
+) -> QuantizedWeight:
+    num_rows, width = shape
+    if has("weight_g_idx"):
+        raise LoadError("weight_g_idx: activation ordering is not supported")
+    if has("weight_shape") and tuple(take("weight_shape").tolist()) != shape:
+        raise LoadError(f"weight_shape is {take('weight_shape').tolist()}, not {list(shape)}")
+    packed, scales = take("weight_packed"), take("weight_scale").float()
+    _must_be("weight_packed", packed, (num_rows, -(-width // 8)))
+    group = _group_that_gives(scheme, width, scales.shape[-1])
+    _must_be("weight_scale", scales, (num_rows, -(-width // group)))
+    zeros = None
+    if has("weight_zero_point"):
+        words = take("weight_zero_point")
+        _must_be("weight_zero_point", words, (-(-num_rows // 8), scales.shape[1]))
+        zeros = unpack_int32(words.T.contiguous())[:, :num_rows].T.contiguous()
+    nibbles = unpack_int32(packed)[:, :width]
+    return _int4(nibbles, scales, group, zeros)
+
+
+def _awq(take: Take, scheme: StoredScheme, shape: tuple[int, int]) -> QuantizedWeight:
+    num_rows, width = shape
+    qweight, qzeros, scales = take("qweight"), take("qzeros"), take("scales").float()
+    group = scheme.groups[0] or width
+    num_groups = -(-width // group)
+    _must_be("qweight", qweight, (width, num_rows // 8))
+    _must_be("qzeros", qzeros, (num_groups, num_rows // 8))
+    _must_be("scales", scales, (num_groups, num_rows))
+    places = torch.tensor(AWQ_ORDER).argsort()
+
+    def ordered(words: Tensor) -> Tensor:
+        return unpack_int32(words).unflatten(1, (-1, 8))[:, :, places].flatten(1)
+
+    return _int4(ordered(qweight).T, scales.T, group, ordered(qzeros).T)
+
+
+def _gptq(
+    has: Callable[[str], bool], take: Take, scheme: StoredScheme, shape: tuple[int, int]
+) -> QuantizedWeight:
+    num_rows, width = shape
+    qweight, qzeros, scales = take("qweight"), take("qzeros"), take("scales").float()
+    group = scheme.groups[0] or width
+    num_groups = -(-width // group)
+    _must_be("qweight", qweight, (width // 8, num_rows))
+    _must_be("qzeros", qzeros, (num_groups, num_rows // 8))
+    _must_be("scales", scales, (num_groups, num_rows))
+    if has("g_idx") and not torch.equal(take("g_idx").long(), torch.arange(width) // group):
+        raise LoadError("g_idx is not in order: activation ordering (desc_act) is not supported")
+    nibbles = unpack_int32(qweight.T.contiguous())
+    zeros = (unpack_int32(qzeros) + scheme.zero_offset) & 15
+    return _int4(nibbles, scales.T, group, zeros.T)
+
+
+def _bitsandbytes(
+    has: Callable[[str], bool], take: Take, shape: tuple[int, int]
+) -> QuantizedWeight:
+    if not has(BNB_STATE):
+        raise LoadError(f"{BNB_STATE} is missing; only NF4 of bitsandbytes is supported")
+    state = _bnb_state(take(BNB_STATE))
+    block, num_rows, width = state["blocksize"], *shape
+    if tuple(state["shape"]) != shape or state.get("quant_type") != "nf4":
+        raise LoadError(f"{BNB_STATE} says {state}; an nf4 weight of {list(shape)} was expected")
+    table = take("weight.quant_map").float()
+    if not torch.allclose(table, torch.tensor(NF4_VALUES), atol=1e-6):
+        raise LoadError("weight.quant_map is not NF4's table")
+    packed, absmax = take("weight").flatten(), _bnb_absmax(take, state)
+    size = num_rows * width
+    _must_be("weight", packed, (-(-size // 2),))
+    _must_be("weight.absmax", absmax, (-(-size // block),))
+    # Blocks may run over the ends of rows. Parts that divide both lie in one block, and in one row.
+    group = math.gcd(block, width)
+    first = torch.arange(0, size, group)
+    scales = absmax[first // block].view(num_rows, width // group)
+    flat = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()[:size]
+    codes = pack_nibbles(flat.view(shape), fill=7)
+    return QuantizedWeight("nf4", codes, scales, width, group)
+
+
+def _bnb_state(raw: Tensor) -> dict[str, Any]:
+    try:
+        state = json.loads(bytes(raw.tolist()).decode("utf-8"))
+        return {**state, "blocksize": int(state["blocksize"]), "shape": list(state["shape"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{BNB_STATE} is damaged: {error!r}") from error
+
+
+def _bnb_absmax(take: Take, state: dict[str, Any]) -> Tensor:
+    """Scales of blocks; with double quantisation they are codes of 8 bits themselves."""
+    absmax = take("weight.absmax")
+    if "nested_blocksize" not in state:
+        return absmax.float()
+    block = int(state["nested_blocksize"])
+    values = take("weight.nested_quant_map").float()[absmax.long()]
+    outer = take("weight.nested_absmax").float().repeat_interleave(block)[: values.numel()]
+    return values * outer + float(state.get("nested_offset", 0.0))
+
+
+def _int4(nibbles: Tensor, scales: Tensor, group: int, zeros: Tensor | None) -> QuantizedWeight:
+    width = nibbles.shape[1]
+    if zeros is not None and bool((zeros == 8).all()):
+        zeros = None  # symmetric after all
+    codes = pack_nibbles(nibbles.contiguous(), fill=8)
+    zeros = None if zeros is None else zeros.contiguous()
+    return QuantizedWeight("int4", codes, scales.contiguous(), width, group, zeros)
+
+
+def _group_that_gives(scheme: StoredScheme, width: int, num_groups: int) -> int:
+    """The group size, of those that the scheme names, that cuts a row into so many groups."""
+    for group in scheme.groups:
+        size = width if group is None else min(group, width)
+        if -(-width // size) == num_groups:
+            return group or width
+    sizes = ", ".join(str(group or "a row") for group in scheme.groups)
+    raise LoadError(f"weight_scale cuts {width} columns into {num_groups} groups, not of {sizes}")
+
+
+def _must_be(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise LoadError(f"{name} has shape {list(tensor.shape)}; {list(shape)} was expected")
