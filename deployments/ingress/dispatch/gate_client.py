@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.circuit_breaker import Breaker
 from penstock.deployments.ingress.dispatch.credits import Passes
@@ -80,7 +80,7 @@ class GateClient:
         return len(self._asking)
 
     async def admit(
-        self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
+        self, request: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
     ) -> int | None:
         """The epoch of the worker that has room; waits for it. None: choose one yourself.
 
@@ -120,7 +120,7 @@ class GateClient:
         is_awaited = bool(self._asking or self.figures.num_waiting or not self._passes.has_any)
         self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
 
-    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """How long an answer was, and why: "stop", "length" or "cancel"."""
         self._outbox.learn(request, length, ended)
 
@@ -177,7 +177,7 @@ class GateClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    async def _ask(self, request: AskedRequest, asking: Asking, again: bool) -> bool:
+    async def _ask(self, request: AdmissionRequest, asking: Asking, again: bool) -> bool:
         """Whether the gate says a word in time.
 
         Where it had room when it last told, there may be some for this one, whatever its text says:

@@ -15,7 +15,7 @@ from penstock.deployments.gate.controller import Gate
 from penstock.deployments.gate.placement import LEEWAY, best_of
 from penstock.deployments.gate.prefix_affinity import MAX_MARKS, SHORTEST, PrefixBook, prefix_marks
 from penstock.deployments.gate.types import GateRequest, GateSettings, WorkerSpec
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import length_prior
@@ -160,10 +160,10 @@ def nodes(model: Any) -> Iterator[list[Node]]:
         node.stop()
 
 
-def request(name: str, ids: tuple[int, ...], max_tokens: int = 4) -> AskedRequest:
+def request(name: str, ids: tuple[int, ...], max_tokens: int = 4) -> AdmissionRequest:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     features = Features("test", prompt_tokens=len(ids), max_tokens=max_tokens)
-    return AskedRequest(name, ids, params, features=features, prefix=prefix_marks(ids))
+    return AdmissionRequest(name, ids, params, features=features, prefix=prefix_marks(ids))
 
 
 @pytest.mark.parametrize("everybody_asks", [False, True])

@@ -22,7 +22,7 @@ from google.rpc import error_details_pb2, status_pb2
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.service import GateSetup
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.credits import Passes
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
@@ -125,14 +125,14 @@ class NoPasses(Passes):
 
 def request(
     number: int, *, max_tokens: int = 24, tenant: str = "", length: int = 8, **rest: Any
-) -> AskedRequest:
+) -> AdmissionRequest:
     prompt = tuple(random.Random(number).choices(range(3, 2000), k=length))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     features = Features("test", tenant=tenant, prompt_tokens=length, max_tokens=max_tokens)
-    return AskedRequest(f"req-{number}", prompt, params, features=features, **rest)
+    return AdmissionRequest(f"req-{number}", prompt, params, features=features, **rest)
 
 
-async def collect(pool: WorkerPool, asked: AskedRequest) -> tuple[list[int], Delta]:
+async def collect(pool: WorkerPool, asked: AdmissionRequest) -> tuple[list[int], Delta]:
     ids: list[int] = []
     async for delta in pool.generate(asked):
         ids += delta.token_ids
@@ -140,7 +140,7 @@ async def collect(pool: WorkerPool, asked: AskedRequest) -> tuple[list[int], Del
     return ids, last
 
 
-def alone(model: Any, asked: AskedRequest) -> list[int]:
+def alone(model: Any, asked: AdmissionRequest) -> list[int]:
     engine = Engine(ENGINE, model)
     engine.add(asked)
     ids: list[int] = []

@@ -146,12 +146,12 @@ def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool
     """32 streams have a message every 50 ms: of steps of 18 ms two share one, of 30 ms none do."""
 
     async def scenario() -> bool:
-        gathering = running_call.Gathering(lambda now_s: None)
+        gathering = running_call.Coalescer(lambda now_s: None)
         now_s = 100.0
         for _ in range(40):
             now_s += step_s
             gathering.steps(now_s)
-        call = running_call.RunningCall(Request("r", (5,), SamplingParams()), 10)
+        call = running_call.InFlightRequest(Request("r", (5,), SamplingParams()), 10)
         call.tell(now_s)
         gathering.steps(now_s + step_s)
         return gathering.holds(call, 32, now_s + step_s)
