@@ -34,17 +34,15 @@ class Generation:
         *,
         token_bytes: TokenBytes,
         start_s: float,
-        index: int = 0,
         first: Generation | None = None,
         reasoning: ReasoningReader | None = None,
     ):
-        """`index`: of this answer among those to one call; `first`: the first one, if this is another.
+        """`first`: the first answer to the same prompt, if this is another one.
 
         `reasoning`: reads the reasoning apart from the answer, where the model marks it.
         """
         self.admission = admission
         self.request = request = admission.request
-        self.index = index
         self.call = call
         self.first = first
         self.times = RequestTimes(start_s)

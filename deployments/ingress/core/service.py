@@ -178,11 +178,11 @@ class RequestCore:
                 params=nth_choice(first.request.params, index),
             )
             other = replace(admission, request=request)
-            generations.append(self._generation(other, call, start_s, index, first))
+            generations.append(self._generation(other, call, start_s, first))
         return generations
 
-    async def run(self, generation: Generation) -> Pieces:
-        """The answer in pieces, each with its index; the last has finish_reason and usage.
+    async def run(self, generation: Generation, index: int = 0) -> Pieces:
+        """The answer in pieces, each with `index`; the last has finish_reason and usage.
 
         Raises ServiceError if it cannot be finished. Closing this generator drops the request.
         """
@@ -209,7 +209,7 @@ class RequestCore:
                         finish = piece.finish_reason.value
                         if generation.call.wants_timings:
                             usage.timings = times.timings(time.monotonic())
-                    yield generation.index, piece
+                    yield index, piece
                     if piece.finish_reason is not None:
                         return
         except (RequestError, ServiceError) as failure:
@@ -235,7 +235,7 @@ class RequestCore:
         """
         if len(generations) == 1:
             return self.run(generations[0])
-        return merged([self.run(each) for each in generations])
+        return merged([self.run(each, index) for index, each in enumerate(generations)])
 
     def cancel(self, request_id: str, principal: str = "") -> bool:
         """End a call of this principal; its answers end with ABORT. False: there is none."""
@@ -306,7 +306,6 @@ class RequestCore:
         admission: AdmissionRequest,
         call: Call,
         start_s: float,
-        index: int = 0,
         first: Generation | None = None,
     ) -> Generation:
         prompt_ids = admission.request.prompt_ids
@@ -322,7 +321,6 @@ class RequestCore:
             ),
             token_bytes=self.tokenizer.token_bytes,
             start_s=start_s,
-            index=index,
             first=first,
             reasoning=self._reasoning.reader(call, prompt_ids),
         )

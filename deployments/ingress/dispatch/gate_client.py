@@ -44,6 +44,8 @@ OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 class GateClient:
     """The gate as this ingress sees it. Lives on one event loop."""
 
+    decides: bool = True
+
     def __init__(
         self,
         ingress_id: str,

@@ -159,12 +159,12 @@ class GateOutbox:
     ) -> None:
         if not self._is_open:
             return
-        left_s = request.deadline_s
+        left_s = request.request.deadline_s
         features = request.features
         self._message.offers.add(
             request_id=request.request_id,
             features=features_message(features) if text_follows else self._features_of(request),
-            priority=-request.priority,
+            priority=-request.request.priority,
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
             entered=entered,

@@ -30,9 +30,7 @@ FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 class AdmissionGate(Protocol):
     """Decides which requests are admitted, when and where: gate_client.GateClient, or NoGate."""
 
-    @property
-    def decides(self) -> bool:
-        """Whether `admit` must be asked before a request is placed."""
+    decides: bool  # whether `admit` must be asked before a request is placed
 
     async def admit(
         self, admission: AdmissionRequest, epochs: Sequence[int], *, again: bool = False

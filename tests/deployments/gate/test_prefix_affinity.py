@@ -20,7 +20,7 @@ from penstock.deployments.prediction.distribution import LengthDistribution, cum
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import length_prior
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import FinishReason, SamplingParams
+from penstock.workers.request import FinishReason, Request, SamplingParams
 from tests.deployments.gate.test_with_workers import ENGINE, Node, NoPasses, Run, collect, house
 
 CONFIG = replace(ENGINE, num_blocks=200)  # 3,200 tokens
@@ -163,7 +163,7 @@ def nodes(model: Any) -> Iterator[list[Node]]:
 def request(name: str, ids: tuple[int, ...], max_tokens: int = 4) -> AdmissionRequest:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     features = Features("test", prompt_tokens=len(ids), max_tokens=max_tokens)
-    return AdmissionRequest(name, ids, params, features=features, prefix=prefix_marks(ids))
+    return AdmissionRequest(Request(name, ids, params), features, prefix=prefix_marks(ids))
 
 
 @pytest.mark.parametrize("everybody_asks", [False, True])

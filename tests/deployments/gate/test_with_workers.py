@@ -34,7 +34,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Delta, FinishReason, SamplingParams
+from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from tests.deployments.serving import ScriptedBackend, Serving
 
 # 40 blocks of 16: room for two of the longest answers below, by the rule of reserve_max.
@@ -129,7 +129,9 @@ def request(
     prompt = tuple(random.Random(number).choices(range(3, 2000), k=length))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     features = Features("test", tenant=tenant, prompt_tokens=length, max_tokens=max_tokens)
-    return AdmissionRequest(f"req-{number}", prompt, params, features=features, **rest)
+    inner = {key: rest.pop(key) for key in list(rest) if key in Request.__slots__}
+    made = Request(f"req-{number}", prompt, params, **inner)
+    return AdmissionRequest(made, features=features, **rest)
 
 
 async def collect(pool: WorkerPool, asked: AdmissionRequest) -> tuple[list[int], Delta]:
@@ -142,7 +144,7 @@ async def collect(pool: WorkerPool, asked: AdmissionRequest) -> tuple[list[int],
 
 def alone(model: Any, asked: AdmissionRequest) -> list[int]:
     engine = Engine(ENGINE, model)
-    engine.add(asked)
+    engine.add(asked.request)
     ids: list[int] = []
     while engine.has_work():
         for delta in engine.step():
