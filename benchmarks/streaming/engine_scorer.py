@@ -77,7 +77,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     corpus = ROOT.parent / "shared" / "data" / "classics"
-    builtin = ROOT / "workers" / "models" / "builtin" / "dense"
+    builtin = ROOT / "workers" / "weights" / "builtin" / "dense"
     parser.add_argument("--model", type=Path, default=builtin, help="a checkpoint's folder")
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--book", default="emma", choices=data.HELDOUT_BOOKS)

@@ -201,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    builtin = ROOT / "workers" / "models" / "builtin" / "dense"
+    builtin = ROOT / "workers" / "weights" / "builtin" / "dense"
     corpus = ROOT.parent / "shared" / "data" / "classics"
     parser.add_argument("--model", type=Path, default=builtin, help="a checkpoint's folder")
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
