@@ -172,7 +172,7 @@ def test_the_serve_config_deploys_what_it_says():
 def test_the_cluster_file_is_one_that_ray_up_takes():
     with open(Path(ray.autoscaler.__file__).parent / "ray-schema.json") as file:
         schema = json.load(file)
-    cluster = yaml.safe_load((ROOT.parent / "cluster.yaml").read_text())
+    cluster = yaml.safe_load((ROOT.resolve().parent / "cluster.yaml").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["head_node_type"] in cluster["available_node_types"]
 

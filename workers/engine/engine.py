@@ -13,7 +13,7 @@ import time
 import torch
 
 from penstock.workers.config import EngineConfig
-from penstock.workers.context_policy import ContextSettings, obstacle_of
+from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts
 from penstock.workers.engine.counters import Totals, stats_of
 from penstock.workers.engine.validation import RequestValidator
@@ -59,7 +59,7 @@ class Engine:
             config, model.device, model.routed is not None
         )
         self._in_flight: StepInFlight | None = None  # the last step, not read yet
-        contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(model.config))
+        contexts = ContextSettings.of(config, self.max_model_len, unsupported_reason(model.config))
         moe_mode = "exact" if model.routed is None else config.moe_mode
         self.validator = RequestValidator(
             model.config.vocab_size, contexts, self.pool.num_blocks, moe_mode

@@ -190,7 +190,6 @@ class Sequence:
         if delta.finish_reason is not None:
             # The token before the last one was the last that looked back.
             delta.num_evicted_tokens = self.context.num_evicted(len(self.token_ids) - 2)
-            delta.num_evicted_tokens = self.context.num_evicted(self.num_tokens - 2)
             delta.moe_mode = self.moe_mode
             delta.num_neurons = self.num_neurons
             delta.num_skipped_neurons = self.num_skipped_neurons

@@ -5,6 +5,7 @@ The oracle is the same engine with `async_scheduling: off`, whose own oracle is 
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -245,6 +246,33 @@ def test_what_was_sampled_behind_a_stop_is_discarded(model):
     run(engine, [Request("a", prompt, GREEDY)])
     stats = engine.stats()
     assert (stats.num_steps, stats.num_steps_ahead, stats.num_discarded_tokens) == (12, 11, 0)
+
+
+def test_a_stop_in_a_rolling_window_counts_no_token_of_the_step_in_flight(model):
+    """Wherever the stop token falls, beside a roll of the window too."""
+    prompt = tuple(random_prompt(9, 1))
+    params = SamplingParams(temperature=1.5, seed=1, max_tokens=48, ignore_eos=True, **WINDOW)
+    ids = ids_of(run(make_engine(model, "off"), [Request("a", prompt, params)])["a"])
+    places = [i for i in range(16, 47) if ids.index(ids[i]) == i]
+    requests = [
+        Request(f"stop {i}", prompt, replace(params, stop_token_ids=(ids[i],))) for i in places
+    ]
+    want = run(make_engine(model, "off", num_blocks=512), requests)
+    evicted = []
+    for request in requests:
+        engine = make_engine(model)
+        got = run(engine, [request])[request.request_id]
+        assert got[-1].finish_reason is FinishReason.STOP
+        assert engine.stats().num_discarded_tokens == 1, "no step was in flight"
+        assert_same(got, want[request.request_id], request.request_id)
+        evicted.append((len(ids_of(got)), got[-1].num_evicted_tokens))
+    rolls = [
+        (num, later - now)
+        for (num, now), (after, later) in itertools.pairwise(evicted)
+        if after == num + 1 and later > now
+    ]
+    assert rolls, "no answer ended with the window about to roll"
+    assert {size for _, size in rolls} == {WINDOW["roll"]}
 
 
 def test_answers_come_one_step_later_and_never_two(model):
