@@ -97,7 +97,7 @@ class BatchOptions:
     merge_steps: bool = option(
         True, "mixed batches: prefill and decode share a step; off: separate steps, for comparisons"
     )
-    look_ahead: Switch = option(
+    async_scheduling: Switch = option(
         "auto",
         "async scheduling: launch a step before the host has read the ids of the step before it, "
         "so that host and device work at the same time (docs/design/engine.md); auto: on a GPU",
