@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from penstock.deployments.cli.signals import Interrupted, Signals
 from penstock.deployments.cli.throughput import Throughput
-from penstock.deployments.config import ServeConfig, check_before_start
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.preflight import check_before_start
 
 if TYPE_CHECKING:
     from penstock.deployments.cluster import Cluster

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.deployments.config import check_before_start, config_from
+from penstock.deployments.config import config_from
+from penstock.deployments.preflight import check_before_start
 from penstock.kernels.expert_image import ExpertImage, pack_for
 from penstock.kernels.quant import quantize_weight
 from penstock.workers.calibrate import calibrate
