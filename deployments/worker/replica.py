@@ -1,6 +1,6 @@
-"""A worker as a Serve deployment: Ray supervises it, the registry and the expert store know it.
+"""The Serve deployment of one worker: Ray supervises it, and it sends heartbeats.
 
-What a worker computes, and how requests reach it, is workers/worker.py's.
+The registry and the expert store receive the heartbeats. workers/worker.py computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.workers.worker import Worker
 
 
 class WorkerReplica:
-    """A Worker under Serve's supervision."""
+    """A Worker that Ray Serve supervises."""
 
     def __init__(self, config: ServeConfig, host: str | None):
         configure_logging(config)
@@ -57,7 +57,7 @@ class WorkerReplica:
             raise
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
-        """Tell the registry, and the expert store of this node, that this worker lives."""
+        """Send heartbeats to the registry and to the expert store of this node."""
         if self._store is not None and stats.experts is not None:
             await self._store.heartbeat(info.epoch, stats.experts)
         await self._registry.worker_beat(info, stats)
@@ -66,7 +66,7 @@ class WorkerReplica:
         self._worker.check_health()
 
     def __del__(self) -> None:
-        """Serve takes this replica away: what runs here may end first."""
+        """Serve stops this replica: requests in flight may end first."""
         worker = getattr(self, "_worker", None)
         if worker is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
@@ -75,7 +75,7 @@ class WorkerReplica:
 
 
 def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
-    """The expert store of this node, where the model's experts are to come from one."""
+    """The expert store of this node, if the experts are to come from one."""
     engine = config.engine
     if engine.expert_cache_gb is None:
         return None

@@ -257,9 +257,9 @@ def test_an_expert_file_that_was_packed_otherwise(tmp_path, monkeypatch):
     assert np.array_equal(ExpertFile(manifest).rows(0, 0), rows)
     first = dataclasses.replace(manifest.entries[0], digest="0" * 32)
     other = dataclasses.replace(manifest, entries=(first, *manifest.entries[1:]))
-    with pytest.raises(LoadError, match=r"another CPU or another release .*int8"):
+    with pytest.raises(LoadError, match=r"another CPU or another release: .*int8"):
         cached(folder, "int8", manifest=other)
-    with pytest.raises(LoadError, match="made of other files"):
+    with pytest.raises(LoadError, match="made from other files"):
         cached(folder, "int4", manifest=manifest)
     model = cached(folder, "int8", manifest=manifest)
     model.routed.close()
