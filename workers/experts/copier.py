@@ -1,14 +1,10 @@
-"""Whether the link to host memory has time to spare, from what has gone over it.
+"""The expert copier: a thread that copies rows of experts from host memory into slots.
 
-A copy that is made ahead is free only while nothing else wants the link. Where demands alone keep
-it busy, each wrong guess delays one. Knows counters and a clock; nothing of experts.
-
-A background copier: rows of experts from host memory into slots, what is waited for first.
-
-Rows go over in chunks: gathered into a staging buffer, copied once, and written to the slot. A
-demand begins at the next chunk, whatever prefetch is under way. Knows nothing of who is evicted or
-what will be needed. The path over CUDA (pinned staging, a stream of its own) has not yet been run
-on a GPU.
+Rows are copied in chunks: gathered into a staging buffer, copied once, and written to the slot.
+Demand loads go before prefetches, and begin at the next chunk. `TransferMeter` tells whether the
+host link has time to spare: a prefetch costs nothing only while no demand load needs the link, and
+where demand loads alone keep it busy, each wrong prefetch delays one. The CUDA path (pinned
+staging, its own stream) has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,39 +20,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.workers.experts.expert_file import Bytes, CorruptedExpert, Manifest, Places, RowSource
-from penstock.workers.experts.layouts import Form
-from penstock.workers.experts.slots import Load
+from penstock.workers.experts.expert_file import (
+    Bytes,
+    CorruptedExpert,
+    Manifest,
+    RowIndices,
+    RowSource,
+)
+from penstock.workers.experts.layouts import ExpertLayout
+from penstock.workers.experts.slots import SlotLoad
 from penstock.workers.memory.copier import Throttle
 
-WINDOW_S = 0.25  # of work, over which the share is taken
-PAUSE_S = 0.5  # longer between two looks: nobody was at work
-SATURATED = 0.5  # a gain is bounded by the time the link rests, a loss by the time it works
+WINDOW_S = 0.25  # of computing, over which the share is averaged
+PAUSE_S = 0.5  # a longer interval between two calls counts as idle
+SATURATED = 0.5  # the gain is bounded by the time the link is idle, the loss by the time it is busy
 
 
 @dataclass(slots=True)
-class LinkCounts:
-    """What has gone over the link so far."""
+class TransferCounts:
+    """Transfers over the host link so far."""
 
     demand_bytes: int = 0
     prefetch_bytes: int = 0
     busy_s: float = 0.0
-    demand_busy_s: float = 0.0  # of that, with what a step waited for
-    num_corrupted: int = 0  # experts that did not match their digest, each time
+    demand_busy_s: float = 0.0  # of that, with demand loads
+    num_corrupted: int = 0  # loads of experts that did not match their digest
 
 
 @dataclass(slots=True)
-class LinkMeter:
-    """The share of the time at work that demands take of the link, over the last full window."""
+class TransferMeter:
+    """The share of the computing time in which demand loads occupy the host link, over the last
+    full window."""
 
-    counts: LinkCounts
+    counts: TransferCounts
     clock: Callable[[], float] = time.monotonic
     share: float = 0.0
-    _last: tuple[float, float] | None = None  # when it was looked at, and how busy it had been
-    _window: tuple[float, float] = 0.0, 0.0  # so far: seconds of work, and of demands
+    _last: tuple[float, float] | None = None  # time of the last call, and demand_busy_s then
+    _window: tuple[float, float] = 0.0, 0.0  # so far: seconds of computing, and of demand loads
 
     def is_saturated(self) -> bool:
-        """Whether copying ahead would cost more than it can give. Asked at every layer or so."""
+        """Whether prefetching would cost more than it can gain. Called at every MoE layer."""
         now_s, busy_s = self.clock(), self.counts.demand_busy_s
         if self._last is not None and now_s - self._last[0] <= PAUSE_S:
             worked_s = self._window[0] + now_s - self._last[0]
@@ -69,27 +72,28 @@ class LinkMeter:
 
 log = logging.getLogger("penstock.experts")
 
-CHUNK_BYTES = 512 * 1024  # what a demand waits for at most
+CHUNK_BYTES = 512 * 1024  # the most that a demand load waits for
 
 
 @dataclass(slots=True)
-class Copier:
-    """`changed` is the cache's lock: all methods are called while it is held."""
+class ExpertCopier:
+    """Queues of loads, and the thread that works them off. `changed` is the cache's lock: callers
+    hold it."""
 
     source: RowSource
     facts: Manifest  # of the rows
-    form: Form
+    layout: ExpertLayout
     changed: threading.Condition
-    bytes_per_s: float | None = None  # slows the copies down to that, for benchmarks and tests
+    bytes_per_s: float | None = None  # slows copies down to this rate, for benchmarks and tests
     chunk_bytes: int = CHUNK_BYTES
-    on_idle: Callable[[], None] = lambda: None  # the link has nothing to do; with the lock held
-    counts: LinkCounts = field(default_factory=LinkCounts)
-    _demands: deque[Load] = field(default_factory=deque)
-    _prefetches: deque[Load] = field(default_factory=deque)
+    on_idle: Callable[[], None] = lambda: None  # called when no load is queued, with the lock held
+    counts: TransferCounts = field(default_factory=TransferCounts)
+    _demands: deque[SlotLoad] = field(default_factory=deque)
+    _prefetches: deque[SlotLoad] = field(default_factory=deque)
     _thread: threading.Thread | None = None
 
-    def submit(self, load: Load) -> None:
-        """Begin; `changed` is notified whenever a load has ended."""
+    def submit(self, load: SlotLoad) -> None:
+        """Queue a load; `changed` is notified whenever a load has ended."""
         assert load.slot.load is None
         load.slot.load, load.slot.error = load, None
         (self._demands if load.is_demand else self._prefetches).append(load)
@@ -98,27 +102,27 @@ class Copier:
             self._thread.start()
         self.changed.notify_all()
 
-    def promote(self, load: Load, missing: Places) -> None:
-        """Somebody waits for these rows now: behind the chunk under way, they go and no others.
+    def promote(self, load: SlotLoad, missing: RowIndices) -> None:
+        """Make `load` a demand load of the rows `missing` alone, after the chunk in progress.
 
-        `missing`, at least one, are not there yet.
+        `missing`: at least one row that is not present.
         """
         load.is_cancelled = False
-        begun = load.places[: load.num_done + load.num_active]
-        load.places = np.concatenate([begun, missing[~np.isin(missing, begun)]])
+        begun = load.row_indices[: load.num_done + load.num_active]
+        load.row_indices = np.concatenate([begun, missing[~np.isin(missing, begun)]])
         if not load.is_demand:
             self._prefetches.remove(load)
             load.is_demand = True
             self._demands.append(load)
 
-    def cancel(self, load: Load) -> None:
-        """Copy no more of it than the chunk that is under way; then, or now, it has ended."""
+    def cancel(self, load: SlotLoad) -> None:
+        """Stop `load` after the chunk in progress; at once if there is none."""
         load.is_cancelled = True
         if not load.num_active:
             self._end(load)
 
     @property
-    def prefetches(self) -> list[Load]:
+    def prefetches(self) -> list[SlotLoad]:
         return list(self._prefetches)
 
     @property
@@ -130,9 +134,9 @@ class Copier:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> threading.Thread | None:
-        """Cancel what is left, and have the thread end; join what is returned without the lock.
+        """Cancel all loads and stop the thread, which the caller joins without the lock.
 
-        The next `submit` starts another one.
+        The next `submit` starts another thread.
         """
         for load in [*self._demands, *self._prefetches]:
             self.cancel(load)
@@ -140,13 +144,13 @@ class Copier:
         thread, self._thread = self._thread, None
         return thread
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: SlotLoad) -> None:
         (self._demands if load.is_demand else self._prefetches).remove(load)
         load.slot.load = None
         self.changed.notify_all()
 
     def _work(self) -> None:
-        lane = Lane(self)
+        buffers = StagingBuffers(self)
         me = threading.current_thread()
         while True:
             with self.changed:
@@ -157,25 +161,29 @@ class Copier:
                     if not self.is_busy:
                         self.changed.wait()
                 source = self.source
-                parts = self._next_parts(lane, source.is_far)
-            if source.is_far:
-                self._fetch(lane, source, parts)
+                parts = self._next_parts(buffers, source.is_remote)
+            if source.is_remote:
+                self._fetch(buffers, source, parts)
                 continue
             load, part = parts[0]
-            self._do(load, part, lambda: lane.copy(source.rows(*load.key), part, load))  # noqa: B023
+            self._do(load, part, lambda: buffers.copy(source.rows(*load.key), part, load))  # noqa: B023
 
-    def _next_parts(self, lane: Lane, is_far: bool) -> list[tuple[Load, Places]]:
-        """What goes over next: a chunk of the first load; from afar, one of each that waits."""
+    def _next_parts(
+        self, buffers: StagingBuffers, is_remote: bool
+    ) -> list[tuple[SlotLoad, RowIndices]]:
+        """The next chunks: one of the first load; for a remote source, one of each queued load."""
         loads = list(self._demands or self._prefetches)
         parts = []
-        for load in loads if is_far else loads[:1]:
-            part = load.places[load.num_done : load.num_done + lane.rows_at_once(load)]
+        for load in loads if is_remote else loads[:1]:
+            part = load.row_indices[load.num_done : load.num_done + buffers.rows_at_once(load)]
             load.num_active = len(part)
             parts.append((load, part))
         return parts
 
-    def _fetch(self, lane: Lane, source: RowSource, parts: list[tuple[Load, Places]]) -> None:
-        """One question for all parts; then each is unpacked."""
+    def _fetch(
+        self, buffers: StagingBuffers, source: RowSource, parts: list[tuple[SlotLoad, RowIndices]]
+    ) -> None:
+        """Fetch all parts with one call, then unpack each."""
         began_s = time.perf_counter()
         found: list[Bytes] | Exception
         try:
@@ -185,27 +193,29 @@ class Copier:
         seconds = (time.perf_counter() - began_s) / len(parts)
         for i, (load, part) in enumerate(parts):
 
-            def unpack(i: int = i, load: Load = load, part: Places = part) -> None:
+            def unpack(i: int = i, load: SlotLoad = load, part: RowIndices = part) -> None:
                 if isinstance(found, Exception):
                     raise found
-                lane.unpack(found[i], np.sort(part), load)
+                buffers.unpack(found[i], np.sort(part), load)
 
             self._do(load, part, unpack, seconds)
 
     def _do(
-        self, load: Load, part: Places, copy: Callable[[], None], before_s: float = 0.0
+        self, load: SlotLoad, part: RowIndices, copy: Callable[[], None], before_s: float = 0.0
     ) -> None:
-        """Run `copy`, and note how it ended; `before_s` were spent on it already."""
+        """Run `copy` and record the result; `before_s` were spent on it already."""
         began_s, error = time.perf_counter(), None
         try:
             copy()
-        except Exception as met:  # of whoever waits for the expert; other loads go on
+        except Exception as met:  # raised where the expert is waited for; other loads go on
             log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
             error = met
         with self.changed:
             self._account(load, part, before_s + time.perf_counter() - began_s, error)
 
-    def _account(self, load: Load, part: Places, seconds: float, error: Exception | None) -> None:
+    def _account(
+        self, load: SlotLoad, part: RowIndices, seconds: float, error: Exception | None
+    ) -> None:
         load.num_active = 0
         load.slot.error = error
         self.counts.busy_s += seconds
@@ -220,18 +230,18 @@ class Copier:
                 self.counts.prefetch_bytes += num_bytes
         elif isinstance(error, CorruptedExpert) and (error.layer, error.expert) == load.key:
             self.counts.num_corrupted += 1
-        if error is not None or load.is_cancelled or load.num_done == len(load.places):
+        if error is not None or load.is_cancelled or load.num_done == len(load.row_indices):
             self._end(load)
 
 
-class Lane:
-    """The buffers of one copier thread."""
+class StagingBuffers:
+    """The host and device staging buffers of one copier thread."""
 
-    def __init__(self, copier: Copier):
+    def __init__(self, copier: ExpertCopier):
         self._copier = copier
         most = max(map(copier.facts.row_bytes_of, (0, copier.facts.num_known - 1)))
         shape = (max(most, copier.chunk_bytes),)
-        device = copier.form.device
+        device = copier.layout.device
         is_cuda = device.type == "cuda"
         self._throttle = None if copier.bytes_per_s is None else Throttle(copier.bytes_per_s)
         self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -244,13 +254,13 @@ class Lane:
         )
         self._stream = torch.cuda.Stream(device) if is_cuda else None
 
-    def rows_at_once(self, load: Load) -> int:
+    def rows_at_once(self, load: SlotLoad) -> int:
         """Rows of a chunk."""
         return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
 
-    def copy(self, rows: Bytes, part: Places, load: Load) -> None:
-        """Of `rows`, those of `part` into their slot; they are there when it returns."""
-        part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
+    def copy(self, rows: Bytes, part: RowIndices, load: SlotLoad) -> None:
+        """Copy the rows `part` of `rows` into their slot; done when it returns."""
+        part = np.sort(part)  # memory is read in ascending order, whatever the priorities
         gathered, until_s = self._staging(len(part), rows.shape[1])
         first = int(part[0])
         if int(part[-1]) - first + 1 == len(part):  # neighbours
@@ -259,35 +269,35 @@ class Lane:
             np.take(rows, part, axis=0, out=gathered.numpy(), mode="clip")
         self._send(gathered, part, load, until_s)
 
-    def unpack(self, rows: Bytes, part: Places, load: Load) -> None:
-        """The same, where `rows` are those alone, in ascending order."""
+    def unpack(self, rows: Bytes, part: RowIndices, load: SlotLoad) -> None:
+        """As `copy`, where `rows` holds only the rows `part`, in ascending order."""
         gathered, until_s = self._staging(*rows.shape)
         np.copyto(gathered.numpy(), rows)
         self._send(gathered, part, load, until_s)
 
     def _staging(self, num_rows: int, row_bytes: int) -> tuple[Tensor, float]:
-        """Memory for rows, and the time before which an imitated link has not sent them."""
+        """Staging memory for rows, and the time at which a simulated link would have sent them."""
         num_bytes = num_rows * row_bytes
         wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
         return self._host_bytes[:num_bytes].view(num_rows, row_bytes), time.monotonic() + wait_s
 
     @torch.inference_mode()
-    def _send(self, gathered: Tensor, part: Places, load: Load, until_s: float) -> None:
+    def _send(self, gathered: Tensor, part: RowIndices, load: SlotLoad, until_s: float) -> None:
         slot, num_bytes = load.slot, gathered.numel()
-        places = torch.from_numpy(part)
+        row_indices = torch.from_numpy(part)
         if self._stream is None:
-            self._write(gathered, places, load)
+            self._write(gathered, row_indices, load)
         else:
             with torch.cuda.stream(self._stream):
                 if slot.last_use is not None:
                     self._stream.wait_event(slot.last_use)
                 arrived = self._device_bytes[:num_bytes].view(len(part), -1)
                 arrived.copy_(gathered, non_blocking=True)
-                self._write(arrived, places.to(self._copier.form.device), load)
+                self._write(arrived, row_indices.to(self._copier.layout.device), load)
             self._stream.synchronize()
         if (left_s := until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def _write(self, arrived: Tensor, places: Tensor, load: Load) -> None:
-        slot, is_twin = load.slot, self._copier.facts.is_twin(load.key[1])
-        self._copier.form.write(slot.memory, slot.expert, arrived, places, is_twin)
+    def _write(self, arrived: Tensor, row_indices: Tensor, load: SlotLoad) -> None:
+        slot, is_int8_copy = load.slot, self._copier.facts.is_int8_copy(load.key[1])
+        self._copier.layout.write(slot.memory, slot.expert, arrived, row_indices, is_int8_copy)

@@ -1,8 +1,7 @@
-"""The routed experts of one model out of a cache: asked by layer, looked ahead for, counted.
+"""The routed experts of one model, served from a cache: lookups by layer, prefetching, counters.
 
-Puts what a layer asks for into the words of the cache: which experts, which of their neurons, whose
-twin; and has what the next layer is likely to ask for come meanwhile. Knows nothing of settings,
-files or slots.
+Translates the routing of a layer into cache lookups (which experts, which of their neurons, whose
+int8 copy), and prefetches what the next layer is likely to need while this one computes.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from torch import Tensor
 
 from penstock.kernels.moe import Visited
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.copier import LinkMeter
-from penstock.workers.experts.expert_file import Places
-from penstock.workers.experts.lookahead import Predictor, RoutedLayer
-from penstock.workers.experts.lookups import Wanted
+from penstock.workers.experts.copier import TransferMeter
+from penstock.workers.experts.expert_file import RowIndices
+from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
+from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.neurons import NeuronChoice
-from penstock.workers.experts.routing import Routing
+from penstock.workers.experts.neurons import NeuronSelector
+from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
-WHOLE_SHARE = 0.75  # of an expert's neurons: if more are wanted, all of them come in one piece
+WHOLE_SHARE = 0.75  # of an expert's neurons: if more are needed, the whole expert is loaded
 
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
 
 
 class RoutedExperts:
-    """What a decoder with an expert cache has instead of packed experts."""
+    """The routed experts of a decoder that has an expert cache."""
 
     def __init__(
         self,
@@ -38,42 +37,42 @@ class RoutedExperts:
         config: ModelConfig,
         *,
         prefetch: bool = False,
-        choice: NeuronChoice | None = None,
+        selector: NeuronSelector | None = None,
     ):
-        """`choice` of neurons: for sparse rows, and of what is prefetched."""
+        """`selector`: selects the neurons of sparse rows, and those that are prefetched."""
         self.cache = cache
         self.prefetch = prefetch
-        self.choice = choice
-        self.rows: StepRows | None = None  # of the step under way; None: all of them are exact
+        self.selector = selector
+        self.rows: StepRows | None = None  # of the current step; None: all rows are exact
         self.watch: Watcher | None = None
-        self.meter = LinkMeter(cache.copier.counts)
+        self.meter = TransferMeter(cache.copier.counts)
         self.num_sparse_neurons = self.num_skipped_neurons = 0
-        self.num_withheld = 0  # times that nothing was prefetched because the link had no time
-        self.predictor: Predictor | None = None  # until the layers are there
+        self.num_withheld = 0  # prefetches withheld because the host link was saturated
+        self.predictor: ExpertPredictor | None = None  # None until the layers are loaded
         self._config = config
 
     def layer(self, layer: int) -> CachedExperts:
         return CachedExperts(self, layer)
 
     def look_ahead_by(self, layers: Sequence[RoutedLayer]) -> None:
-        """All routers are there: predict with them."""
+        """Predict with the routers of these layers."""
         facts = self._config
-        self.predictor = Predictor(
+        self.predictor = ExpertPredictor(
             layers, facts.num_experts, facts.num_experts_per_token, facts.rms_norm_eps
         )
 
     def look_ahead(self, layer: int, ids: Tensor, state: Callable[[], Tensor]) -> None:
-        """Behind what `layer` waits for, have the experts of the next one come.
+        """Prefetch experts of the next layer, after the loads that `layer` waits for.
 
-        A step of so many rows that all experts are wanted streams whole layers (rows that want some
-        neurons only do not count). For others, what comes is a guess, and is only made if asked
-        for, and while the link has time for it.
+        A step with enough rows to need all experts streams whole layers (sparse rows do not count).
+        For smaller steps the prefetch is a prediction, made only if `prefetch` is on and the host
+        link is not saturated.
         """
         predictor = self.predictor
         if predictor is None:
             return
         following = predictor.next_of(layer)
-        if predictor.wants_all(len(ids) - self._num_sparse()):
+        if predictor.needs_all_experts(len(ids) - self._num_sparse()):
             predictor.forget(layer, following)
             if following is not None:
                 first = self._shift()
@@ -88,7 +87,7 @@ class RoutedExperts:
             self.num_withheld += 1
             return
         now = state()
-        experts, shift = predictor.foresee(now, following), self._shift()
+        experts, shift = predictor.predict_experts(now, following), self._shift()
         if shift:
             self.cache.prefetch(following, [expert + shift for expert in experts])
         else:
@@ -98,30 +97,32 @@ class RoutedExperts:
         return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
 
     def _shift(self) -> int:
-        """From an expert's number to its twin's, if that is what all rows of the step take."""
+        """The offset from an expert's id to its int8 copy's, if all rows of the step use copies."""
         if self.rows is None or self.rows.quantized is None or not bool(self.rows.quantized.all()):
             return 0
         return self.cache.manifest.num_experts
 
-    def _foreseen_neurons(self, state: Tensor, layer: int) -> Wanted:
-        """Of the experts that `layer` is likely to want, the neurons; all, without a choice."""
-        if self.choice is None or self.predictor is None:
+    def _foreseen_neurons(self, state: Tensor, layer: int) -> NeededRows:
+        """The neurons that `layer` is likely to need of the predicted experts; all, without a
+        selector."""
+        if self.selector is None or self.predictor is None:
             return {}
-        return self.predictor.foresee_neurons(state, layer, self.choice.active)
+        return self.predictor.predict_neurons(state, layer, self.selector.active)
 
     def count_neurons(self, num_neurons: int, num_skipped: int) -> None:
-        """Of a step: neurons of the experts that sparse rows went through, and those left out."""
+        """Count for a step: neurons of the experts that sparse rows were routed to, and those left
+        out."""
         self.num_sparse_neurons += num_neurons
         self.num_skipped_neurons += num_skipped
 
     def stats(self) -> ExpertStats:
-        """A snapshot; from the thread that computes."""
+        """A snapshot; called from the thread that computes."""
         cache, counts, link = self.cache, self.cache.counts, self.cache.copier.counts
         accuracy = self.predictor.accuracy if self.prefetch and self.predictor else {}
         return ExpertStats(
             num_slots=cache.num_slots,
             num_experts=cache.manifest.num_all,
-            slot_bytes=cache.form.num_bytes,
+            slot_bytes=cache.layout.num_bytes,
             epoch=cache.manifest.epoch,
             num_hits=counts.num_hits,
             num_partial=counts.num_partial,
@@ -153,7 +154,7 @@ class RoutedExperts:
         )
 
     def hottest(self, at_most: int) -> list[tuple[int, int, int]]:
-        """(layer, expert, steps that needed it), the most wanted first; from any thread."""
+        """(layer, expert, steps that needed it), the most used first; from any thread."""
         uses = sorted(self.cache.counts.uses.copy().items(), key=lambda item: -item[1])
         return [(*key, count) for key, count in uses[:at_most]]
 
@@ -162,73 +163,75 @@ class RoutedExperts:
 
 
 @dataclass(slots=True)
-class Choices:
-    """Of one layer and step: the neurons that count for whom, and those that must be there."""
+class SelectedNeurons:
+    """The selected neurons of one layer in one step, and the rows that the cache must hold."""
 
     active: dict[int, Tensor] = field(default_factory=dict)  # by expert, bool [its tokens, inner]
-    wanted: dict[int, Places] = field(default_factory=dict)
+    needed_rows: dict[int, RowIndices] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedExperts:
-    """The experts of one layer, each of them in device memory while it is used."""
+    """The experts of one layer, each in device memory while it is used."""
 
     routed: RoutedExperts
     layer: int
 
-    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> Routing:
-        """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
-        residual stream [T, hidden], with all that is known of this layer's output."""
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
+        """The routing for `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` returns the
+        residual stream [T, hidden], including the part of this layer's output that is known."""
         routed, rows = self.routed, self.routed.rows
         if routed.watch is not None:
             routed.watch(self.layer, x, ids)
         facts, asked = routed.cache.manifest, ids
         if rows is not None and rows.quantized is not None:
             asked = ids + facts.num_experts * rows.quantized[:, None]
-        choices = Choices()
+        selected = SelectedNeurons()
         if rows is not None and rows.sparse is not None:
-            choices = self._choose(ids, x, rows, rows.sparse)
+            selected = self._select_neurons(ids, x, rows, rows.sparse)
 
         def in_turn(needed: list[int]) -> Iterator[Visited]:
             def meanwhile() -> None:
                 routed.look_ahead(self.layer, ids, state)
 
-            visit = routed.cache.visit(self.layer, needed, meanwhile, choices.wanted)
-            return ((e, expert, choices.active.get(e)) for e, expert in visit)
+            visit = routed.cache.visit(self.layer, needed, meanwhile, selected.needed_rows)
+            return ((e, expert, selected.active.get(e)) for e, expert in visit)
 
-        return Routing(asked, facts.num_known, in_turn)
+        return LayerRouting(asked, facts.num_known, in_turn)
 
-    def _choose(self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor) -> Choices:
-        """The neurons of each expert that has sparse rows, and what is left out, counted."""
-        choice, choices = self.routed.choice, Choices()
-        assert choice is not None, "sparse rows need thresholds"
-        if len(ids) == 1:  # what is asked for most, without a gather
+    def _select_neurons(
+        self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor
+    ) -> SelectedNeurons:
+        """Select the neurons of each expert that has sparse rows, and count those left out."""
+        selector, selected = self.routed.selector, SelectedNeurons()
+        assert selector is not None, "sparse rows need thresholds"
+        if len(ids) == 1:  # the common case, without a gather
             for expert in ids[0].tolist():
-                kept = choice.active(self.layer, expert, x)
-                choices.active[expert] = kept
-                self._want(expert, kept, choices)
+                kept = selector.active(self.layer, expert, x)
+                selected.active[expert] = kept
+                self._want(expert, kept, selected)
                 rows.num_neurons.add_(kept.shape[1])
                 rows.num_skipped.add_(kept.shape[1] - kept.sum(1))
-            return choices
+            return selected
         for expert in ids[sparse].unique().tolist():
             tokens = (ids == expert).any(1).nonzero()[:, 0]
             theirs = sparse[tokens]
             some = tokens[theirs]
-            kept = choice.active(self.layer, expert, x[some])
+            kept = selector.active(self.layer, expert, x[some])
             rows.num_neurons[some] += kept.shape[1]
             rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
             if len(some) == len(tokens):
-                self._want(expert, kept, choices)
+                self._want(expert, kept, selected)
             active = kept.new_ones(len(tokens), kept.shape[1])
             active[theirs] = kept
-            choices.active[expert] = active
-        return choices
+            selected.active[expert] = active
+        return selected
 
-    def _want(self, expert: int, kept: Tensor, choices: Choices) -> None:
-        """What all of an expert's rows together need of it is all that need be there."""
+    def _want(self, expert: int, kept: Tensor, selected: SelectedNeurons) -> None:
+        """The cache must hold the union of the neurons that an expert's rows need."""
         union = kept[0] if len(kept) == 1 else kept.any(0)
-        places: Places = union.nonzero()[:, 0].cpu().numpy()
+        row_indices: RowIndices = union.nonzero()[:, 0].cpu().numpy()
         if self.routed.predictor is not None:
-            self.routed.predictor.observe_neurons(self.layer, expert, places)
-        if len(places) <= WHOLE_SHARE * kept.shape[1]:
-            choices.wanted[expert] = places
+            self.routed.predictor.observe_neurons(self.layer, expert, row_indices)
+        if len(row_indices) <= WHOLE_SHARE * kept.shape[1]:
+            selected.needed_rows[expert] = row_indices

@@ -1,6 +1,6 @@
 """Steps launched before the last one was read: the same answers as in the plain order.
 
-The oracle is the same engine with `look_ahead: off`, whose own oracle is transformers.
+The oracle is the same engine with `async_scheduling: off`, whose own oracle is transformers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.device_copy import Mark
-from penstock.workers.engine.engine import Engine, looks_ahead
+from penstock.workers.engine.engine import Engine, wants_async_scheduling
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.executor import Executor
-from penstock.workers.execution.step import Launched, prepare
+from penstock.workers.execution.step import StepInFlight, prepare
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
 from penstock.workers.scheduling.ridge import Decision
@@ -43,15 +43,15 @@ def model():
     return load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
 
 
-def make_engine(model, look_ahead="on", rule=None, **given):
+def make_engine(model, async_scheduling="on", rule=None, **given):
     """An engine whose fresh memory is all NaN."""
     given = {"num_blocks": 128, "block_size": 4, **given}
-    engine = Engine(EngineConfig(look_ahead=look_ahead, **given), model, rule)
+    engine = Engine(EngineConfig(async_scheduling=async_scheduling, **given), model, rule)
     engine.arena.storage.fill_(0xFF)
     return engine
 
 
-class LateLaunched(Launched):
+class LateStep(StepInFlight):
     """A step that a device has been given that is in no hurry."""
 
     def __init__(self, plan, step, before, executor, workspace):
@@ -82,7 +82,7 @@ class LateExecutor(Executor):
     def launch(self, plan, before=None):
         step = prepare(plan, before, self.block_size)
         with self.memory.lease(plan.num_tokens) as workspace:
-            return LateLaunched(plan, step, before, self, workspace)
+            return LateStep(plan, step, before, self, workspace)
 
 
 def make_late(engine):
@@ -364,7 +364,7 @@ def test_a_step_that_cannot_be_read_ends_its_requests_and_the_engine_goes_on(mod
     engine.add(request)
     step(engine, answers)
     step(engine, answers)
-    read = Launched.read
+    read = StepInFlight.read
     lost = engine._in_flight
 
     def fails(launched):
@@ -372,7 +372,7 @@ def test_a_step_that_cannot_be_read_ends_its_requests_and_the_engine_goes_on(mod
             raise RuntimeError("the device is gone")
         return read(launched)
 
-    monkeypatch.setattr(Launched, "read", fails)
+    monkeypatch.setattr(StepInFlight, "read", fails)
     while engine.has_work():
         step(engine, answers)
     assert answers["a"][-1].error == "internal_error"
@@ -404,8 +404,8 @@ def test_on_its_thread(model):
 def test_the_setting():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for setting, want in {"auto": (False, True), "on": (True, True), "off": (False, False)}.items():
-        config = EngineConfig(look_ahead=setting)
-        assert (looks_ahead(config, cpu), looks_ahead(config, cuda)) == want
-        assert not looks_ahead(config, cuda, is_routed=True)
-    with pytest.raises(ConfigError, match="look_ahead must be one of auto, on, off"):
-        EngineConfig(look_ahead="yes")
+        config = EngineConfig(async_scheduling=setting)
+        assert (wants_async_scheduling(config, cpu), wants_async_scheduling(config, cuda)) == want
+        assert not wants_async_scheduling(config, cuda, is_routed=True)
+    with pytest.raises(ConfigError, match="async_scheduling must be one of auto, on, off"):
+        EngineConfig(async_scheduling="yes")

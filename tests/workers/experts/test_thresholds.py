@@ -15,13 +15,13 @@ from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.thresholds import KEEPS, Calibration, ScoreHistograms
 from tests.workers.checkpoints import random_prompt
 from tests.workers.experts.test_modes import load
-from tests.workers.models.test_decoder import Paged, Tokens
+from tests.workers.models.test_decoder import PagedDecoder, Tokens
 
 
 def test_thresholds_that_are_not_used(thresholds, tmp_path):
-    with pytest.raises(LoadError, match=r"neuron_thresholds\.json is not there"):
+    with pytest.raises(LoadError, match=r"neuron_thresholds\.json is missing"):
         load("olmoe", mode="sparse")
-    with pytest.raises(LoadError, match="is of another model"):
+    with pytest.raises(LoadError, match="belongs to another model"):
         load("olmoe", mode="sparse", thresholds=thresholds("qwen3_moe"))
     good = json.loads(Path(thresholds("olmoe")).read_text())
     for name, change in {
@@ -31,7 +31,7 @@ def test_thresholds_that_are_not_used(thresholds, tmp_path):
         "layers": [0],
     }.items():
         (tmp_path / "bad").write_text(json.dumps({**good, name: change}))
-        with pytest.raises(LoadError, match="no file of neuron thresholds"):
+        with pytest.raises(LoadError, match="not a file of neuron thresholds"):
             load("olmoe", mode="sparse", thresholds=str(tmp_path / "bad"))
 
 
@@ -68,7 +68,7 @@ def test_kept_shares_are_those_asked_for():
     model = load("builtin-moe", mode="sparse", keep=0.5, num_slots=32)
     ids = random_prompt(96)
     rows = StepRows.of([("sparse", 0, 0, len(ids))], torch.device("cpu"))
-    paged, seq = Paged(model), Tokens(list(ids))
+    paged, seq = PagedDecoder(model), Tokens(list(ids))
     model.forward = functools.partial(model.forward, moe_rows=rows)
     with torch.inference_mode():
         paged.step((seq, len(ids)))

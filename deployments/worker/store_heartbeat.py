@@ -15,26 +15,26 @@ from penstock.workers.stats import ExpertStats
 from penstock.workers.worker import Worker
 
 
-class StoreLink:
-    """A worker's second line: once a second it tells the store how its cache does, and follows it
-    to another epoch. Whatever happens to the store, `beat` returns."""
+class StoreHeartbeat:
+    """Once a second, sends the store this worker's cache statistics, and switches to the store's
+    new epoch when there is one. `heartbeat` never raises, whatever happens to the store."""
 
     def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
-        """`epoch`: of the arena that the worker began with."""
+        """`epoch`: of the expert file that the worker started with."""
         self._epoch = epoch
         self._client = client
         self._worker = worker
         self._was_there = True
 
     def warm(self) -> None:
-        """Have the experts come that other workers needed most."""
+        """Load the experts that other workers used most."""
         with contextlib.suppress(RayError, TimeoutError):
             self._worker.warm_experts(self._client.call_now("hints"))
 
-    async def beat(self, worker: int, stats: ExpertStats) -> None:
+    async def heartbeat(self, worker: int, stats: ExpertStats) -> None:
         try:
             hot = self._worker.hottest_experts(MAX_HINTS)
-            epoch = await self._client.beat(worker, stats, hot)
+            epoch = await self._client.heartbeat(worker, stats, hot)
             if epoch != self._epoch:
                 await asyncio.to_thread(self._change_over)
             if not self._was_there:
@@ -42,11 +42,14 @@ class StoreLink:
             self._was_there = True
         except (RayError, TimeoutError, ValueError, LoadError) as error:
             if self._was_there:
-                log.warning("no expert store, the map serves on: %s", type(error).__name__)
+                log.warning(
+                    "the expert store does not answer (%s); serving from the mapped file",
+                    type(error).__name__,
+                )
             self._was_there = False
 
     def _change_over(self) -> None:
         manifest = self._client.manifest()
         self._worker.use_experts(manifest)
         self._epoch = manifest.epoch
-        log.info("experts come from epoch %d of the store now", manifest.epoch)
+        log.info("experts are now loaded from epoch %d of the store", manifest.epoch)
