@@ -13,12 +13,13 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.client import ExpertStoreClient
 from penstock.deployments.experts.remote import RemoteExperts
 from penstock.deployments.experts.spec import StoreSpec
+from penstock.deployments.placement import uses_gpus
+from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import (
+    cluster_resources,
     configure_logging,
-    hide_serve_port,
-    in_words,
-    wants_gpus,
+    start_failure,
 )
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.stats import EngineStats, WorkerInfo
@@ -30,7 +31,7 @@ class WorkerReplica:
 
     def __init__(self, config: ServeConfig, host: str | None):
         configure_logging(config)
-        hide_serve_port()
+        keep_serve_port_local()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
@@ -52,7 +53,7 @@ class WorkerReplica:
                 self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
                 self._store.warm()
         except Exception as error:
-            self._registry.call_now("failed", in_words("a worker", error))
+            self._registry.call_now("failed", start_failure("a worker", error))
             raise
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
@@ -78,7 +79,7 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
     engine = config.engine
     if engine.expert_cache_gb is None:
         return None
-    device = "cuda" if wants_gpus(config) else "cpu"
+    device = "cuda" if uses_gpus(config, cluster_resources()) else "cpu"
     spec = StoreSpec(
         config.app_name,
         engine.model,
