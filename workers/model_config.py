@@ -6,13 +6,13 @@ Only this module and text/ import transformers.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import StoredScheme, read_scheme
+from penstock.workers.rope_config import RopeConfig, rope_config
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -24,25 +24,7 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MAX_JSON_BYTES = 16 * 2**20  # the largest real config.json is some KiB
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: frequencies theta^(-2i/rotary_dim), scaled as `type` says."""
-
-    theta: float
-    rotary_dim: int  # the leading dimensions of a head that turn; even
-    type: str = "default"  # one of ROPE_TYPES
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0  # llama3, yarn: context before scaling
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
-    attention_factor: float = 1.0  # multiplies cos and sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +204,7 @@ def _from_transformers(architecture: str, hf: Any, generation: dict[str, Any]) -
         rms_norm_eps=float(hf.rms_norm_eps),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         max_position_embeddings=hf.max_position_embeddings,
-        rope=_rope(hf, head_dim),
+        rope=rope_config(hf, head_dim),
         sliding_window=_windows(model_type, hf),
         # Mistral and Mixtral have no biases at all, Qwen2 none outside q, k and v.
         qkv_bias=qkv_bias.get(model_type, attention_bias and model_type in _ATTENTION_BIAS),
@@ -275,50 +257,6 @@ def _moe_layers(hf: Any) -> tuple[bool, ...]:
         layer not in dense and hf.num_experts > 0 and (layer + 1) % step == 0
         for layer in range(hf.num_hidden_layers)
     )
-
-
-def _rope(hf: Any, head_dim: int) -> RopeConfig:
-    """From `rope_parameters`, where transformers also puts rope_theta and rope_scaling."""
-    given = hf.rope_parameters
-    kind = given.get("rope_type")
-    if kind not in ROPE_TYPES:
-        raise ConfigError(
-            f"RoPE scaling {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
-        )
-    theta = float(given["rope_theta"])
-    rotary_dim = int(head_dim * given.get("partial_rotary_factor", 1.0))
-    if kind == "default":
-        return RopeConfig(theta, rotary_dim)
-    original = given.get("original_max_position_embeddings", hf.max_position_embeddings)
-    if original < 1 or (given["factor"] is not None and given["factor"] <= 0):
-        raise ConfigError(f"RoPE scaling needs positive factors and contexts; got {given}")
-    factor = float(given["factor"] or hf.max_position_embeddings / original)
-    return RopeConfig(
-        theta,
-        rotary_dim,
-        kind,
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0,
-    )
-
-
-def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
-    """The temperature of YaRN (arXiv 2309.00071, eq. 22), in DeepSeek's generalisation."""
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
-    return mscale(1.0)
 
 
 def _eos_token_ids(hf: Any, generation: dict[str, Any]) -> tuple[int, ...]:

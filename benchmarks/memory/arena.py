@@ -25,9 +25,10 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.sizing import GPU_KV_FRACTION
 from penstock.workers.memory.arena import BlockLayout
 from penstock.workers.memory.workspace import activation_plan, logits_plan
-from penstock.workers.model_config import ModelConfig, RopeConfig
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
+from penstock.workers.rope_config import RopeConfig
 
 BF16 = torch.bfloat16
 BLOCK_SIZE = 16

@@ -22,10 +22,11 @@ import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.model_config import ModelConfig, RopeConfig
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import build_random
 from penstock.workers.request import Request, SamplingParams
+from penstock.workers.rope_config import RopeConfig
 
 POOL_BYTES = 4 * 2**20
 NUM_REQUESTS, PROMPT, ANSWER = 40, 48, 48

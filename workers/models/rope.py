@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.workers.model_config import RopeConfig
+from penstock.workers.rope_config import RopeConfig
 
 
 class Rope:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig, RopeConfig
+from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.rope_config import RopeConfig
 
 
 def _shape(
