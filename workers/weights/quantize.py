@@ -159,7 +159,7 @@ def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], obj
     `out` exists or the disk is too small; on any error, nothing is left behind.
     """
     if out.exists():
-        raise ConfigError(f"{out} already exists; give another --out, or remove it")
+        raise ConfigError(f"{out} exists already; give another --out, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if free < plan.num_bytes:

@@ -276,7 +276,7 @@ class TestTool:
         assert "penstock serve" in capsys.readouterr().out
         before = sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir())
         assert main(["quantize", source, "--to", "fp8", "--out", str(out)]) == 2
-        assert "already exists" in capsys.readouterr().err
+        assert "exists already" in capsys.readouterr().err
         assert sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir()) == before
         again = str(tmp_path / "again")
         assert main(["quantize", str(out), "--to", "int4", "--out", again]) == 2
