@@ -1,4 +1,4 @@
-"""What a KV format admits: the same bytes, the same requests, a pool that cannot hold them all.
+"""KV formats under memory pressure: the same bytes and requests, in a pool that is too small.
 
     python -m benchmarks.memory.kv_formats [--out benchmarks/results/2026-11-21-kv-formats.md]
 

@@ -110,7 +110,7 @@ def wrap_tokenizer(tokenizer: Tokenizer, context: int = CONTEXT) -> PreTrainedTo
 
 
 def render(messages: Iterable[dict[str, str]]) -> str:
-    """What CHAT_TEMPLATE makes of the messages behind the mark, without running the template."""
+    """The text that CHAT_TEMPLATE renders after the mark, without running the template."""
     return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
 
 
@@ -173,7 +173,7 @@ class Sampler:
 
     def batch(self, step: int, rows: int, length: int) -> torch.Tensor:
         """int64 [rows, length + 1]: conversations, and books from anywhere or from a paragraph's
-        start, each behind an end-of-text mark: what heads without use for a text can rest on."""
+        start, each after an end-of-text mark, on which heads can rest as an attention sink."""
         rng = np.random.default_rng((self.seed, step))
         out = np.empty((rows, length + 1), dtype=np.int64)
         for row in out:

@@ -191,9 +191,9 @@ class StepMemory:
         self.reserve_tokens = reserve_tokens
         self.reserve_bytes = plan.bytes_for(reserve_tokens)
         assert arena.reserve_bytes >= self.reserve_bytes + logits.bytes_for(num_logits)
-        behind = arena.tail(0)[self.reserve_bytes :]
-        views = logits.views(num_logits, behind)
-        self.rest = behind[logits.bytes_for(num_logits) :]
+        remainder = arena.tail(0)[self.reserve_bytes :]
+        views = logits.views(num_logits, remainder)
+        self.rest = remainder[logits.bytes_for(num_logits) :]
         self.logits, self.narrow = views["logits"], views["narrow"]
         self._small: dict[int, Workspace] = {}  # by rows, in the reserve: always the same addresses
 

@@ -1,4 +1,4 @@
-"""Guessing the next layer's experts: the control, the counts, and what is done with a guess."""
+"""Predicting the next layer's experts: the control, the counts, and how predictions are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory's ledger and contents against a simple model, and the thread that copies."""
+"""The host tier's accounts and contents against a simple model, and the copy thread."""
 
 from __future__ import annotations
 
