@@ -107,7 +107,7 @@ class EngineConfig:
         "where 32 does not divide the head dimension",
         KV_GROUPS,
     )
-    look_ahead: str = option(
+    async_scheduling: str = option(
         "auto",
         "launch a step from the ids of the one before on the device, before the host has read "
         "them, so that host and device work at the same time (docs/engine.md); auto: on a GPU",
@@ -227,7 +227,7 @@ class EngineConfig:
             )
         for name, known in (
             *(("kv", KV), ("kv_group", KV_GROUPS)),
-            *(("look_ahead", SWITCH), ("cuda_graphs", SWITCH)),
+            *(("async_scheduling", SWITCH), ("cuda_graphs", SWITCH)),
             *(("moe_mode", MOE_MODES), ("moe_score", MOE_SCORES)),
         ):
             if getattr(self, name) not in known:

@@ -202,7 +202,7 @@ class ContextSettings:
         return made
 
 
-def obstacle_of(model: ModelConfig) -> str | None:
+def unsupported_reason(model: ModelConfig) -> str | None:
     """Why a sink window cannot be had with `model`, or None.
 
     Any rotary embedding with fixed frequencies can have one, and others do not load at all

@@ -95,7 +95,7 @@ class SamplingParams:
         )
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether what may come depends on which tokens the answer has so far."""
         return bool(
             self.repetition_penalty != 1.0

@@ -34,10 +34,10 @@ class Worker:
         host: str,
         announce: Announce | None = None,
         experts: Manifest | None = None,
-        far_experts: RowSource | None = None,
+        remote_experts: RowSource | None = None,
     ):
         """`experts`: of the store; None: an expert cache, if there is one, has its own.
-        `far_experts`: how to reach them where the store is on another node."""
+        `remote_experts`: how to reach them where the store is on another node."""
         if config.threads is not None:  # before torch looks at it
             os.environ["OMP_NUM_THREADS"] = str(config.threads)
         import torch
@@ -65,7 +65,7 @@ class Worker:
                 quantize_lm_head=config.quantize_lm_head,
                 device=device,
                 progress=False,
-                experts=settings_of(config, experts, far_experts),
+                experts=settings_of(config, experts, remote_experts),
             )
             engine = Engine(config, model)
         self._routed = model.routed

@@ -1,4 +1,4 @@
-"""What the programs about experts share: the model, its text, an arena, and where figures go.
+"""What the programs about experts share: the model, its text, an expert file, and where figures go.
 
 Nobody runs it. Knows nothing of what is measured.
 """
@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import Manifest
-from penstock.workers.experts.writer import remove_arena, write_arena
+from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.models.loader import open_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
@@ -51,15 +51,19 @@ def books(corpus: Path) -> list[Sequence[int]]:
 
 
 @contextmanager
-def arena(model: str, weights: str, *, has_twins: bool = False) -> Iterator[Manifest]:
+def temporary_expert_file(
+    model: str, weights: str, *, has_int8_copies: bool = False
+) -> Iterator[Manifest]:
     """The experts of a model in shared memory, for as long as it is open."""
     folder, config, tensors = open_model(model, weights, "cpu")
     experts = CheckpointExperts(folder, config, tensors, weights)
-    path = Path(f"/dev/shm/penstock-bench-{os.getpid()}-{weights}.arena")
+    path = Path(f"/dev/shm/penstock-bench-{os.getpid()}-{weights}.experts")
     try:
-        yield write_arena(experts, path, DTYPES[config.dtype], has_twins=has_twins)
+        yield write_expert_file(
+            experts, path, DTYPES[config.dtype], has_int8_copies=has_int8_copies
+        )
     finally:
-        remove_arena(path)
+        remove_expert_file(path)
 
 
 def drain(engine: Engine, ids: Sequence[int], num_new: int) -> None:

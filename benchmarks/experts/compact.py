@@ -4,7 +4,7 @@
 and masks the others. Per expert and token, experts taking turns so that weights come from memory:
 
 whole      what sparse does: gate and up of all neurons, a mask, down over all of them.
-compact    the kept rows are taken from the arena, written into a small packed expert, and
+compact    the kept rows are taken from the expert file, written into a small packed expert, and
            multiplied there: the least that there is to read.
 product    of that, the product alone, from cache: what a kernel that gathers as it multiplies
            could not reach.

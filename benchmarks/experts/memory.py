@@ -1,6 +1,6 @@
 """What one copy of the experts saves: memory of two processes, as Linux counts shared pages.
 
-Two processes that serve a random model from one arena, against two that each have one of their own;
+Two processes that serve a random model from one expert file, against two with a file each;
 each has used every expert once. PSS: a page that n processes share counts 1/n in each.
 
     python -m benchmarks.experts.memory --out benchmarks/results/2026-11-21-experts-memory
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.experts.common import arena, finish, parser_of
+from benchmarks.experts.common import finish, parser_of, temporary_expert_file
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.writer import manifest_path
@@ -41,7 +41,7 @@ def memory() -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         del model
-        with arena(str(folder), "auto") as manifest:
+        with temporary_expert_file(str(folder), "auto") as manifest:
             one = _children(folder, str(manifest_path(Path(manifest.path))))
         own = _children(folder, "")
     return {"experts_mib": manifest.num_bytes / 2**20, "one_copy": one, "own_copies": own}

@@ -99,18 +99,18 @@ def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
                 assert all(len(each.ids) == WINDOW for each in seen)
                 for i, each in enumerate(seen):
                     layer, guesses = each.layer, {}
-                    guesses["control"] = predictor.guess(each.state, layer)
+                    guesses["control"] = predictor.predict_ids(each.state, layer)
                     if i:
                         mlp = model.layers[layer].mlp
                         assert isinstance(mlp, MoeMlp)
-                        guesses["P1"] = predictor.guess(seen[i - 1].state, layer)
+                        guesses["P1"] = predictor.predict_ids(seen[i - 1].state, layer)
                         guesses["P0"] = mlp.choose(seen[i - 1].normed)[1]
                         _count_neurons(model, seen[i - 1].state, each, neurons[layer])
                     before = torch.cat([torch.full_like(each.ids[:1], -1), each.ids[:-1]])
                     guesses["previous token"] = before
-                    for name, guess in guesses.items():
+                    for name, predict_ids in guesses.items():
                         counts = right.setdefault(name, [0] * model.config.num_layers)
-                        counts[layer] += num_common(guess, each.ids)
+                        counts[layer] += num_common(predict_ids, each.ids)
                     total[layer] += each.ids.numel()
                     first[layer] += top_k
     engine.close()
@@ -131,13 +131,13 @@ def _count_neurons(model: Decoder, before: Tensor, now: Routed, counts: list[int
     """Add the neurons that the tokens of one layer keep, and those of them that `before`, the state
     of the layer before, would have kept."""
     routed = model.routed
-    assert routed is not None and routed.choice is not None
+    assert routed is not None and routed.selector is not None
     norm = model.layers[now.layer].post_attention_norm
     foreseen = rms_norm(before, norm, model.config.rms_norm_eps)
     for expert in now.ids.unique().tolist():
         tokens = (now.ids == expert).any(1)
-        kept = routed.choice.active(now.layer, expert, now.normed[tokens])
-        guessed = routed.choice.active(now.layer, expert, foreseen[tokens])
+        kept = routed.selector.active(now.layer, expert, now.normed[tokens])
+        guessed = routed.selector.active(now.layer, expert, foreseen[tokens])
         counts[0] += int(kept.sum())
         counts[1] += int((kept & guessed).sum())
 

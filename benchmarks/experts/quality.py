@@ -5,7 +5,7 @@ from them. The first 64 tokens of a window are exact, as a prompt is; the rest, 
 counts, keeps a share of each expert's neurons by one of the three scores, or, as a control, by lot.
 Every setting reads the same tokens, so differences are paired: the error bar is the standard error
 over windows of the mean difference in negative log-likelihood. Beside them the exact model and its
-int8 twins.
+int8 copies.
 
     python -m benchmarks.experts.quality --out benchmarks/results/2026-11-21-experts-quality
 """
@@ -25,9 +25,9 @@ from tqdm import tqdm
 from benchmarks.experts.common import MODEL, books, finish, parser_of
 from penstock.workers.config import MOE_SCORES
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.expert_file import Arena as ExpertArena
+from penstock.workers.experts.expert_file import ExpertFile
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.neurons import NeuronChoice, NeuronScores
+from penstock.workers.experts.neurons import NeuronScores, NeuronSelector
 from penstock.workers.experts.thresholds import FILE_NAME, Calibration
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.models.decoder import Decoder
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     settings = ExpertSettings(num_slots=10**6, prefetch=False, mode="quantized")
     model = load_model(MODEL, weights="fp32", progress=False, experts=settings)
     routed = model.routed
-    assert routed is not None and isinstance(routed.cache.copier.source, ExpertArena)
+    assert routed is not None and isinstance(routed.cache.copier.source, ExpertFile)
     calibration = Calibration.load(args.thresholds or resolve_model(MODEL) / FILE_NAME)
     reader, texts, rows = Reader(model), windows(args.corpus, args.windows), []
     plan: list[tuple[str, str, float]] = [("exact", "", 1.0), ("quantized", "", 1.0)]
@@ -113,12 +113,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     scores: dict[str, NeuronScores] = {}
     for mode, score, keep in tqdm(plan, mininterval=20):
         if score == "by lot":
-            routed.choice = ByLot(keep, routed.cache.manifest.inner)  # type: ignore[assignment]
+            routed.selector = ByLot(keep, routed.cache.manifest.inner)  # type: ignore[assignment]
         elif mode == "sparse":
             if score not in scores:
                 source = routed.cache.copier.source
                 scores[score] = NeuronScores(source, score, calibration.format, model.device)
-            routed.choice = NeuronChoice(scores[score], calibration.at(score, keep))
+            routed.selector = NeuronSelector(scores[score], calibration.at(score, keep))
         read = [reader.read(ids, mode) for ids in texts]
         losses, kept = [loss for loss, _ in read], statistics.fmean(share for _, share in read)
         baseline = baseline or losses

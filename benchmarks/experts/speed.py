@@ -3,7 +3,7 @@
 decode     One token at a time, batch of one. demand: nothing is kept from token to token; LRU over
            all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, as
            the measured counters allow it (prefetch) or at every layer (always). neurons: moe_mode
-           sparse. twins: moe_mode quantized.
+           sparse. int8: moe_mode quantized.
 formats    The same for experts as they are served with --formats: what a quantised expert saves.
 prompt     A prompt in one step, its layers' experts streamed ahead or only on demand, in turns.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.experts.common import MODEL, arena, books, drain, finish, parser_of
+from benchmarks.experts.common import MODEL, books, drain, finish, parser_of, temporary_expert_file
 from benchmarks.experts.interleave import (
     DEMAND,
     Runner,
@@ -47,7 +47,7 @@ MODES: Modes = {
     "fair + always": {"prefetch": True},
     "fair + neurons": {"mode": "sparse"},
     "fair + neurons + always": {"mode": "sparse", "prefetch": True},
-    "fair + twins": {"mode": "quantized"},
+    "fair + int8": {"mode": "quantized"},
 }
 WHOLE_MODES = ("fair", "fair + always")  # those that a quantised expert has
 
@@ -90,7 +90,7 @@ class Decoding:
 
 def decode(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float) -> dict[str, Any]:
     """Seconds of a token by mode and share, and what was moved for it."""
-    with arena(MODEL, args.weights, has_twins=True) as manifest:
+    with temporary_expert_file(MODEL, args.weights, has_int8_copies=True) as manifest:
         decoding = Decoding(args, prompt, bytes_per_s)
         decoding.add(args.weights, manifest, MODES)
         return decoding.run()
@@ -101,7 +101,7 @@ def formats(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float)
     decoding = Decoding(args, prompt, bytes_per_s)
     with ExitStack() as stack:
         for weights in args.formats:
-            manifest = stack.enter_context(arena(MODEL, weights))
+            manifest = stack.enter_context(temporary_expert_file(MODEL, weights))
             decoding.add(weights, manifest, {name: MODES[name] for name in WHOLE_MODES})
         return decoding.run()
 
@@ -112,7 +112,7 @@ def prompt_times(
     """Milliseconds of a prompt, by whether its experts are streamed; nothing there at its start."""
     engines: dict[str, Engine] = {}
     times: dict[str, list[float]] = {"on demand": [], "streamed": []}
-    with arena(MODEL, args.weights) as manifest:
+    with temporary_expert_file(MODEL, args.weights) as manifest:
         for name in times:
             settings = ExpertSettings(
                 num_slots=args.prompt_slots,

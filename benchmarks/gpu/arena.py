@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import CUDA, DEVICE, Checks, Triples, Work
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.memory.copier import LinkThread
+from penstock.workers.memory.copier import CopyThread
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
@@ -41,13 +41,13 @@ def check_copier(dtype: torch.dtype) -> Triples:
     blocks = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=device)
     kept = torch.randint(1, 200, blocks.shape, dtype=torch.uint8, pin_memory=CUDA)
     pairs = list(zip(kept, blocks, strict=True))
-    with LinkThread(device=device) as link:
+    with CopyThread(device=device) as link:
         _lend(blocks)
         transfer = link.submit(pairs)
         transfer.wait()
         _wait()
         yield "a load behind a loan", blocks.float(), kept.to(device).float()
-    with LinkThread(device=device, bytes_per_s=20 * BLOCK_BYTES) as link:
+    with CopyThread(device=device, bytes_per_s=20 * BLOCK_BYTES) as link:
         transfer = link.submit(pairs)
         transfer.cancel()
         transfer.wait()
@@ -92,7 +92,7 @@ def check_engine(dtype: torch.dtype) -> Triples:
     swap = engine.cache.swap
     assert swap is not None
     swap.link.close()
-    swap.link = LinkThread(device=model.device, bytes_per_s=100 * engine.arena.layout.block_bytes)
+    swap.link = CopyThread(device=model.device, bytes_per_s=100 * engine.arena.layout.block_bytes)
     engine.arena.storage.fill_(0xFF)
     pool, give_back, num_raced = engine.pool, engine.pool.give_back, 0
 

@@ -37,10 +37,10 @@ from penstock.workers.request import Request, SamplingParams
 Prompts = Sequence[Sequence[int]]
 Answers = dict[str, list[int]]
 WAYS = {
-    "plain": {"cuda_graphs": "off", "look_ahead": "off"},
-    "graphs": {"cuda_graphs": "on", "look_ahead": "off"},
-    "ahead": {"cuda_graphs": "off", "look_ahead": "on"},
-    "both": {"cuda_graphs": "on", "look_ahead": "on"},
+    "plain": {"cuda_graphs": "off", "async_scheduling": "off"},
+    "graphs": {"cuda_graphs": "on", "async_scheduling": "off"},
+    "ahead": {"cuda_graphs": "off", "async_scheduling": "on"},
+    "both": {"cuda_graphs": "on", "async_scheduling": "on"},
 }
 
 

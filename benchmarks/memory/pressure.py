@@ -37,7 +37,7 @@ from tqdm import tqdm
 from benchmarks.memory.pressure_report import report, summary
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.memory.copier import LinkThread
+from penstock.workers.memory.copier import CopyThread
 from penstock.workers.memory.restore import MODES
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
@@ -65,7 +65,7 @@ LINKS = {"fast": 10.0, "break-even": 1.0, "slow": 0.2}
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PressureLoad:
     """Requests of so many tokens, into a pool of so many blocks."""
 
     prompt: tuple[int, int]
@@ -75,13 +75,13 @@ class Load:
 
 
 LOADS = {
-    "short prompts, a small pool": Load((24, 200), (24, 160), 96, True),
-    "short prompts, a tiny pool": Load((24, 200), (24, 160), 48, True),
-    "long prompts, no prefix cache": Load((300, 700), (24, 100), 192, False),
+    "short prompts, a small pool": PressureLoad((24, 200), (24, 160), 96, True),
+    "short prompts, a tiny pool": PressureLoad((24, 200), (24, 160), 48, True),
+    "long prompts, no prefix cache": PressureLoad((300, 700), (24, 100), 192, False),
 }
 
 
-def variants(load: Load, num_extra: int) -> dict[str, dict[str, Any]]:
+def variants(load: PressureLoad, num_extra: int) -> dict[str, dict[str, Any]]:
     """Settings by name; the first one is what the others are compared with."""
     num_blocks = load.num_blocks
     pool = {**COMMON, "num_blocks": num_blocks, "prefix_cache": load.prefix_cache}
@@ -100,7 +100,7 @@ def scratch_in_blocks(model: Decoder) -> int:
     return -(-scratch // model.config.num_layers)  # a scratch block has one layer
 
 
-def requests_of(load: Load, args: argparse.Namespace, number: int) -> list[Request]:
+def requests_of(load: PressureLoad, args: argparse.Namespace, number: int) -> list[Request]:
     """The requests of one round; no two prompts begin alike."""
     rng = random.Random(number)
     found = []
@@ -137,7 +137,9 @@ def same(ids: Any, expected: Any, what: str) -> None:
         raise SystemExit(f"pressure: {what} gives other ids")
 
 
-def measure_pool(model: Decoder, load: Load, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
+def measure_pool(
+    model: Decoder, load: PressureLoad, args: argparse.Namespace, bar: Any
+) -> dict[str, Any]:
     """Every variant under one load, round after round."""
     settings = variants(load, scratch_in_blocks(model))
     engines = {name: Engine(EngineConfig(**each), model) for name, each in settings.items()}
@@ -182,14 +184,14 @@ def break_even_bytes_per_s(model: Decoder, num_blocks: int) -> float:
 
 def returning_engine(model: Decoder, bytes_per_s: float, mode: str) -> Engine:
     """A pool that holds one prompt's blocks and so none of the one before; a throttled link."""
-    swap.LinkThread = functools.partial(  # type: ignore[misc,assignment]
-        LinkThread, bytes_per_s=bytes_per_s
+    swap.CopyThread = functools.partial(  # type: ignore[misc,assignment]
+        CopyThread, bytes_per_s=bytes_per_s
     )
     try:
         settings = {**COMMON, "num_blocks": PROMPT_LEN // 16 + 8, "host_kv_gb": HOST_GB}
         return Engine(EngineConfig(**settings, kv_restore=mode), model)
     finally:
-        swap.LinkThread = LinkThread  # type: ignore[misc]
+        swap.CopyThread = CopyThread  # type: ignore[misc]
 
 
 def visit(engine: Engine, request: Request) -> dict[str, Any]:

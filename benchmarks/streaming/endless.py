@@ -73,7 +73,7 @@ class Neighbour:
     error: str = ""
 
 
-class Watch:
+class ProcessSampler:
     """Looks at status and processes until it is cancelled."""
 
     def __init__(self, http: httpx.AsyncClient, pids: Sequence[int], arrivals: list[float]):
@@ -144,7 +144,7 @@ async def measure(args: argparse.Namespace, urls: dict[str, str], pids: list[int
         prompt = await client.tokenize(PROMPT)
         assert len(prompt) == PROMPT_TOKENS, prompt
         refusal = await refused(client, prompt, args.tokens)
-        watch = Watch(http, pids, arrivals)
+        watch = ProcessSampler(http, pids, arrivals)
         watching = asyncio.create_task(watch.run())
         began_s = time.perf_counter()
         with tqdm(total=args.tokens, unit="token") as bar:

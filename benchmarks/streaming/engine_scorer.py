@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.streaming.torch_scorer import OnTokens, Policy, TorchScorer
+from benchmarks.streaming.torch_scorer import CachePolicy, OnTokens, TorchScorer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
@@ -48,7 +48,7 @@ class EngineScorer:
         self.engine = Engine(config, model)
 
     def score(
-        self, token_ids: Sequence[int], policy: Policy, on_tokens: OnTokens | None = None
+        self, token_ids: Sequence[int], policy: CachePolicy, on_tokens: OnTokens | None = None
     ) -> Tensor:
         """As `Scorer.score`. Raises RequestError where the engine refuses the policy."""
         if policy.window is not None and policy.block_size != BLOCK_SIZE:
@@ -77,7 +77,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     corpus = ROOT.parent / "shared" / "data" / "classics"
-    builtin = ROOT / "workers" / "models" / "builtin" / "dense"
+    builtin = ROOT / "workers" / "weights" / "builtin" / "dense"
     parser.add_argument("--model", type=Path, default=builtin, help="a checkpoint's folder")
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--book", default="emma", choices=data.HELDOUT_BOOKS)
@@ -93,10 +93,10 @@ def main() -> int:
     ).eval()
     ids = data.heldout_tokens(args.corpus, args.book, tokenizer)[0][: args.tokens + 1]
     policies = [
-        Policy("full, 1,024 tokens"),
-        Policy("4+240 by 32", 4, 240, 32, BLOCK_SIZE),
-        Policy("16+1008 by 128", 16, 1008, 128, BLOCK_SIZE),
-        Policy("1+112 by 1", 1, 112, 1, BLOCK_SIZE),
+        CachePolicy("full, 1,024 tokens"),
+        CachePolicy("4+240 by 32", 4, 240, 32, BLOCK_SIZE),
+        CachePolicy("16+1008 by 128", 16, 1008, 128, BLOCK_SIZE),
+        CachePolicy("1+112 by 1", 1, 112, 1, BLOCK_SIZE),
     ]
     torch_scorer, engine_scorer = TorchScorer(model), EngineScorer(args.model)
     print(f"{'policy':<22}{'torch':>10}{'engine':>10}{'largest difference of a logprob':>34}")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.streaming.quality_report import plot, report
-from benchmarks.streaming.torch_scorer import OnTokens, Policy, TorchScorer, recompute
+from benchmarks.streaming.torch_scorer import CachePolicy, OnTokens, TorchScorer, recompute
 from tools.builtin_models import data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +53,15 @@ class Findings:
     attention: list[dict[str, Any]] = field(default_factory=list)
 
 
-def policies(cache: int) -> list[Policy]:
+def policies(cache: int) -> list[CachePolicy]:
     """Those that hold `cache` tokens."""
     found = []
     for sinks in SINKS:
         first = -(-sinks // BLOCK_SIZE) * BLOCK_SIZE
         name = f"{sinks}+{cache - first}" if sinks else f"window {cache}"
-        found.append(Policy(name, sinks, cache - first, cache // 8, BLOCK_SIZE))
+        found.append(CachePolicy(name, sinks, cache - first, cache // 8, BLOCK_SIZE))
     four = found[2]
-    absolute = Policy(f"{four.name} absolute", 4, four.window, four.roll, BLOCK_SIZE, False)
+    absolute = CachePolicy(f"{four.name} absolute", 4, four.window, four.roll, BLOCK_SIZE, False)
     return [*found, absolute]
 
 
@@ -84,7 +84,7 @@ def score_long(
 ) -> dict[str, Tensor]:
     """Every policy over the whole text; the full context over its first --full-tokens."""
     kept = {}
-    full = scorer.score(ids[: args.full_tokens + 1], Policy("full"), bar)
+    full = scorer.score(ids[: args.full_tokens + 1], CachePolicy("full"), bar)
     found.long.append({"name": "full", "cache": None, "tokens": len(full), **_summary(full, args)})
     for cache in args.cache:
         for policy in policies(cache):
@@ -148,7 +148,7 @@ def score_short(
                 p.name: torch.cat(
                     [scorer.score(text, p, bar)[cache - len(begins) :] for text in texts]
                 )
-                for p in (Policy("full"), *policies(cache))
+                for p in (CachePolicy("full"), *policies(cache))
             }
             full = table["full"]
             for name, logprobs in table.items():
@@ -164,7 +164,9 @@ def watch_attention(
     for begins in ([0], []):
         shares = _Shares({}, 0)
         scorer = TorchScorer(model, on_attention=shares.add)
-        scorer.score(begins + ids[1 : args.attention_tokens + 2 - len(begins)], Policy("full"), bar)
+        scorer.score(
+            begins + ids[1 : args.attention_tokens + 2 - len(begins)], CachePolicy("full"), bar
+        )
         for layer, total in shares.sums.items():
             for head, means in enumerate((total / shares.num_queries).tolist()):
                 row = {"marked": bool(begins), "layer": layer, "head": head}
@@ -199,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    builtin = ROOT / "workers" / "models" / "builtin" / "dense"
+    builtin = ROOT / "workers" / "weights" / "builtin" / "dense"
     corpus = ROOT.parent / "shared" / "data" / "classics"
     parser.add_argument("--model", type=Path, default=builtin, help="a checkpoint's folder")
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")

@@ -20,7 +20,7 @@ OnTokens = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
-class Policy:
+class CachePolicy:
     """Which earlier tokens a token sees: all (`window` None), or `sinks` and up to `window` newer.
 
     `roll` tokens are dropped at once. `cache_positions` False leaves the sinks at their absolute
@@ -51,7 +51,7 @@ class Scorer(Protocol):
     """What gives log-probabilities: plain PyTorch here, or an engine."""
 
     def score(
-        self, token_ids: Sequence[int], policy: Policy, on_tokens: OnTokens | None = None
+        self, token_ids: Sequence[int], policy: CachePolicy, on_tokens: OnTokens | None = None
     ) -> Tensor:
         """Entry i is log p(token_ids[i + 1] | what token i sees), fp32 [T - 1]. `on_tokens` hears
         how many more tokens are done."""
@@ -82,7 +82,7 @@ class TorchScorer:
 
     @torch.inference_mode()
     def score(
-        self, token_ids: Sequence[int], policy: Policy, on_tokens: OnTokens | None = None
+        self, token_ids: Sequence[int], policy: CachePolicy, on_tokens: OnTokens | None = None
     ) -> Tensor:
         ids = torch.tensor(token_ids)
         nothing = torch.zeros(self.num_kv_heads, 0, self.head_dim, dtype=self.model.dtype)
@@ -103,7 +103,7 @@ class TorchScorer:
         return torch.cat(parts)
 
     def _chunk(
-        self, ids: Tensor, begin: int, start: int, layers: list[_Layer], policy: Policy
+        self, ids: Tensor, begin: int, start: int, layers: list[_Layer], policy: CachePolicy
     ) -> Tensor:
         """The logits of tokens at [begin, begin + len(ids)); appends them to `layers`."""
         inner, at = self.model.model, torch.arange(begin, begin + len(ids))

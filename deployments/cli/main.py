@@ -49,7 +49,7 @@ GROUPS = {
     "memory and batches": (
         *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
         *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
-        *("merge_steps", "look_ahead", "cuda_graphs"),
+        *("merge_steps", "async_scheduling", "cuda_graphs"),
     ),
     "who may come in": (
         *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),

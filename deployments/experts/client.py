@@ -1,6 +1,6 @@
 """A worker's line to the expert store of its node, and what names that store.
 
-Knows nothing of arenas and copies. Loads torch only in a process that makes a store.
+Knows nothing of expert files and copies. Loads torch only in a process that makes a store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.deployments.experts.spec import Hot, StoreSpec
+from penstock.deployments.experts.spec import HotExpert, StoreSpec
 from penstock.deployments.supervision.registry import CALL_TIMEOUT_S, NAMESPACE
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.expert_file import Manifest
@@ -23,7 +23,7 @@ from penstock.workers.stats import ExpertStats
 
 log = logging.getLogger("penstock.experts")
 
-REBORN_S = 30.0  # that a dead store has to come back, before a worker gives up
+RESTART_TIMEOUT_S = 30.0  # that a dead store has to come back, before a worker gives up
 MAX_HINTS = 4096
 
 
@@ -42,7 +42,7 @@ class ExpertStoreClient:
         manifest: Manifest = self.ask("manifest")
         return manifest
 
-    def is_near(self) -> bool:
+    def is_on_this_node(self) -> bool:
         """Whether the store's file can be mapped here."""
         return not self._spec.is_single or self.ask("node") == _own_node()
 
@@ -59,16 +59,16 @@ class ExpertStoreClient:
                 raise error.cause from None
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._handle = None
-                given_up_s = given_up_s or time.monotonic() + REBORN_S
+                given_up_s = given_up_s or time.monotonic() + RESTART_TIMEOUT_S
                 if time.monotonic() > given_up_s:
                     raise LoadError(f"the expert store keeps dying: {error}") from None
                 time.sleep(0.2)
 
-    async def beat(self, worker: int, stats: ExpertStats, hot: Sequence[Hot]) -> int:
+    async def heartbeat(self, worker: int, stats: ExpertStats, hot: Sequence[HotExpert]) -> int:
         """Raises Ray's errors or TimeoutError while the store is away."""
         actor = self._handle or await asyncio.to_thread(self.actor)
         try:
-            call = actor.beat.remote(worker, stats, hot)
+            call = actor.heartbeat.remote(worker, stats, hot)
             epoch: int = await asyncio.wait_for(call, CALL_TIMEOUT_S)
         except ActorDiedError:
             self._handle = None

@@ -12,30 +12,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.deployments.experts.client import ExpertStoreClient
-from penstock.workers.experts.expert_file import Bytes, Manifest, Places
+from penstock.workers.experts.expert_file import Bytes, Manifest, RowIndices
 
 
 class RemoteExperts:
     """A `RowSource` over the network."""
 
-    is_far = True
+    is_remote = True
 
     def __init__(self, client: ExpertStoreClient, manifest: Manifest):
         self.manifest = manifest
         self._client = client
 
-    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+    def gather(self, requests: Sequence[tuple[int, int, RowIndices]]) -> list[Bytes]:
         """Some rows of each (layer, expert, rows): one question for all.
 
         Waits for a store that is being restarted. Raises CorruptedExpert, or LoadError if the store
         does not come back.
         """
-        packed = self._client.ask("pack", [(layer, e, places) for layer, e, places in wanted])
+        packed = self._client.ask(
+            "pack", [(layer, e, row_indices) for layer, e, row_indices in requests]
+        )
         found, first = [], 0
-        for _, expert, places in wanted:
+        for _, expert, row_indices in requests:
             row_bytes = self.manifest.row_bytes_of(expert)
-            end = first + len(places) * row_bytes
-            found.append(packed[first:end].reshape(len(places), row_bytes))
+            end = first + len(row_indices) * row_bytes
+            found.append(packed[first:end].reshape(len(row_indices), row_bytes))
             first = end
         assert first == len(packed)
         return found

@@ -1,8 +1,8 @@
 """The expert store: one actor a node that holds the experts of a MoE model, once, in shared memory.
 
-It writes the arena, says where it is, and gathers what workers tell of it. No worker asks it while
-it computes: each maps the file and copies for itself, so that a store which dies takes nothing
-along. `ExpertStore` is a plain class, `StoreActor` what Ray runs of it; expert_link.py reaches it.
+It writes the expert file, publishes its manifest, and collects the workers' statistics. No worker
+calls it while it computes: each maps the file and copies from it, so workers keep serving when the
+store dies. `ExpertStore` is a plain class, `StoreActor` its Ray actor; client.py calls it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from penstock.deployments.experts.spec import Hot, StoreSpec, app_folder
+from penstock.deployments.experts.spec import HotExpert, StoreSpec, app_folder
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.expert_file import Arena, Bytes, Manifest, Places
+from penstock.workers.experts.expert_file import Bytes, ExpertFile, Manifest, RowIndices
 from penstock.workers.experts.packed import PackedExperts
-from penstock.workers.experts.writer import read_manifest, remove_arena, write_arena
+from penstock.workers.experts.writer import read_manifest, remove_expert_file, write_expert_file
 from penstock.workers.models.loader import open_model
 from penstock.workers.quantization import check_neurons, weight_plan
 from penstock.workers.stats import ExpertStats
@@ -56,11 +56,11 @@ class ExpertStore:
         self._spec = spec
         self._clock = clock
         self._folder = app_folder(spec.folder, spec.app_name)
-        self._arena: Arena | None = None  # replaced as a whole
+        self._file: ExpertFile | None = None  # replaced as a whole
         self._loading = threading.Lock()
         self._lock = threading.Lock()  # guards what follows
-        self._heard: dict[int, float] = {}  # when, by worker
-        self._hot: dict[int, Sequence[Hot]] = {}
+        self._last_heartbeat_s: dict[int, float] = {}  # when, by worker
+        self._hot: dict[int, Sequence[HotExpert]] = {}
         self._corrupted: dict[int, int] = {}
         self._num_loads = self._num_packed_bytes = 0
         self._last_reload_s = -RELOAD_PAUSE_S
@@ -70,33 +70,33 @@ class ExpertStore:
 
         Raises LoadError or ConfigError, as loading does.
         """
-        if self._arena is None:
+        if self._file is None:
             with self._loading:
-                if self._arena is None:
-                    self._arena = self._found() or self._load(epoch=1)
-        return self._arena.manifest
+                if self._file is None:
+                    self._file = self._found() or self._load(epoch=1)
+        return self._file.manifest
 
     def reload(self) -> Manifest:
-        """Write the arena anew from the checkpoint, under the next epoch.
+        """Write the expert file anew from the checkpoint, under the next epoch.
 
         Workers change over at their next beat; those that hold the old file keep it until then.
         """
         old = self.manifest()
         with self._loading:
-            assert self._arena is not None
-            if self._arena.manifest.epoch == old.epoch:  # nobody else was faster
-                self._arena = self._load(epoch=old.epoch + 1)
-                remove_arena(Path(old.path))
-            return self._arena.manifest
+            assert self._file is not None
+            if self._file.manifest.epoch == old.epoch:  # nobody else was faster
+                self._file = self._load(epoch=old.epoch + 1)
+                remove_expert_file(Path(old.path))
+            return self._file.manifest
 
-    def beat(self, worker: int, stats: ExpertStats, hot: Sequence[Hot]) -> int:
+    def heartbeat(self, worker: int, stats: ExpertStats, hot: Sequence[HotExpert]) -> int:
         """Hear how a worker's cache does; the epoch that it should use.
 
-        Where it met bytes that do not match their digest, the arena is written anew.
+        Where it met bytes that do not match their digest, the expert file is written anew.
         """
         manifest = self.manifest()
         with self._lock:
-            self._heard[worker] = self._clock()
+            self._last_heartbeat_s[worker] = self._clock()
             self._hot[worker] = hot
             grew = stats.num_corrupted > self._corrupted.get(worker, 0)
             self._corrupted[worker] = stats.num_corrupted
@@ -115,10 +115,10 @@ class ExpertStore:
                 total[layer, expert] = total.get((layer, expert), 0) + count
         return sorted(total, key=lambda key: -total[key])
 
-    def pack(self, wanted: Sequence[tuple[int, int, Places]]) -> Bytes:
+    def pack(self, requests: Sequence[tuple[int, int, RowIndices]]) -> Bytes:
         """Rows, one behind the other, as bytes: of each (layer, expert, rows). For nodes
-        that cannot map the arena: one call for many experts. Raises CorruptedExpert."""
-        parts = [rows.reshape(-1) for rows in self._arena_now().gather(wanted)]
+        that cannot map the expert file: one call for many experts. Raises CorruptedExpert."""
+        parts = [rows.reshape(-1) for rows in self._open_file().gather(requests)]
         packed = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
         with self._lock:
             self._num_packed_bytes += packed.nbytes
@@ -131,7 +131,7 @@ class ExpertStore:
                 epoch=manifest.epoch,
                 num_bytes=manifest.num_bytes,
                 num_loads=self._num_loads,
-                num_workers=sum(t > self._clock() - 10.0 for t in self._heard.values()),
+                num_workers=sum(t > self._clock() - 10.0 for t in self._last_heartbeat_s.values()),
                 num_packed_bytes=self._num_packed_bytes,
                 num_corrupted=sum(self._corrupted.values()),
                 pid=os.getpid(),
@@ -140,50 +140,50 @@ class ExpertStore:
     def idle_s(self) -> float:
         """Since a worker was heard of last; 0 before the first one."""
         with self._lock:
-            return self._clock() - max(self._heard.values(), default=self._clock())
+            return self._clock() - max(self._last_heartbeat_s.values(), default=self._clock())
 
     def remove(self) -> None:
         """Have the file gone; its memory is free when the last worker has let go of it."""
         with self._loading:
-            if self._arena is not None:
-                remove_arena(Path(self._arena.manifest.path))
+            if self._file is not None:
+                remove_expert_file(Path(self._file.manifest.path))
 
-    def _arena_now(self) -> Arena:
+    def _open_file(self) -> ExpertFile:
         self.manifest()
-        assert self._arena is not None
-        return self._arena
+        assert self._file is not None
+        return self._file
 
     def _experts(self) -> tuple[CheckpointExperts, Any]:
         spec = self._spec
         folder, config, tensors = open_model(spec.model, spec.weights, spec.device)
         weight_plan(config.stored_scheme, spec.weights)
-        if spec.has_twins:
+        if spec.has_int8_copies:
             check_neurons(config.stored_scheme, spec.weights, "moe_mode quantized")
         experts = CheckpointExperts(folder, config, tensors, spec.weights, spec.device)
         return experts, DTYPES[config.dtype]
 
-    def _found(self) -> Arena | None:
+    def _found(self) -> ExpertFile | None:
         """What an earlier life of this store wrote, of the same files; others are removed."""
         experts, compute = self._experts()
-        identity, found = experts.identity(compute, self._spec.has_twins), None
-        for path in sorted(self._folder.glob(f"{self._spec.digest}-*.arena"), key=_epoch_of):
+        identity, found = experts.identity(compute, self._spec.has_int8_copies), None
+        for path in sorted(self._folder.glob(f"{self._spec.digest}-*.experts"), key=_epoch_of):
             try:
                 manifest = read_manifest(path)
                 if manifest.checkpoint != identity:
                     raise LoadError(f"{path} is of other files")
                 if experts.is_packed:
                     PackedExperts(experts, compute).check(manifest)
-                arena = Arena(manifest)
+                expert_file = ExpertFile(manifest)
             except LoadError as error:
-                log.info("an older arena is of no use: %s", error)
-                remove_arena(path)
+                log.info("an older expert file is of no use: %s", error)
+                remove_expert_file(path)
                 continue
             if found is not None:
-                remove_arena(Path(found.manifest.path))
-            found = arena
+                remove_expert_file(Path(found.manifest.path))
+            found = expert_file
         return found
 
-    def _load(self, epoch: int) -> Arena:
+    def _load(self, epoch: int) -> ExpertFile:
         experts, compute = self._experts()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_uid != os.geteuid():
@@ -191,9 +191,11 @@ class ExpertStore:
                 f"{self._folder} belongs to somebody else; name another folder with "
                 "expert_store_dir"
             )
-        path = self._folder / f"{self._spec.digest}-{epoch}.arena"
+        path = self._folder / f"{self._spec.digest}-{epoch}.experts"
         began_s = time.monotonic()
-        manifest = write_arena(experts, path, compute, epoch=epoch, has_twins=self._spec.has_twins)
+        manifest = write_expert_file(
+            experts, path, compute, epoch=epoch, has_int8_copies=self._spec.has_int8_copies
+        )
         self._num_loads += 1
         log.info(
             "%d experts, %.2f GiB, in shared memory after %.1f s: %s",
@@ -202,7 +204,7 @@ class ExpertStore:
             time.monotonic() - began_s,
             path,
         )
-        return Arena(manifest)
+        return ExpertFile(manifest)
 
     def _reload_quietly(self) -> None:
         try:

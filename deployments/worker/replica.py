@@ -20,7 +20,7 @@ from penstock.deployments.supervision.replicas import (
     in_words,
     wants_gpus,
 )
-from penstock.deployments.worker.store_link import StoreLink
+from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
 
@@ -33,23 +33,23 @@ class WorkerReplica:
         hide_serve_port()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
-        self._store: StoreLink | None = None
+        self._store: StoreHeartbeat | None = None
         try:
             client = _store_client(config)
             manifest, far = None, None
             if client is not None:
                 manifest = client.manifest()
-                far = None if client.is_near() else RemoteExperts(client, manifest)
+                far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
             self._worker = Worker(
                 config.engine,
                 model_name=config.model_name,
                 host=host or ray.util.get_node_ip_address(),
                 announce=self._announce,
                 experts=manifest,
-                far_experts=far,
+                remote_experts=far,
             )
             if client is not None and manifest is not None:
-                self._store = StoreLink(client, self._worker, manifest.epoch)
+                self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
                 self._store.warm()
         except Exception as error:
             self._registry.call_now("failed", in_words("a worker", error))
@@ -58,7 +58,7 @@ class WorkerReplica:
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
         """Tell the registry, and the expert store of this node, that this worker lives."""
         if self._store is not None and stats.experts is not None:
-            await self._store.beat(info.epoch, stats.experts)
+            await self._store.heartbeat(info.epoch, stats.experts)
         await self._registry.worker_beat(info, stats)
 
     def check_health(self) -> None:
@@ -85,7 +85,7 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
         engine.weights,
         device,
         engine.expert_store_dir,
-        has_twins=engine.moe_mode == "quantized",
+        has_int8_copies=engine.moe_mode == "quantized",
         is_single=engine.expert_store == "one",
     )
     return ExpertStoreClient(spec)

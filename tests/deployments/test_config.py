@@ -98,9 +98,9 @@ def test_yaml_file(tmp_path):
 
 def test_on_and_off_are_words_though_yaml_reads_them_otherwise(tmp_path):
     file = tmp_path / "penstock.yaml"
-    file.write_text("look_ahead: on\ncuda_graphs: off\n")
+    file.write_text("async_scheduling: on\ncuda_graphs: off\n")
     engine = config_from(read_config(str(file))).engine
-    assert (engine.look_ahead, engine.cuda_graphs) == ("on", "off")
+    assert (engine.async_scheduling, engine.cuda_graphs) == ("on", "off")
     with pytest.raises(ConfigError, match="kv_commit must be text"):
         config_from({"kv_commit": True})
 
@@ -172,7 +172,7 @@ def test_the_serve_config_deploys_what_it_says():
 def test_the_cluster_file_is_one_that_ray_up_takes():
     with open(Path(ray.autoscaler.__file__).parent / "ray-schema.json") as file:
         schema = json.load(file)
-    cluster = yaml.safe_load((ROOT.parent / "cluster.yaml").read_text())
+    cluster = yaml.safe_load((ROOT.resolve().parent / "cluster.yaml").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["head_node_type"] in cluster["available_node_types"]
 

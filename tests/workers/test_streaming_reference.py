@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from benchmarks.streaming.torch_scorer import Policy, TorchScorer
+from benchmarks.streaming.torch_scorer import CachePolicy, TorchScorer
 from tests.workers.checkpoints import (
     ALL,
     FAMILIES,
@@ -220,17 +220,17 @@ def test_rounding_sees_k_at_its_absolute_position(name: str):
 @pytest.mark.parametrize(
     "policy",
     [
-        Policy("full"),
-        Policy("none", sinks=0, window=24, roll=8, block_size=8),
-        Policy("one", sinks=1, window=16, roll=8, block_size=8),
-        Policy("ragged", sinks=5, window=12, roll=4, block_size=4),
-        Policy("whole", sinks=8, window=16, roll=16, block_size=8),
-        Policy("authors", sinks=4, window=13, roll=1, block_size=1),
+        CachePolicy("full"),
+        CachePolicy("none", sinks=0, window=24, roll=8, block_size=8),
+        CachePolicy("one", sinks=1, window=16, roll=8, block_size=8),
+        CachePolicy("ragged", sinks=5, window=12, roll=4, block_size=4),
+        CachePolicy("whole", sinks=8, window=16, roll=16, block_size=8),
+        CachePolicy("authors", sinks=4, window=13, roll=1, block_size=1),
     ],
     ids=lambda policy: policy.name,
 )
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
-def test_the_benchmarks_chunked_scorer_is_the_reference(name: str, policy: Policy):
+def test_the_benchmarks_chunked_scorer_is_the_reference(name: str, policy: CachePolicy):
     """Two queries and the closed formula against a list that forgets: odd chunks, fp64."""
     model = double_model(name)
     ids = random_prompt(100)

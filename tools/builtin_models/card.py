@@ -31,7 +31,7 @@ EDGE_POSITIONS = 512
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The facts of one training run that its card tells."""
 
     model: str
@@ -117,7 +117,7 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: s
 def export(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    run: Run,
+    run: TrainingRun,
     corpus: Path,
     work: Path,
     out: Path,
@@ -167,7 +167,7 @@ def _tidy_tokenizer_config(path: Path) -> None:
 
 
 def _card(
-    run: Run,
+    run: TrainingRun,
     model: PreTrainedModel,
     heldout: dict[str, dict[str, float]],
     samples: list[str],
@@ -232,7 +232,7 @@ def _routing(use: list[list[float]]) -> str:
     )
 
 
-def _hardware(run: Run) -> str:
+def _hardware(run: TrainingRun) -> str:
     if run.device == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []

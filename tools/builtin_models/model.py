@@ -21,7 +21,7 @@ from tools.builtin_models import data
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of one model; num_experts 0 is the dense one."""
 
     hidden_size: int
@@ -37,8 +37,8 @@ class Shape:
 class Preset:
     """What is trained, and how. micro_tokens bounds the activations of one backward pass."""
 
-    dense: Shape
-    moe: Shape
+    dense: ModelShape
+    moe: ModelShape
     tokens_per_step: int
     micro_tokens: int
     loss_chunk: int
@@ -61,8 +61,8 @@ class Preset:
 PRESETS = {
     # Sized for some ten million tokens in an hour on one core: more layers would learn less.
     "cpu": Preset(
-        dense=Shape(256, 4, 4, 2, 64, 704),
-        moe=Shape(256, 4, 4, 2, 64, 352, num_experts=8),
+        dense=ModelShape(256, 4, 4, 2, 64, 704),
+        moe=ModelShape(256, 4, 4, 2, 64, 352, num_experts=8),
         tokens_per_step=4096,
         micro_tokens=2048,
         loss_chunk=256,
@@ -72,8 +72,8 @@ PRESETS = {
     ),
     # 28 M and 29 M parameters: together 115 MB in bf16, under the package's limit of 120 MB.
     "gpu": Preset(
-        dense=Shape(512, 8, 8, 4, 64, 1408),
-        moe=Shape(384, 6, 6, 2, 64, 416, num_experts=8),
+        dense=ModelShape(512, 8, 8, 4, 64, 1408),
+        moe=ModelShape(384, 6, 6, 2, 64, 416, num_experts=8),
         tokens_per_step=131072,
         micro_tokens=65536,
         loss_chunk=8192,
@@ -83,7 +83,7 @@ PRESETS = {
 }
 
 
-def build_model(shape: Shape, bf16: bool, seed: int) -> PreTrainedModel:
+def build_model(shape: ModelShape, bf16: bool, seed: int) -> PreTrainedModel:
     """A freshly initialised Llama or Mixtral in fp32; bf16 is what its experts multiply in."""
     common = {
         "vocab_size": data.VOCAB_SIZE,

@@ -259,7 +259,7 @@ def main() -> None:
     preset = PRESETS[args.preset]
     trainer = Trainer(args, data.Sampler(args.work, preset.chat_share, tokenizer, SEED))
     trainer.run()
-    run = card.Run(
+    run = card.TrainingRun(
         model=args.model,
         preset=args.preset,
         device=args.device,

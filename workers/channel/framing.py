@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-log = logging.getLogger("penstock.link")
+log = logging.getLogger("penstock.channel")
 
 MAX_MESSAGE_BYTES = 64 << 20
 READ_BYTES = 1 << 18
@@ -23,7 +23,7 @@ UNANSWERED_MS = 10_000
 _LENGTH = struct.Struct("<I")
 
 
-class MessageLink:
+class MessageConnection:
     """One end of a connection. Made, read and ended on `loop`; `send` is for any thread.
 
     `lock` is held while something is sent; an owner who decides by `is_stuck` what to send holds

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
-from penstock.workers.channel.framing import MessageLink
+from penstock.workers.channel.framing import MessageConnection
 from penstock.workers.request import Delta
 
 log = logging.getLogger("penstock.worker")
@@ -32,12 +32,12 @@ class Outbox:
 
     def __init__(
         self,
-        link: MessageLink,
+        connection: MessageConnection,
         as_message: Callable[[Mapping[int, Delta]], bytes],
         max_pending_tokens: int = MAX_PENDING_TOKENS,
     ):
         """The link's `on_room` must call `flush`."""
-        self._link = link
+        self._connection = connection
         self._as_message = as_message
         self._max_pending_tokens = max_pending_tokens
         self._pending: dict[int, Delta] = {}
@@ -45,7 +45,7 @@ class Outbox:
 
     def push(self, deltas: list[tuple[int, Delta]]) -> None:
         """Send the deltas of one step, or have them wait for room; on any thread, never blocks."""
-        with self._link.lock:
+        with self._connection.lock:
             for stream_id, delta in deltas:
                 self._num_pending_tokens += len(delta.token_ids)
                 earlier = self._pending.get(stream_id)
@@ -56,7 +56,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Send what waits, if there is room; with the link's lock held."""
-        if not self._pending or self._link.is_stuck:
+        if not self._pending or self._connection.is_stuck:
             return
         pending, self._pending, self._num_pending_tokens = self._pending, {}, 0
         try:
@@ -65,11 +65,11 @@ class Outbox:
             log.exception("a step could not be made a message")
             self._drop("a step could not be made a message")
         else:
-            self._link.send(message)
+            self._connection.send(message)
 
     def _drop(self, why: str) -> None:
         self._pending, self._num_pending_tokens = {}, 0
-        self._link.end_soon(why)
+        self._connection.end_soon(why)
 
 
 def joined(earlier: Delta, later: Delta) -> Delta:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.channel.framing import MessageLink
+from penstock.workers.channel.framing import MessageConnection
 from penstock.workers.channel.outbox import Outbox
 from penstock.workers.request import Delta
 from penstock.workers.stats import EngineStats
@@ -20,10 +20,10 @@ MAX_HELLO_BYTES = 4096
 
 
 @dataclass(slots=True)
-class Route:
+class RequestRoute:
     """Where the deltas of one running request go, and how far it has come."""
 
-    link: Link
+    peer: IngressPeer
     stream_id: int
     name: str  # as its ingress calls it
     num_prompt: int
@@ -38,7 +38,7 @@ class Route:
         self.num_generated += len(delta.token_ids)
 
 
-class Link:
+class IngressPeer:
     """The connection of one ingress."""
 
     def __init__(
@@ -47,8 +47,8 @@ class Link:
         connection: socket.socket,
         number: int,
         *,
-        on_message: Callable[[Link, bytes], None],
-        on_end: Callable[[Link, str], None],
+        on_message: Callable[[IngressPeer, bytes], None],
+        on_end: Callable[[IngressPeer, str], None],
         as_message: Callable[[Mapping[int, Delta]], bytes],
         max_pending_tokens: int,
     ):
@@ -56,7 +56,7 @@ class Link:
         self.number = number
         self.name = ""  # of the ingress, once it has said who it is
         self.num_silent_ticks = 0
-        self.messages = MessageLink(
+        self.connection = MessageConnection(
             loop,
             connection,
             on_message=lambda message: on_message(self, message),
@@ -64,14 +64,14 @@ class Link:
             on_room=lambda: self.outbox.flush(),
             max_bytes=MAX_HELLO_BYTES,
         )
-        self.outbox = Outbox(self.messages, as_message, max_pending_tokens)
+        self.outbox = Outbox(self.connection, as_message, max_pending_tokens)
 
     def request_id(self, message: pb.Submit | pb.Cancel) -> str:
         """The engine's id: a second attempt is kept apart from the first one's late deltas."""
         return f"{message.request_id}#{self.number}.{message.stream_id}"
 
 
-class Pace:
+class StepTimeAverage:
     """How long a step takes of late, from the engine's totals."""
 
     WEIGHT = 0.3  # of the steps since the last look
@@ -84,5 +84,5 @@ class Pace:
         seconds, num = sum(stats.step_seconds.values()), stats.num_steps - self._num_steps
         if num > 0:
             newest = (seconds - self._seconds) / num
-            self.step_s += (Pace.WEIGHT if self.step_s else 1.0) * (newest - self.step_s)
+            self.step_s += (StepTimeAverage.WEIGHT if self.step_s else 1.0) * (newest - self.step_s)
         self._num_steps, self._seconds = stats.num_steps, seconds

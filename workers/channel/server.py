@@ -24,7 +24,7 @@ from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import request_from, step_message
 from penstock.workers.channel.framing import MAX_MESSAGE_BYTES, listening
 from penstock.workers.channel.outbox import MAX_PENDING_TOKENS
-from penstock.workers.channel.peer import Link, Pace, Route
+from penstock.workers.channel.peer import IngressPeer, RequestRoute, StepTimeAverage
 from penstock.workers.request import Delta, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
 
@@ -68,11 +68,11 @@ class ChannelServer:
         self._announce = announce
         self._max_pending_tokens = max_pending_tokens
         self._engine: EngineLike
-        self._routes: dict[str, Route] = {}
-        self._links: set[Link] = set()
-        self._link_numbers = itertools.count()
+        self._routes: dict[str, RequestRoute] = {}
+        self._peers: set[IngressPeer] = set()
+        self._peer_numbers = itertools.count()
         self._sequences = itertools.count(1)  # of reports
-        self._pace = Pace()
+        self._step_time = StepTimeAverage()
         self._num_changes = 0  # of who is here
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -96,7 +96,7 @@ class ChannelServer:
         self._started.result(timeout=30)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close the port and every link."""
+        """Close the port and every connection."""
         if self._thread.is_alive():
             self.break_off()
             self._thread.join(timeout_s)
@@ -120,7 +120,7 @@ class ChannelServer:
 
     def deliver(self, deltas: list[Delta]) -> None:
         """Send the deltas of one engine step on their ways; on the engine thread, never blocks."""
-        by_link: dict[Link, list[tuple[int, Delta]]] = {}
+        by_peer: dict[IngressPeer, list[tuple[int, Delta]]] = {}
         for delta in deltas:
             route = self._routes.get(delta.request_id)
             if route is None:  # cancelled meanwhile
@@ -129,28 +129,28 @@ class ChannelServer:
             if delta.finish_reason is not None:
                 self._routes.pop(delta.request_id, None)
                 self._num_changes += 1
-            by_link.setdefault(route.link, []).append((route.stream_id, delta))
-        for link, addressed in by_link.items():
-            link.outbox.push(addressed)
+            by_peer.setdefault(route.peer, []).append((route.stream_id, delta))
+        for peer, addressed in by_peer.items():
+            peer.outbox.push(addressed)
 
     def _step_bytes(self, deltas: Mapping[int, Delta]) -> bytes:
         """The deltas of one step, by stream id, as an ingress reads them."""
         step = pb.DownMessage(epoch=self.info.epoch, step=step_message(deltas))
         return step.SerializeToString()
 
-    def _take(self, link: Link, data: bytes) -> None:
+    def _take(self, peer: IngressPeer, data: bytes) -> None:
         """What an ingress has sent. It ends the link if it is for another life of this worker."""
         message = pb.UpMessage.FromString(data)
-        link.num_silent_ticks = 0
-        if not link.name:
-            self._greet(link, message)
+        peer.num_silent_ticks = 0
+        if not peer.name:
+            self._greet(peer, message)
         elif message.epoch != self.info.epoch:
-            link.messages.end("it spoke to an earlier life of this worker")
+            peer.connection.end("it spoke to an earlier life of this worker")
         elif message.HasField("submit"):
             submit = message.submit
-            request = request_from(submit, link.request_id(submit))
-            self._routes[request.request_id] = Route(
-                link,
+            request = request_from(submit, peer.request_id(submit))
+            self._routes[request.request_id] = RequestRoute(
+                peer,
                 submit.stream_id,
                 submit.request_id,
                 len(request.prompt_ids),
@@ -160,50 +160,50 @@ class ChannelServer:
             self._num_changes += 1
             self._engine.submit(request)
         elif message.HasField("cancel"):
-            self._cancel(link.request_id(message.cancel))
+            self._cancel(peer.request_id(message.cancel))
 
-    def _ended(self, link: Link, why: str) -> None:
-        """The link is gone: cancel whatever its ingress still had here."""
-        self._links.discard(link)
-        left = [id for id, route in list(self._routes.items()) if route.link is link]
+    def _ended(self, peer: IngressPeer, why: str) -> None:
+        """The connection is gone: cancel whatever its ingress still had here."""
+        self._peers.discard(peer)
+        left = [id for id, route in list(self._routes.items()) if route.peer is peer]
         for request_id in left:
             self._cancel(request_id)
-        if link.name:
-            log.info("ingress %s left (%s); %d requests cancelled", link.name, why, len(left))
+        if peer.name:
+            log.info("ingress %s left (%s); %d requests cancelled", peer.name, why, len(left))
 
-    def _greet(self, link: Link, message: pb.UpMessage) -> None:
+    def _greet(self, peer: IngressPeer, message: pb.UpMessage) -> None:
         """Let in an ingress that has the token and means this life; tell any other why not."""
         if not message.HasField("hello"):
-            self._refuse(link, "the first message is Hello")
+            self._refuse(peer, "the first message is Hello")
         elif not hmac.compare_digest(message.hello.token.encode(), self.info.token.encode()):
-            self._refuse(link, "wrong worker token")
+            self._refuse(peer, "wrong worker token")
         elif message.epoch != self.info.epoch:
-            self._refuse(link, "this worker began anew")
+            self._refuse(peer, "this worker began anew")
         else:
-            link.name = message.hello.ingress_id or "without a name"
-            link.messages.max_bytes = MAX_MESSAGE_BYTES
-            log.info("ingress %s connected", link.name)
+            peer.name = message.hello.ingress_id or "without a name"
+            peer.connection.max_bytes = MAX_MESSAGE_BYTES
+            log.info("ingress %s connected", peer.name)
             welcome = pb.Welcome(model=self.info.model, max_model_len=self.info.max_model_len)
-            self._send(link, pb.DownMessage(welcome=welcome))
-            self._send(link, pb.DownMessage(report=self._report(link)))
+            self._send(peer, pb.DownMessage(welcome=welcome))
+            self._send(peer, pb.DownMessage(report=self._report(peer)))
 
-    def _refuse(self, link: Link, why: str) -> None:
-        self._send(link, pb.DownMessage(rejection=pb.Rejection(reason=why)))
-        link.messages.end(why)
+    def _refuse(self, peer: IngressPeer, why: str) -> None:
+        self._send(peer, pb.DownMessage(rejection=pb.Rejection(reason=why)))
+        peer.connection.end(why)
 
-    def _send(self, link: Link, message: pb.DownMessage) -> None:
+    def _send(self, peer: IngressPeer, message: pb.DownMessage) -> None:
         message.epoch = self.info.epoch
-        link.messages.send(message.SerializeToString())
+        peer.connection.send(message.SerializeToString())
 
     def _cancel(self, request_id: str) -> None:
         if self._routes.pop(request_id, None) is not None:
             self._num_changes += 1
             self._engine.cancel(request_id)
 
-    def _report(self, link: Link) -> pb.Report:
+    def _report(self, peer: IngressPeer) -> pb.Report:
         stats = self._engine.stats()
         routes = list(self._routes.values())
-        others = sum(route.num_expected for route in routes if route.link is not link)
+        others = sum(route.num_expected for route in routes if route.peer is not peer)
         return pb.Report(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -211,7 +211,7 @@ class ChannelServer:
             num_free_blocks=stats.num_blocks - stats.num_live_blocks,
             others_tokens=others,
             sequence=next(self._sequences),
-            step_s=self._pace.step_s,
+            step_s=self._step_time.step_s,
             num_preemptions=stats.num_preemptions,
             block_size=stats.block_size,
             max_num_seqs=stats.max_num_seqs,
@@ -244,8 +244,8 @@ class ChannelServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         listener.close()
-        for link in list(self._links):
-            link.messages.end("this worker stops")
+        for peer in list(self._peers):
+            peer.connection.end("this worker stops")
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -257,21 +257,21 @@ class ChannelServer:
                 await asyncio.sleep(NO_ROOM_S)
 
     def _open(self, connection: socket.socket) -> None:
-        link = Link(
+        peer = IngressPeer(
             self._loop,
             connection,
-            next(self._link_numbers),
+            next(self._peer_numbers),
             on_message=self._take,
             on_end=self._ended,
             as_message=self._step_bytes,
             max_pending_tokens=self._max_pending_tokens,
         )
-        self._links.add(link)
-        self._loop.call_later(HELLO_S, self._expect_hello, link)
+        self._peers.add(peer)
+        self._loop.call_later(HELLO_S, self._expect_hello, peer)
 
-    def _expect_hello(self, link: Link) -> None:
-        if not link.name:
-            link.messages.end("it did not say who it is")
+    def _expect_hello(self, peer: IngressPeer) -> None:
+        if not peer.name:
+            peer.connection.end("it did not say who it is")
 
     async def _report_forever(self) -> None:
         """Who is here is told within BUSY_REPORT_S; that they go on, every REPORT_S.
@@ -283,20 +283,20 @@ class ChannelServer:
         while True:
             stats = self._engine.stats()
             if self._routes or num_changes != self._num_changes or rest_s <= 0:
-                self._pace.observe(stats)
+                self._step_time.observe(stats)
             said = (num_changes, num_preemptions)
             num_changes, num_preemptions = self._num_changes, stats.num_preemptions
             is_due = said != (num_changes, num_preemptions) or rest_s <= 0
             if is_due:
                 rest_s = REPORT_S
-            for link in list(self._links):
+            for peer in list(self._peers):
                 # Counts turns of this loop, not seconds: if it was this process that stood still,
                 # the ingress has had no chance to be heard.
-                link.num_silent_ticks += 1
-                if link.num_silent_ticks > SILENCE_TICKS:
-                    link.messages.end("nothing was heard of it")
-                elif is_due and link.name and not link.messages.is_stuck:
-                    self._send(link, pb.DownMessage(report=self._report(link)))
+                peer.num_silent_ticks += 1
+                if peer.num_silent_ticks > SILENCE_TICKS:
+                    peer.connection.end("nothing was heard of it")
+                elif is_due and peer.name and not peer.connection.is_stuck:
+                    self._send(peer, pb.DownMessage(report=self._report(peer)))
             rest_s -= BUSY_REPORT_S
             await asyncio.sleep(BUSY_REPORT_S)
 

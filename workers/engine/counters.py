@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import saved_bytes
 from penstock.workers.execution.executor import Executor
-from penstock.workers.execution.step import Launched
+from penstock.workers.execution.step import StepInFlight
 from penstock.workers.execution.timing import StepModel
 from penstock.workers.memory.restore import Rates
 from penstock.workers.request import FinishReason
@@ -46,7 +46,7 @@ class Totals:
         self.num_recomputed_tokens += min(chunk.length, num_deferred)
         self.num_deferred_tokens += chunk.num_deferred
 
-    def observe(self, launched: Launched) -> None:
+    def observe(self, launched: StepInFlight) -> None:
         """How long a step took that has been read: from when the one before it was done."""
         plan = launched.plan
         seconds = launched.done_s - max(launched.began_s, self.last_done_s)

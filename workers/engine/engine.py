@@ -13,12 +13,12 @@ import time
 import torch
 
 from penstock.workers.config import EngineConfig
-from penstock.workers.context_policy import ContextSettings, obstacle_of
+from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts
 from penstock.workers.engine.counters import Totals, stats_of
-from penstock.workers.engine.validation import Intake
+from penstock.workers.engine.validation import RequestValidator
 from penstock.workers.execution.cuda_graphs import Capture
-from penstock.workers.execution.step import Launched
+from penstock.workers.execution.step import StepInFlight
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduling.deferral import Rule
@@ -55,11 +55,15 @@ class Engine:
         self.executor, self.max_model_len = parts.executor, parts.max_model_len
         self.totals = Totals(rates=parts.rates)
         self.times = self.executor.times
-        self.looks_ahead = looks_ahead(config, model.device, model.routed is not None)
-        self._in_flight: Launched | None = None  # the last step, if the host has not read it yet
-        contexts = ContextSettings.of(config, self.max_model_len, obstacle_of(model.config))
+        self.async_scheduling = wants_async_scheduling(
+            config, model.device, model.routed is not None
+        )
+        self._in_flight: StepInFlight | None = None  # the last step, not read yet
+        contexts = ContextSettings.of(config, self.max_model_len, unsupported_reason(model.config))
         moe_mode = "exact" if model.routed is None else config.moe_mode
-        self.intake = Intake(model.config.vocab_size, contexts, self.pool.num_blocks, moe_mode)
+        self.validator = RequestValidator(
+            model.config.vocab_size, contexts, self.pool.num_blocks, moe_mode
+        )
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
@@ -72,8 +76,8 @@ class Engine:
         """
         if request.request_id in self._sequences:
             raise RequestError("this request id is already running", code="internal_error")
-        max_total = self.intake.check(request, matcher)
-        context = self.intake.context(request)
+        max_total = self.validator.check(request, matcher)
+        context = self.validator.context(request)
         if request.may_decline and not self.scheduler.has_room_for(
             len(request.prompt_ids), context
         ):
@@ -92,7 +96,7 @@ class Engine:
             max_total_tokens=max_total,
             matcher=matcher,
             context=context,
-            moe_mode=self.intake.mode(request),
+            moe_mode=self.validator.mode(request),
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
@@ -115,7 +119,7 @@ class Engine:
         """Launch one batch, and read the one before or, where need be, this one, too; what was
         read, finished requests included.
 
-        The order without `looks_ahead` is launch n, read n; with it, launch n + 1, read n.
+        The order without `async_scheduling` is launch n, read n; with it, launch n + 1, read n.
         """
         self.times.begin()
         deltas = self._drop_expired()
@@ -124,7 +128,7 @@ class Engine:
         before, self._in_flight = self._in_flight, None
         if not plan.chunks:
             if before is not None:
-                deltas += self._land(before)
+                deltas += self._commit(before)
             elif self.cache.swap is not None:
                 self.cache.swap.wait(LOAD_WAIT_S)
             return deltas
@@ -133,20 +137,20 @@ class Engine:
         self.totals.step_tokens.observe(plan.num_tokens)
         try:
             launched = self.executor.launch(plan, before)
-            if not self.looks_ahead:
+            if not self.async_scheduling:
                 launched.read()
         except Exception:
             log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
             if before is not None:
-                deltas += self._land(before)
+                deltas += self._commit(before)
             return deltas + self._run_each_alone(plan)
-        self._depart(launched)
+        self._mark_launched(launched)
         if before is not None:
-            deltas += self._land(before)
-        if self.looks_ahead and self.scheduler.may_run_ahead():
+            deltas += self._commit(before)
+        if self.async_scheduling and self.scheduler.may_run_ahead():
             self._in_flight = launched
         else:
-            deltas += self._land(launched)
+            deltas += self._commit(launched)
         return deltas
 
     def close(self) -> None:
@@ -170,14 +174,14 @@ class Engine:
             assert not seq.block_table, "a waiting sequence owns blocks"
         assert len(self._sequences) == len(list(self.scheduler.sequences()))
 
-    def _depart(self, launched: Launched) -> None:
+    def _mark_launched(self, launched: StepInFlight) -> None:
         """Take a step as done that has been launched: the next one is chosen behind it."""
         for chunk in launched.plan.chunks:
             seq, samples = chunk.seq, chunk.seq in launched.row_of
             self.totals.count_chunk(chunk, samples)
-            seq.launch(chunk.length, chunk.num_deferred, samples)
+            seq.mark_launched(chunk.length, chunk.num_deferred, samples)
 
-    def _land(self, launched: Launched) -> list[Delta]:
+    def _commit(self, launched: StepInFlight) -> list[Delta]:
         """Read a step, and record what it computed: full blocks, sampled tokens, endings."""
         plan, deltas = launched.plan, []
         try:
@@ -189,7 +193,7 @@ class Engine:
         self.totals.observe(launched)
         for i, chunk in enumerate(plan.chunks):
             seq, row = chunk.seq, launched.row_of.get(chunk.seq)
-            self.scheduler.landed(seq)
+            self.scheduler.mark_read(seq)
             if seq.state is not SequenceState.RUNNING:  # it has ended since, or was aborted
                 self.totals.num_discarded_tokens += row is not None
                 continue
@@ -213,7 +217,7 @@ class Engine:
 
     def _lose(self, seq: Sequence) -> list[Delta]:
         """A step that named `seq` could not be read."""
-        self.scheduler.landed(seq)
+        self.scheduler.mark_read(seq)
         is_here = seq.state is SequenceState.RUNNING
         return [self._fail(seq, "internal_error")] if is_here else []
 
@@ -235,8 +239,8 @@ class Engine:
                 log.exception("request %s failed alone; ending it", chunk.seq.request.request_id)
                 deltas.append(self._fail(chunk.seq, "internal_error"))
             else:
-                self._depart(launched)
-                deltas += self._land(launched)
+                self._mark_launched(launched)
+                deltas += self._commit(launched)
         return deltas
 
     def _drop_expired(self) -> list[Delta]:
@@ -276,10 +280,14 @@ def _outstanding(seq: Sequence) -> int:
     return rest if most is None else min(rest, most)
 
 
-def looks_ahead(config: EngineConfig, device: torch.device, is_routed: bool = False) -> bool:
+def wants_async_scheduling(
+    config: EngineConfig, device: torch.device, is_routed: bool = False
+) -> bool:
     """Whether steps are launched before the one before was read, where that can be done.
 
     Never if it `is_routed`, its experts out of a cache: the host waits for routes in every layer.
     """
-    is_on = config.look_ahead == "on" or (config.look_ahead == "auto" and device.type == "cuda")
+    is_on = config.async_scheduling == "on" or (
+        config.async_scheduling == "auto" and device.type == "cuda"
+    )
     return is_on and not is_routed

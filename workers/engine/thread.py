@@ -19,7 +19,7 @@ from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.engine import Engine
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.stats import EngineStats
-from penstock.workers.structured.compile_queue import Compiled, GrammarIntake
+from penstock.workers.structured.compile_queue import CompiledRequest, GrammarCompileQueue
 from penstock.workers.structured.grammar import GrammarCompiler
 
 log = logging.getLogger("penstock.engine")
@@ -38,7 +38,7 @@ class _Stop:
     pass
 
 
-_Message = Request | Compiled | _Cancel | _Stop
+_Message = Request | CompiledRequest | _Cancel | _Stop
 
 
 class EngineThread:
@@ -69,7 +69,7 @@ class EngineThread:
         self._cores = cores
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._intake = None if grammars is None else GrammarIntake(grammars, self._inbox.put)
+        self._intake = None if grammars is None else GrammarCompileQueue(grammars, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._stats = engine.stats()
         self._last_progress_s = self._stats_s = time.monotonic()
@@ -173,8 +173,8 @@ class EngineThread:
         self._busy = True
         return message
 
-    def _add(self, message: Request | Compiled, deltas: list[Delta]) -> None:
-        compiled = message if isinstance(message, Compiled) else Compiled(message)
+    def _add(self, message: Request | CompiledRequest, deltas: list[Delta]) -> None:
+        compiled = message if isinstance(message, CompiledRequest) else CompiledRequest(message)
         request = compiled.request
         try:
             if compiled.refusal is not None:

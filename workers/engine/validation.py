@@ -18,7 +18,7 @@ LATE = "the deadline of this request has passed"
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class RequestValidator:
     """The limits of one engine. Each check raises RequestError naming the field at fault."""
 
     vocab_size: int

@@ -203,13 +203,13 @@ def wants_graphs(config: EngineConfig, model: Decoder) -> bool:
     """Whether decode graphs are captured. Raises ConfigError if they must be and cannot."""
     if config.cuda_graphs == "off":
         return False
-    problem = obstacle_of(model)
+    problem = unsupported_reason(model)
     if problem is not None and config.cuda_graphs == "on":
         raise ConfigError(f"cuda_graphs cannot be on: {problem}; leave it on auto")
     return problem is None
 
 
-def obstacle_of(model: Decoder) -> str | None:
+def unsupported_reason(model: Decoder) -> str | None:
     """Why the steps of `model` cannot be captured, or None."""
     if model.device.type != "cuda":
         return "this worker computes on a CPU"

@@ -18,7 +18,13 @@ from penstock.workers.device_copy import Mark, to_device
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import Capture, DecodeGraphs, GraphSizes
-from penstock.workers.execution.step import Launched, Prepared, PromptRows, count_neurons, prepare
+from penstock.workers.execution.step import (
+    PreparedStep,
+    PromptRows,
+    StepInFlight,
+    count_neurons,
+    prepare,
+)
 from penstock.workers.execution.timing import StepTimes
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.arena import KvLayer
@@ -50,7 +56,7 @@ class Executor:
         self.times = StepTimes()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, before: Launched | None = None) -> Launched:
+    def launch(self, plan: Plan, before: StepInFlight | None = None) -> StepInFlight:
         """Compute K and V of all tokens of the plan, and sample where a chunk reaches the end.
 
         Where the host has not read yet what the step `before` sampled, its ids go from there to
@@ -60,12 +66,12 @@ class Executor:
         step = prepare(plan, before, self.block_size)
         with self.memory.lease(plan.num_tokens) as workspace:
             sampled, prompt_logprobs = self.compute(step, before, workspace)
-        return Launched(
+        return StepInFlight(
             plan, step.row_of, sampled, prompt_logprobs, Mark(self.model.device), began_s
         )
 
     def compute(
-        self, step: Prepared, before: Launched | None, workspace: Workspace
+        self, step: PreparedStep, before: StepInFlight | None, workspace: Workspace
     ) -> tuple[SampledRows | None, dict[int, list[LogprobRows]]]:
         """Give the device all that `step` takes."""
         batch = step.batch
@@ -97,7 +103,9 @@ class Executor:
         self.times.lap("sample")
         return sampled, prompt_logprobs
 
-    def _replay(self, graphs: DecodeGraphs, step: Prepared, before: Launched | None) -> SampledRows:
+    def _replay(
+        self, graphs: DecodeGraphs, step: PreparedStep, before: StepInFlight | None
+    ) -> SampledRows:
         """The same for decode rows, in one launch."""
         replay = graphs.fill(step.batch)
         self._feed(graphs.token_ids, step.batch, before)
@@ -178,7 +186,7 @@ class Executor:
             hidden, self.memory.logits[:num_rows], self.memory.narrow[:num_rows]
         )
 
-    def _feed(self, token_ids: Tensor, batch: HostBatch, before: Launched | None) -> None:
+    def _feed(self, token_ids: Tensor, batch: HostBatch, before: StepInFlight | None) -> None:
         """Put what the step before has sampled, and nobody has read, where it is computed next."""
         if not batch.unread.size:
             return

@@ -49,7 +49,7 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedStep:
     """A step as the host gives it to the device."""
 
     batch: HostBatch
@@ -69,7 +69,7 @@ class Prepared:
         return not self.prompts and len(self.rows) == len(self.batch.token_ids)
 
 
-class Launched:
+class StepInFlight:
     """A step that the device has been given. What it sampled is read once, by `read`."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Launched:
         return self._result
 
 
-def prepare(plan: Plan, before: Launched | None, block_size: int) -> Prepared:
+def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> PreparedStep:
     """What the host adds to a plan. Nothing that it changes later is of effect."""
     batch = host_batch(plan, block_size, {} if before is None else before.row_of)
     first = 0
@@ -119,7 +119,7 @@ def prepare(plan: Plan, before: Launched | None, block_size: int) -> Prepared:
             sampling.append(chunk.seq)
     row_of = {seq: i for i, seq in enumerate(sampling)}
     rows = [row_sampling(seq) for seq in sampling]
-    return Prepared(batch, last_rows, row_of, rows, prompts, plan.chunks)
+    return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks)
 
 
 def _reports_prompt(seq: Sequence) -> bool:
@@ -131,7 +131,7 @@ def row_sampling(seq: Sequence) -> RowSampling:
     """The sampling of the next token of `seq`."""
     params = seq.request.params
     greedy = params.temperature < GREEDY_BELOW
-    banned_ids = tuple(seq.stop_ids) if seq.must_go_on else ()
+    banned_ids = tuple(seq.stop_ids) if seq.below_min_tokens else ()
     edit = None if seq.editor is None else partial(seq.editor.edit, token_ids=seq.token_ids)
     if seq.matcher is not None:  # which has the last word, also on what is banned
         if params.ignore_eos:

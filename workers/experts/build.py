@@ -1,6 +1,6 @@
 """The routed experts of one checkpoint behind a cache, opened as configured.
 
-Ties arena, slots, scores and routing together; does the work of none of them.
+Ties expert file, slots, scores and routing together; does the work of none of them.
 
 How many expert slots a budget of device memory holds.
 
@@ -21,13 +21,13 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.expert_file import Arena, Manifest, RowSource
-from penstock.workers.experts.layouts import Form, NeuronForm, PackedForm
-from penstock.workers.experts.neurons import NeuronChoice, NeuronScores
+from penstock.workers.experts.expert_file import ExpertFile, Manifest, RowSource
+from penstock.workers.experts.layouts import ExpertLayout, NeuronLayout, PackedLayout
+from penstock.workers.experts.neurons import NeuronScores, NeuronSelector
 from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.experts.thresholds import FILE_NAME, Calibration
-from penstock.workers.experts.writer import remove_arena, write_arena
+from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import check_neurons
 from penstock.workers.weights.checkpoint import StoredTensor
@@ -47,7 +47,7 @@ class ExpertSettings:
     keep: float = 0.5  # sparse: the share of neurons
     score: str = "product"
     thresholds: str | None = None  # the file; None: beside the model, if neurons are chosen
-    manifest: Manifest | None = None  # of the node's store; None: an arena of one's own
+    manifest: Manifest | None = None  # of the node's store; None: a file of this process's own
     folder: str = "/dev/shm"  # where that is written
     source: RowSource | None = None  # of a store on another node, which `manifest` is of
     is_fair: bool = True
@@ -73,7 +73,7 @@ def settings_of(
     )
 
 
-def open_experts(
+def build_experts(
     settings: ExpertSettings,
     folder: Path,
     config: ModelConfig,
@@ -85,7 +85,7 @@ def open_experts(
 
     `weights` is the format that they are served in, and `config` says in which dtype the model
     computes. Raises ConfigError for a dense model, a budget that is too small or a mode that the
-    format does not have, and LoadError if the store's arena is another checkpoint's.
+    format does not have, and LoadError if the store's expert file is another checkpoint's.
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors, weights, device.type)
@@ -93,64 +93,66 @@ def open_experts(
         who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
         check_neurons(config.stored_scheme, weights, who)
     packed = PackedExperts(experts, compute) if experts.is_packed else None
-    arena = _arena_of(settings, experts, compute)
-    form: Form
+    expert_file = _row_source(settings, experts, compute)
+    layout: ExpertLayout
     if packed is None:
-        form = NeuronForm(arena.manifest, compute, device)
+        layout = NeuronLayout(expert_file.manifest, compute, device)
     else:
-        packed.check(arena.manifest)
-        form = PackedForm(packed.image, device)
-    cache = _cache_of(settings, arena, form)
-    choice = None
+        packed.check(expert_file.manifest)
+        layout = PackedLayout(packed.image, device)
+    cache = _cache_of(settings, expert_file, layout)
+    selector = None
     if settings.mode == "sparse" or settings.thresholds is not None:
-        choice = _choice(settings, experts, arena, device)
-    routed = RoutedExperts(cache, config, prefetch=settings.prefetch, choice=choice)
+        selector = _neuron_selector(settings, experts, expert_file, device)
+    routed = RoutedExperts(cache, config, prefetch=settings.prefetch, selector=selector)
     return routed, experts.names()
 
 
-def _arena_of(
+def _row_source(
     settings: ExpertSettings, experts: CheckpointExperts, compute: torch.dtype
 ) -> RowSource:
     """The store's, or one of this process. Raises LoadError if it is not of these experts."""
-    needs_twins = settings.mode == "quantized"
+    needs_int8_copies = settings.mode == "quantized"
     if settings.manifest is None:
-        return _own_arena(experts, compute, Path(settings.folder), needs_twins)
-    _check_manifest(settings.manifest, experts, compute, is_far=settings.source is not None)
-    if needs_twins and not settings.manifest.has_twins:
+        return _own_expert_file(experts, compute, Path(settings.folder), needs_int8_copies)
+    _check_manifest(settings.manifest, experts, compute, is_remote=settings.source is not None)
+    if needs_int8_copies and not settings.manifest.has_int8_copies:
         raise LoadError(
-            f"the expert store {settings.manifest.path} has no int8 twins, and moe_mode quantized "
+            f"the expert store {settings.manifest.path} has no int8 copies, and moe_mode quantized "
             "needs them; restart the cluster"
         )
-    return settings.source or Arena(settings.manifest)
+    return settings.source or ExpertFile(settings.manifest)
 
 
-def _cache_of(settings: ExpertSettings, arena: RowSource, form: Form) -> ExpertCache:
-    num_slots, num_experts = settings.num_slots, arena.manifest.num_all
+def _cache_of(
+    settings: ExpertSettings, expert_file: RowSource, layout: ExpertLayout
+) -> ExpertCache:
+    num_slots, num_experts = settings.num_slots, expert_file.manifest.num_all
     if num_slots is None:
         assert settings.cache_gb is not None
-        num_slots = slots_within(settings.cache_gb, form.num_bytes, num_experts)
+        num_slots = slots_within(settings.cache_gb, layout.num_bytes, num_experts)
     cache = ExpertCache(
-        arena, num_slots, form, is_fair=settings.is_fair, bytes_per_s=settings.bytes_per_s
+        expert_file, num_slots, layout, is_fair=settings.is_fair, bytes_per_s=settings.bytes_per_s
     )
     log.info(
         "%d of %d experts fit into their cache: %d slots of %.2f MiB",
         cache.num_slots,
         num_experts,
         cache.num_slots,
-        form.num_bytes / 2**20,
+        layout.num_bytes / 2**20,
     )
     return cache
 
 
 def _check_manifest(
-    manifest: Manifest, experts: CheckpointExperts, compute: torch.dtype, is_far: bool
+    manifest: Manifest, experts: CheckpointExperts, compute: torch.dtype, is_remote: bool
 ) -> None:
     """Raise LoadError unless it is of the same checkpoint: the same files, or, where they lie on
     another node, the same routers."""
-    if is_far:
+    if is_remote:
         is_ours = manifest.routers == experts.routers()
     else:
-        is_ours = manifest.checkpoint == experts.identity(compute, manifest.has_twins)
+        is_ours = manifest.checkpoint == experts.identity(compute, manifest.has_int8_copies)
     if not is_ours:
         raise LoadError(
             f"the expert store {manifest.path} was made of other files than those in "
@@ -158,9 +160,9 @@ def _check_manifest(
         )
 
 
-def _choice(
+def _neuron_selector(
     settings: ExpertSettings, experts: CheckpointExperts, source: RowSource, device: torch.device
-) -> NeuronChoice:
+) -> NeuronSelector:
     """By thresholds of the model's own. Raises LoadError if there are none, ConfigError for a
     checkpoint without routers."""
     path = experts.folder / FILE_NAME
@@ -180,18 +182,20 @@ def _choice(
         calibration.format,
         settings.score,
     )
-    return NeuronChoice(scores, calibration.at(settings.score, settings.keep))
+    return NeuronSelector(scores, calibration.at(settings.score, settings.keep))
 
 
-def _own_arena(
-    experts: CheckpointExperts, compute: torch.dtype, folder: Path, has_twins: bool
-) -> Arena:
+def _own_expert_file(
+    experts: CheckpointExperts, compute: torch.dtype, folder: Path, has_int8_copies: bool
+) -> ExpertFile:
     """Of this process alone: its file has no name any more, so nothing is left behind."""
-    path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.arena"
+    path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
     try:
-        return Arena(write_arena(experts, path, compute, has_twins=has_twins))
+        return ExpertFile(
+            write_expert_file(experts, path, compute, has_int8_copies=has_int8_copies)
+        )
     finally:
-        remove_arena(path)
+        remove_expert_file(path)
 
 
 MIN_SLOTS = 2  # one in use, one on its way

@@ -18,16 +18,16 @@ import torch
 
 from penstock.kernels.moe import Expert
 from penstock.workers.errors import LoadError
-from penstock.workers.experts.copier import CHUNK_BYTES, Copier
-from penstock.workers.experts.expert_file import Places, RowSource
-from penstock.workers.experts.layouts import Form
-from penstock.workers.experts.lookups import CacheCounts, Wanted
-from penstock.workers.experts.slots import Key, Load, Slot, SlotTable, make_slots
+from penstock.workers.experts.copier import CHUNK_BYTES, ExpertCopier
+from penstock.workers.experts.expert_file import RowIndices, RowSource
+from penstock.workers.experts.layouts import ExpertLayout
+from penstock.workers.experts.lookups import CacheCounts, NeededRows
+from penstock.workers.experts.slots import Key, Slot, SlotLoad, SlotTable, make_slots
 
 log = logging.getLogger("penstock.experts")
 
-Held = deque[tuple[int, Slot]]  # experts in use or waited for
-ALL: Wanted = {}
+PinnedExperts = deque[tuple[int, Slot]]  # experts in use or waited for
+ALL: NeededRows = {}
 CHECK_S = 5.0  # while an expert is waited for, between two looks at who loads it
 
 
@@ -38,7 +38,7 @@ class ExpertCache:
         self,
         source: RowSource,
         num_slots: int,
-        form: Form,
+        layout: ExpertLayout,
         *,
         is_fair: bool = True,
         bytes_per_s: float | None = None,
@@ -53,23 +53,23 @@ class ExpertCache:
         num_slots = min(num_slots, facts.num_all)
         share = max(1, num_slots // len(facts.layers)) if is_fair else None
         self.manifest = facts
-        self.form = form
-        self.table = SlotTable(make_slots(num_slots, facts.num_rows, form), share)
+        self.layout = layout
+        self.table = SlotTable(make_slots(num_slots, facts.num_rows, layout), share)
         self.counts = CacheCounts()
         self._known = set(facts.digests())
         self._changed = threading.Condition()
         # To prefetch as soon as there is room.
-        self._wishes: deque[tuple[Key, Places | None]] = deque()
+        self._prefetch_queue: deque[tuple[Key, RowIndices | None]] = deque()
         self._predicted: set[Key] = set()  # those and the others that were to be there next
-        self._held: list[Slot] = []
-        self.copier = Copier(
+        self._pinned: list[Slot] = []
+        self.copier = ExpertCopier(
             source,
             facts,
-            form,
+            layout,
             self._changed,
             bytes_per_s,
             chunk_bytes,
-            self._grant_wishes,
+            self._start_prefetches,
         )
 
     @property
@@ -81,7 +81,7 @@ class ExpertCache:
         layer: int,
         needed: Sequence[int],
         meanwhile: Callable[[], None] | None = None,
-        wanted: Wanted = ALL,
+        needed_rows: NeededRows = ALL,
     ) -> Iterator[tuple[int, Expert]]:
         """Each of the `needed` experts of a layer once, those that are there first.
 
@@ -91,26 +91,26 @@ class ExpertCache:
         asked for. Raises what the copier met: CorruptedExpert names it.
         """
         waiting = deque(needed)
-        held: Held = deque()
+        pinned: PinnedExperts = deque()
         with self._changed:
-            self._let_go()
+            self._unpin_abandoned()
             self._drop_stale(layer, set(needed))
             num_rows = self.manifest.num_rows
-            self.counts.look_up(self.table, layer, needed, wanted, num_rows)
-            self._claim_residents(layer, waiting, held, wanted)
-            self._claim_misses(layer, waiting, held, wanted)
+            self.counts.look_up(self.table, layer, needed, needed_rows, num_rows)
+            self._claim_residents(layer, waiting, pinned, needed_rows)
+            self._claim_misses(layer, waiting, pinned, needed_rows)
         if meanwhile is not None:
             meanwhile()
-        while waiting or held:
+        while waiting or pinned:
             with self._changed:
-                expert, slot = self._next_ready(layer, waiting, held, wanted)
+                expert, slot = self._next_ready(layer, waiting, pinned, needed_rows)
             yield expert, slot.expert
             with self._changed:
                 self._release(slot)
-                self._claim_misses(layer, waiting, held, wanted)
-                self._grant_wishes()
+                self._claim_misses(layer, waiting, pinned, needed_rows)
+                self._start_prefetches()
 
-    def prefetch(self, layer: int, experts: Sequence[int], wanted: Wanted = ALL) -> None:
+    def prefetch(self, layer: int, experts: Sequence[int], needed_rows: NeededRows = ALL) -> None:
         """Load these experts of `layer` if there is room, the first ones first; of those that
         `wanted` has, these rows.
 
@@ -118,18 +118,18 @@ class ExpertCache:
         evicted for it before the link has time for it. On a link that never rests, it does nothing.
         """
         with self._changed:
-            self._forget_wishes()
+            self._clear_prefetch_queue()
             for expert in experts:
-                key, some = (layer, expert), wanted.get(expert)
-                if key not in self._known or (some is not None and not len(some)):
+                key, rows = (layer, expert), needed_rows.get(expert)
+                if key not in self._known or (rows is not None and not len(rows)):
                     continue
                 slot = self.table.get(key)
                 if slot is not None:
                     self.table.touch(key)
-                if slot is None or not (slot.holds(some) or slot.load is not None):
-                    self._wishes.append((key, some))
+                if slot is None or not (slot.holds(rows) or slot.load is not None):
+                    self._prefetch_queue.append((key, rows))
                 self._predicted.add(key)
-            self._grant_wishes()
+            self._start_prefetches()
 
     def warm(self, keys: Sequence[Key]) -> None:
         """Fill free slots with these experts, the first ones first: before there is work."""
@@ -152,7 +152,7 @@ class ExpertCache:
     def close(self) -> None:
         """End the copier's thread; the next load starts another one."""
         with self._changed:
-            self._forget_wishes()
+            self._clear_prefetch_queue()
             thread = self.copier.close()
         if thread is not None:
             thread.join()
@@ -161,117 +161,121 @@ class ExpertCache:
         """Assert that the tables are whole."""
         with self._changed:
             self.table.check()
-            assert all(slot.num_users for slot in self._held)
+            assert all(slot.num_users for slot in self._pinned)
 
     # -- all below with the lock held
 
-    def _let_go(self) -> None:
+    def _unpin_abandoned(self) -> None:
         """What an earlier visit that was broken off still held."""
-        for slot in list(self._held):
+        for slot in list(self._pinned):
             self._release(slot)
 
     def _drop_stale(self, layer: int, needed: set[int]) -> None:
         """The routing is known: what was prefetched for nothing stops."""
-        self._forget_wishes()
+        self._clear_prefetch_queue()
         for load in self.copier.prefetches:
             if load.key[0] == layer and load.key[1] not in needed:
                 self._cancel(load)
 
-    def _forget_wishes(self) -> None:
-        self._wishes.clear()
+    def _clear_prefetch_queue(self) -> None:
+        self._prefetch_queue.clear()
         self._predicted.clear()
 
-    def _cancel(self, load: Load) -> None:
+    def _cancel(self, load: SlotLoad) -> None:
         self.copier.cancel(load)
         if load.slot.is_idle and not load.slot.num_has:
             self.table.give_back(load.slot)
 
-    def _claim_residents(self, layer: int, waiting: deque[int], held: Held, wanted: Wanted) -> None:
+    def _claim_residents(
+        self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
+    ) -> None:
         """Hold the experts that have slots, and ask for what is missing of them."""
         for expert in list(waiting):
             slot = self.table.get((layer, expert))
             if slot is None:
                 continue
             waiting.remove(expert)
-            self._hold(slot, (layer, expert), wanted.get(expert))
-            held.append((expert, slot))
+            self._pin(slot, (layer, expert), needed_rows.get(expert))
+            pinned.append((expert, slot))
 
-    def _claim_misses(self, layer: int, waiting: deque[int], held: Held, wanted: Wanted) -> None:
+    def _claim_misses(
+        self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
+    ) -> None:
         """Slots for the others, as far as there are any."""
         while waiting:
             key = (layer, waiting[0])
             slot = self.table.get(key) or self.table.take(key)
             if slot is None:
                 return
-            self._hold(slot, key, wanted.get(waiting[0]))
-            held.append((waiting.popleft(), slot))
+            self._pin(slot, key, needed_rows.get(waiting[0]))
+            pinned.append((waiting.popleft(), slot))
 
-    def _hold(self, slot: Slot, key: Key, some: Places | None) -> None:
+    def _pin(self, slot: Slot, key: Key, rows: RowIndices | None) -> None:
         slot.num_users += 1
-        self._held.append(slot)
+        self._pinned.append(slot)
         self.table.touch(key)
-        if slot.holds(some):
+        if slot.holds(rows):
             return
-        missing = slot.missing(some)
+        missing = slot.missing(rows)
         if slot.load is not None:
             self.copier.promote(slot.load, missing)
         else:
-            self.copier.submit(Load(slot, key, missing, is_demand=True))
+            self.copier.submit(SlotLoad(slot, key, missing, is_demand=True))
 
     def _next_ready(
-        self, layer: int, waiting: deque[int], held: Held, wanted: Wanted
+        self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
     ) -> tuple[int, Slot]:
         """The next expert that has all that is wanted of it; waits for one if there is none."""
         began_s = None
         while True:
-            for place, (expert, slot) in enumerate(held):
-                some = wanted.get(expert)
-                if slot.holds(some):
-                    del held[place]
+            for place, (expert, slot) in enumerate(pinned):
+                rows = needed_rows.get(expert)
+                if slot.holds(rows):
+                    del pinned[place]
                     if began_s is not None:
                         self.counts.stall_s += time.perf_counter() - began_s
                     return expert, slot
                 if slot.load is None:  # it has ended, and not all is there
-                    self._ask_again(slot, some)
-            if not held:  # every slot is taken by prefetches
+                    self._ask_again(slot, rows)
+            if not pinned:  # every slot is taken by prefetches
                 for load in self.copier.prefetches:
                     self._cancel(load)
-                self._claim_misses(layer, waiting, held, wanted)
-                if held:
+                self._claim_misses(layer, waiting, pinned, needed_rows)
+                if pinned:
                     continue
             began_s = began_s or time.perf_counter()
             if not self._changed.wait(CHECK_S) and not self.copier.is_alive:
                 raise RuntimeError("the thread that loads experts has ended")
 
-    def _ask_again(self, slot: Slot, some: Places | None) -> None:
+    def _ask_again(self, slot: Slot, rows: RowIndices | None) -> None:
         error, slot.error = slot.error, None
         if error is not None:
             raise error
         assert slot.key is not None
-        self.copier.submit(Load(slot, slot.key, slot.missing(some), is_demand=True))
+        self.copier.submit(SlotLoad(slot, slot.key, slot.missing(rows), is_demand=True))
 
     def _release(self, slot: Slot) -> None:
         slot.num_users -= 1
-        self._held.remove(slot)
-        if self.form.device.type == "cuda":
+        self._pinned.remove(slot)
+        if self.layout.device.type == "cuda":
             slot.last_use = slot.last_use or torch.cuda.Event()
-            slot.last_use.record(torch.cuda.current_stream(self.form.device))
+            slot.last_use.record(torch.cuda.current_stream(self.layout.device))
 
-    def _grant_wishes(self) -> None:
+    def _start_prefetches(self) -> None:
         """Begin the next prefetch, if the link is idle and there is room."""
-        while self._wishes and not self.copier.is_busy:
-            key, some = self._wishes[0]
+        while self._prefetch_queue and not self.copier.is_busy:
+            key, rows = self._prefetch_queue[0]
             slot = self.table.get(key)
             if slot is None:
                 slot = self.table.take(key, keep=self._predicted)
                 if slot is None:
                     return
-            self._wishes.popleft()
-            if not slot.holds(some) and slot.load is None:
-                self._begin_prefetch(key, slot, some)
+            self._prefetch_queue.popleft()
+            if not slot.holds(rows) and slot.load is None:
+                self._begin_prefetch(key, slot, rows)
 
-    def _begin_prefetch(self, key: Key, slot: Slot | None, some: Places | None = None) -> None:
+    def _begin_prefetch(self, key: Key, slot: Slot | None, rows: RowIndices | None = None) -> None:
         assert slot is not None
         slot.was_prefetched = True
         self.counts.num_prefetched += 1
-        self.copier.submit(Load(slot, key, slot.missing(some), is_demand=False))
+        self.copier.submit(SlotLoad(slot, key, slot.missing(rows), is_demand=False))

@@ -1,7 +1,4 @@
-"""The routed experts of one checkpoint: which tensors they are, and what an arena is known by.
-
-Knows the names of experts' tensors in checkpoints; nothing of arenas' files, or of who reads them.
-"""
+"""The routed experts of one checkpoint: their tensors' names and shapes, and their identity."""
 
 from __future__ import annotations
 
@@ -52,8 +49,8 @@ class CheckpointExperts:
 
     @property
     def is_packed(self) -> bool:
-        """Whether an arena holds them as they are multiplied, codes and scales, and not by neurons:
-        those that are quantised, or were."""
+        """Whether the expert file holds codes and scales as the device multiplies them, instead of
+        neurons: true for experts that are served quantised or stored quantised."""
         return self.weights in QUANTIZED_FORMATS or self.config.stored_scheme is not None
 
     def is_fused(self, layer: int) -> bool:
@@ -89,8 +86,8 @@ class CheckpointExperts:
         return {name for name in self.tensors if name.startswith(prefixes)} if prefixes else set()
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
-        """As stored, unless the model computes in less: no more is kept than anybody uses. Of
-        packed ones, what the model computes in."""
+        """The dtype of the expert file: as stored, or the model's if that is narrower. For packed
+        experts, the model's."""
         if self.is_packed:
             return compute
         first = self.parts(self.layers[0], 0)
@@ -99,16 +96,16 @@ class CheckpointExperts:
         narrow = widest if widest.itemsize <= compute.itemsize and widest in NAMES else compute
         return narrow if narrow in NAMES else torch.float32
 
-    def identity(self, compute: torch.dtype, has_twins: bool = False) -> str:
-        """What an arena of these experts is known by; changes when the files do."""
+    def identity(self, compute: torch.dtype, has_int8_copies: bool = False) -> str:
+        """The digest that identifies an expert file of these experts: changes with the files."""
         files = {stored.file for stored in self.tensors.values()}
-        facts = {"dtype": NAMES[self.dtype(compute)], "twins": has_twins}
+        facts = {"dtype": NAMES[self.dtype(compute)], "int8_copies": has_int8_copies}
         if self.is_packed:
             facts |= {"weights": self.weights, "device": self.device}
         return checkpoint_identity({str(f): f.stat() for f in files}, facts)
 
     def routers(self) -> str:
-        """A digest of the routers' numbers: whatever folder they lie in, they are this model's."""
+        """A digest of the routers' weights: it identifies the model whatever folder it lies in."""
         hashed = hashlib.blake2b(digest_size=16)
         count, hidden = self.config.num_experts, self.config.hidden_size
         for layer in self.layers:

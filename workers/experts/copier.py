@@ -24,9 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.workers.experts.expert_file import Bytes, CorruptedExpert, Manifest, Places, RowSource
-from penstock.workers.experts.layouts import Form
-from penstock.workers.experts.slots import Load
+from penstock.workers.experts.expert_file import (
+    Bytes,
+    CorruptedExpert,
+    Manifest,
+    RowIndices,
+    RowSource,
+)
+from penstock.workers.experts.layouts import ExpertLayout
+from penstock.workers.experts.slots import SlotLoad
 from penstock.workers.memory.copier import Throttle
 
 WINDOW_S = 0.25  # of work, over which the share is taken
@@ -35,7 +41,7 @@ SATURATED = 0.5  # a gain is bounded by the time the link rests, a loss by the t
 
 
 @dataclass(slots=True)
-class LinkCounts:
+class TransferCounts:
     """What has gone over the link so far."""
 
     demand_bytes: int = 0
@@ -46,10 +52,10 @@ class LinkCounts:
 
 
 @dataclass(slots=True)
-class LinkMeter:
+class TransferMeter:
     """The share of the time at work that demands take of the link, over the last full window."""
 
-    counts: LinkCounts
+    counts: TransferCounts
     clock: Callable[[], float] = time.monotonic
     share: float = 0.0
     _last: tuple[float, float] | None = None  # when it was looked at, and how busy it had been
@@ -73,22 +79,22 @@ CHUNK_BYTES = 512 * 1024  # what a demand waits for at most
 
 
 @dataclass(slots=True)
-class Copier:
+class ExpertCopier:
     """`changed` is the cache's lock: all methods are called while it is held."""
 
     source: RowSource
     facts: Manifest  # of the rows
-    form: Form
+    layout: ExpertLayout
     changed: threading.Condition
     bytes_per_s: float | None = None  # slows the copies down to that, for benchmarks and tests
     chunk_bytes: int = CHUNK_BYTES
     on_idle: Callable[[], None] = lambda: None  # the link has nothing to do; with the lock held
-    counts: LinkCounts = field(default_factory=LinkCounts)
-    _demands: deque[Load] = field(default_factory=deque)
-    _prefetches: deque[Load] = field(default_factory=deque)
+    counts: TransferCounts = field(default_factory=TransferCounts)
+    _demands: deque[SlotLoad] = field(default_factory=deque)
+    _prefetches: deque[SlotLoad] = field(default_factory=deque)
     _thread: threading.Thread | None = None
 
-    def submit(self, load: Load) -> None:
+    def submit(self, load: SlotLoad) -> None:
         """Begin; `changed` is notified whenever a load has ended."""
         assert load.slot.load is None
         load.slot.load, load.slot.error = load, None
@@ -98,27 +104,27 @@ class Copier:
             self._thread.start()
         self.changed.notify_all()
 
-    def promote(self, load: Load, missing: Places) -> None:
+    def promote(self, load: SlotLoad, missing: RowIndices) -> None:
         """Somebody waits for these rows now: behind the chunk under way, they go and no others.
 
         `missing`, at least one, are not there yet.
         """
         load.is_cancelled = False
-        begun = load.places[: load.num_done + load.num_active]
-        load.places = np.concatenate([begun, missing[~np.isin(missing, begun)]])
+        begun = load.row_indices[: load.num_done + load.num_active]
+        load.row_indices = np.concatenate([begun, missing[~np.isin(missing, begun)]])
         if not load.is_demand:
             self._prefetches.remove(load)
             load.is_demand = True
             self._demands.append(load)
 
-    def cancel(self, load: Load) -> None:
+    def cancel(self, load: SlotLoad) -> None:
         """Copy no more of it than the chunk that is under way; then, or now, it has ended."""
         load.is_cancelled = True
         if not load.num_active:
             self._end(load)
 
     @property
-    def prefetches(self) -> list[Load]:
+    def prefetches(self) -> list[SlotLoad]:
         return list(self._prefetches)
 
     @property
@@ -140,13 +146,13 @@ class Copier:
         thread, self._thread = self._thread, None
         return thread
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: SlotLoad) -> None:
         (self._demands if load.is_demand else self._prefetches).remove(load)
         load.slot.load = None
         self.changed.notify_all()
 
     def _work(self) -> None:
-        lane = Lane(self)
+        buffers = StagingBuffers(self)
         me = threading.current_thread()
         while True:
             with self.changed:
@@ -157,24 +163,28 @@ class Copier:
                     if not self.is_busy:
                         self.changed.wait()
                 source = self.source
-                parts = self._next_parts(lane, source.is_far)
-            if source.is_far:
-                self._fetch(lane, source, parts)
+                parts = self._next_parts(buffers, source.is_remote)
+            if source.is_remote:
+                self._fetch(buffers, source, parts)
                 continue
             load, part = parts[0]
-            self._do(load, part, lambda: lane.copy(source.rows(*load.key), part, load))  # noqa: B023
+            self._do(load, part, lambda: buffers.copy(source.rows(*load.key), part, load))  # noqa: B023
 
-    def _next_parts(self, lane: Lane, is_far: bool) -> list[tuple[Load, Places]]:
+    def _next_parts(
+        self, buffers: StagingBuffers, is_remote: bool
+    ) -> list[tuple[SlotLoad, RowIndices]]:
         """What goes over next: a chunk of the first load; from afar, one of each that waits."""
         loads = list(self._demands or self._prefetches)
         parts = []
-        for load in loads if is_far else loads[:1]:
-            part = load.places[load.num_done : load.num_done + lane.rows_at_once(load)]
+        for load in loads if is_remote else loads[:1]:
+            part = load.row_indices[load.num_done : load.num_done + buffers.rows_at_once(load)]
             load.num_active = len(part)
             parts.append((load, part))
         return parts
 
-    def _fetch(self, lane: Lane, source: RowSource, parts: list[tuple[Load, Places]]) -> None:
+    def _fetch(
+        self, buffers: StagingBuffers, source: RowSource, parts: list[tuple[SlotLoad, RowIndices]]
+    ) -> None:
         """One question for all parts; then each is unpacked."""
         began_s = time.perf_counter()
         found: list[Bytes] | Exception
@@ -185,15 +195,15 @@ class Copier:
         seconds = (time.perf_counter() - began_s) / len(parts)
         for i, (load, part) in enumerate(parts):
 
-            def unpack(i: int = i, load: Load = load, part: Places = part) -> None:
+            def unpack(i: int = i, load: SlotLoad = load, part: RowIndices = part) -> None:
                 if isinstance(found, Exception):
                     raise found
-                lane.unpack(found[i], np.sort(part), load)
+                buffers.unpack(found[i], np.sort(part), load)
 
             self._do(load, part, unpack, seconds)
 
     def _do(
-        self, load: Load, part: Places, copy: Callable[[], None], before_s: float = 0.0
+        self, load: SlotLoad, part: RowIndices, copy: Callable[[], None], before_s: float = 0.0
     ) -> None:
         """Run `copy`, and note how it ended; `before_s` were spent on it already."""
         began_s, error = time.perf_counter(), None
@@ -205,7 +215,9 @@ class Copier:
         with self.changed:
             self._account(load, part, before_s + time.perf_counter() - began_s, error)
 
-    def _account(self, load: Load, part: Places, seconds: float, error: Exception | None) -> None:
+    def _account(
+        self, load: SlotLoad, part: RowIndices, seconds: float, error: Exception | None
+    ) -> None:
         load.num_active = 0
         load.slot.error = error
         self.counts.busy_s += seconds
@@ -220,18 +232,18 @@ class Copier:
                 self.counts.prefetch_bytes += num_bytes
         elif isinstance(error, CorruptedExpert) and (error.layer, error.expert) == load.key:
             self.counts.num_corrupted += 1
-        if error is not None or load.is_cancelled or load.num_done == len(load.places):
+        if error is not None or load.is_cancelled or load.num_done == len(load.row_indices):
             self._end(load)
 
 
-class Lane:
+class StagingBuffers:
     """The buffers of one copier thread."""
 
-    def __init__(self, copier: Copier):
+    def __init__(self, copier: ExpertCopier):
         self._copier = copier
         most = max(map(copier.facts.row_bytes_of, (0, copier.facts.num_known - 1)))
         shape = (max(most, copier.chunk_bytes),)
-        device = copier.form.device
+        device = copier.layout.device
         is_cuda = device.type == "cuda"
         self._throttle = None if copier.bytes_per_s is None else Throttle(copier.bytes_per_s)
         self._device_bytes = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -244,11 +256,11 @@ class Lane:
         )
         self._stream = torch.cuda.Stream(device) if is_cuda else None
 
-    def rows_at_once(self, load: Load) -> int:
+    def rows_at_once(self, load: SlotLoad) -> int:
         """Rows of a chunk."""
         return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
 
-    def copy(self, rows: Bytes, part: Places, load: Load) -> None:
+    def copy(self, rows: Bytes, part: RowIndices, load: SlotLoad) -> None:
         """Of `rows`, those of `part` into their slot; they are there when it returns."""
         part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
         gathered, until_s = self._staging(len(part), rows.shape[1])
@@ -259,7 +271,7 @@ class Lane:
             np.take(rows, part, axis=0, out=gathered.numpy(), mode="clip")
         self._send(gathered, part, load, until_s)
 
-    def unpack(self, rows: Bytes, part: Places, load: Load) -> None:
+    def unpack(self, rows: Bytes, part: RowIndices, load: SlotLoad) -> None:
         """The same, where `rows` are those alone, in ascending order."""
         gathered, until_s = self._staging(*rows.shape)
         np.copyto(gathered.numpy(), rows)
@@ -272,22 +284,22 @@ class Lane:
         return self._host_bytes[:num_bytes].view(num_rows, row_bytes), time.monotonic() + wait_s
 
     @torch.inference_mode()
-    def _send(self, gathered: Tensor, part: Places, load: Load, until_s: float) -> None:
+    def _send(self, gathered: Tensor, part: RowIndices, load: SlotLoad, until_s: float) -> None:
         slot, num_bytes = load.slot, gathered.numel()
-        places = torch.from_numpy(part)
+        row_indices = torch.from_numpy(part)
         if self._stream is None:
-            self._write(gathered, places, load)
+            self._write(gathered, row_indices, load)
         else:
             with torch.cuda.stream(self._stream):
                 if slot.last_use is not None:
                     self._stream.wait_event(slot.last_use)
                 arrived = self._device_bytes[:num_bytes].view(len(part), -1)
                 arrived.copy_(gathered, non_blocking=True)
-                self._write(arrived, places.to(self._copier.form.device), load)
+                self._write(arrived, row_indices.to(self._copier.layout.device), load)
             self._stream.synchronize()
         if (left_s := until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def _write(self, arrived: Tensor, places: Tensor, load: Load) -> None:
-        slot, is_twin = load.slot, self._copier.facts.is_twin(load.key[1])
-        self._copier.form.write(slot.memory, slot.expert, arrived, places, is_twin)
+    def _write(self, arrived: Tensor, row_indices: Tensor, load: SlotLoad) -> None:
+        slot, is_int8_copy = load.slot, self._copier.facts.is_int8_copy(load.key[1])
+        self._copier.layout.write(slot.memory, slot.expert, arrived, row_indices, is_int8_copy)

@@ -1,11 +1,11 @@
 """Experts of a MoE checkpoint in one shared file: its manifest, and its reader.
 
-An expert is a block of rows, and behind them a CRC-32 of each; blocks begin on pages. A row is a
-neuron, [Wg[j] | Wu[j] | Wd[:, j]], in their order; or, where experts are quantised, a piece of the
-bytes that a device multiplies (packed.py). Plain expert e of E may have an int8 twin, which goes by
-the number E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file lies in
-memory (/dev/shm), and every process of the node maps it read-only: one copy a node. Knows nothing
-of devices, slots, or how the file came to be (writer.py), and loads no torch.
+An expert is a block of rows, followed by a CRC-32 of each row; blocks begin on page boundaries. A
+row is one neuron, [Wg[j] | Wu[j] | Wd[:, j]], in order; for quantised experts, a row is a piece of
+the bytes that the device multiplies (packed.py). Plain expert e of E may have an int8 copy with the
+id E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file lies in memory
+(/dev/shm), and every process of the node maps it read-only: one copy a node. This module loads no
+torch: the ingress and the command line import it. writer.py writes the file.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ import numpy.typing as npt
 from penstock.workers.errors import LoadError
 
 Bytes = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.int64]  # rows of an expert: neurons, or pieces of packed ones
+RowIndices = npt.NDArray[np.int64]  # rows of an expert: neurons, or pieces of packed ones
 
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
-TWIN_GROUP = 64  # numbers of a row that share a scale
+INT8_GROUP = 64  # numbers of a row that share a scale
 PIECE_BYTES = 1024  # a row of a packed expert
 NAMED_ROWS = 8  # of a damaged expert, in its error
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
 
 
 class CorruptedExpert(RuntimeError):
-    """Bytes in the arena are not those that were written. Names file, layer, expert and rows."""
+    """Rows of an expert do not match their digest. Names file, layer, expert and rows."""
 
     def __init__(self, message: str, layer: int, expert: int):
-        super().__init__(message, layer, expert)  # so that it survives a journey
+        super().__init__(message, layer, expert)  # all arguments, so that it can be unpickled
         self.layer, self.expert = layer, expert
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ class ExpertEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One arena, as its writer published it. Plain values: it travels as JSON."""
+    """The description of one expert file, published by its writer. Plain values: sent as JSON."""
 
     path: str
-    epoch: int  # 1, 2, ...: of one store, one behind the other
+    epoch: int  # 1, 2, ...: counts how often one store has written the file
     checkpoint: str  # what it was made from: `checkpoint_identity`
     dtype: str  # a key of ITEM_BYTES
     hidden: int
@@ -74,7 +74,7 @@ class Manifest:
     layers: tuple[int, ...]  # those that have experts
     num_bytes: int  # of the whole file
     entries: tuple[ExpertEntry, ...]
-    has_twins: bool = False
+    has_int8_copies: bool = False
     routers: str = ""  # a digest of the model's routers: the same on every node
     packed_bytes: int = 0  # of an expert that lies as it is multiplied; 0: rows are neurons
 
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Of an expert."""
+        """Rows of an expert."""
         return math.ceil(self.packed_bytes / PIECE_BYTES) if self.is_packed else self.inner
 
     @property
@@ -98,22 +98,22 @@ class Manifest:
 
     @property
     def num_known(self) -> int:
-        """Experts of a layer that can be asked for, twins included."""
-        return self.num_experts * (2 if self.has_twins else 1)
+        """Expert ids of a layer, int8 copies included."""
+        return self.num_experts * (2 if self.has_int8_copies else 1)
 
-    def is_twin(self, expert: int) -> bool:
+    def is_int8_copy(self, expert: int) -> bool:
         return expert >= self.num_experts
 
     def row_bytes_of(self, expert: int) -> int:
-        """Of a neuron of `expert`, which may be a twin."""
-        if not self.is_twin(expert):
+        """Of a neuron of `expert`, which may be an int8 copy."""
+        if not self.is_int8_copy(expert):
             return self.row_bytes
-        return 3 * (self.hidden + 4 * math.ceil(self.hidden / TWIN_GROUP))
+        return 3 * (self.hidden + 4 * math.ceil(self.hidden / INT8_GROUP))
 
     def name_of(self, expert: int) -> str:
-        """For people."""
-        twin = ", its int8 twin," if self.is_twin(expert) else ""
-        return f"expert {expert % self.num_experts}{twin}"
+        """For messages."""
+        int8_copy = ", its int8 copy," if self.is_int8_copy(expert) else ""
+        return f"expert {expert % self.num_experts}{int8_copy}"
 
     def digests(self) -> dict[tuple[int, int], str]:
         return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
@@ -130,7 +130,7 @@ class Manifest:
             layers = tuple(values.pop("layers"))
             manifest = cls(entries=entries, layers=layers, **values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise LoadError(f"this is no manifest of an expert store: {error}") from error
+            raise LoadError(f"not a manifest of an expert store: {error}") from error
         manifest.check()
         return manifest
 
@@ -138,9 +138,9 @@ class Manifest:
         """Raise LoadError unless each expert is there once, within the file."""
         if self.dtype not in ITEM_BYTES:
             raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
-        wanted = {(layer, e) for layer in self.layers for e in range(self.num_known)}
-        if set(self.digests()) != wanted or len(self.entries) != len(wanted):
-            raise LoadError(f"{self.path}: its manifest does not name each expert once")
+        requests = {(layer, e) for layer in self.layers for e in range(self.num_known)}
+        if set(self.digests()) != requests or len(self.entries) != len(requests):
+            raise LoadError(f"{self.path}: the manifest does not name each expert exactly once")
         end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
             row_bytes = self.row_bytes_of(entry.expert)
@@ -155,44 +155,45 @@ class Manifest:
 
 
 class RowSource(Protocol):
-    """Where the rows of experts come from."""
+    """Where the rows of experts come from: a mapped file, or a store on another node."""
 
     manifest: Manifest
 
     @property
-    def is_far(self) -> bool:
-        """Whether each question costs a journey, so that many rows had better be asked for at
-        once: by `gather`. Else `rows` costs nothing."""
+    def is_remote(self) -> bool:
+        """Whether each call is a network round trip, so that rows of several experts are best
+        requested together with `gather`. If false, `rows` costs nothing."""
 
-    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+    def gather(self, requests: Sequence[tuple[int, int, RowIndices]]) -> list[Bytes]:
         """Some rows of each (layer, expert, rows), in that order. Raises CorruptedExpert."""
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """All rows, read-only [num_rows, row_bytes_of(expert)]. Raises CorruptedExpert."""
 
     def at(self, manifest: Manifest) -> RowSource:
-        """The same in another epoch. Raises LoadError if it cannot be opened."""
+        """A source for another epoch of the file. Raises LoadError if it cannot be opened."""
 
 
-class Arena:
-    """A mapped arena. Threads may share it; it stays readable when its file is unlinked."""
+class ExpertFile:
+    """A mapped expert file. Threads may share it; it stays readable after the file is unlinked."""
 
-    is_far = False
+    is_remote = False
 
     def __init__(self, manifest: Manifest):
-        """Raises LoadError if the file is not there, not ours, or of another size."""
+        """Raises LoadError if the file is missing, another user could write it, or its size is
+        wrong."""
         self.manifest = manifest
         self._entries = {(entry.layer, entry.expert): entry for entry in manifest.entries}
         self._checked: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._all = _map(manifest)
 
-    def at(self, manifest: Manifest) -> Arena:
-        return Arena(manifest)
+    def at(self, manifest: Manifest) -> ExpertFile:
+        return ExpertFile(manifest)
 
-    def gather(self, wanted: Sequence[tuple[int, int, Places]]) -> list[Bytes]:
+    def gather(self, requests: Sequence[tuple[int, int, RowIndices]]) -> list[Bytes]:
         """Copies of some rows of each (layer, expert, rows)."""
-        return [self.rows(layer, expert)[places] for layer, expert, places in wanted]
+        return [self.rows(layer, expert)[row_indices] for layer, expert, row_indices in requests]
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """All rows of one expert. The first time, their digest is checked."""
@@ -212,11 +213,11 @@ class Arena:
         stored = self._all[end : end + CHECKSUM_BYTES * self.manifest.num_rows].view(np.uint32)
         bad = np.flatnonzero(checksums_of(rows) != stored).tolist()
         if not bad:
-            where = "its digest does not match, though the checksums of its rows do"
+            where = "its digest does not match, although the checksums of its rows do"
         else:
             some = ", ".join(map(str, bad[:NAMED_ROWS])) + (", ..." if bad[NAMED_ROWS:] else "")
             what = f"pieces of {PIECE_BYTES} bytes" if self.manifest.is_packed else "neurons"
-            where = f"{len(bad)} of its {len(rows)} {what} are not what was written: {some}"
+            where = f"{len(bad)} of its {len(rows)} {what} differ from what was written: {some}"
         raise CorruptedExpert(
             f"expert store {self.manifest.path} (epoch {self.manifest.epoch}): layer "
             f"{entry.layer}, {self.manifest.name_of(entry.expert)} is corrupted: {where}",
@@ -234,7 +235,9 @@ def _map(manifest: Manifest) -> Bytes:
     try:
         facts = os.fstat(descriptor)
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-            raise LoadError(f"the expert store {path} could be written by others; it is not used")
+            raise LoadError(
+                f"the expert store {path} is writable by other users, so it is not used"
+            )
         if facts.st_size != manifest.num_bytes:
             raise LoadError(
                 f"the expert store {path} has {facts.st_size} bytes; its manifest says "
@@ -260,9 +263,9 @@ def checksums_of(rows: Bytes) -> npt.NDArray[np.uint32]:
 
 
 def checkpoint_identity(files: Mapping[str, os.stat_result], facts: Mapping[str, Any]) -> str:
-    """A digest of which files a checkpoint is, and of what is made of them.
+    """A digest of a checkpoint's files and of the `facts` that decide what is made of them.
 
-    By names, sizes and times of change: reading them would take as long as loading.
+    Uses names, sizes and modification times: hashing the contents would take as long as loading.
     """
     parts = [(name, s.st_size, s.st_mtime_ns) for name, s in sorted(files.items())]
     text = json.dumps([parts, sorted(facts.items())])

@@ -1,8 +1,7 @@
-"""What the rows of an arena are, and how they become an expert in device memory.
+"""How rows of the expert file become an expert in device memory.
 
-Plain experts come as neurons: any of them can be moved alone, and is unpacked into the layout that
-`linear` reads. Quantised ones come as pieces of that layout itself: they are copied. Knows rows and
-memory; nothing of who asks for which, or when.
+Rows of plain experts are neurons: each can be copied alone, and is unpacked into the layout that
+`linear` reads. Rows of quantised experts are pieces of that layout itself: they are only copied.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from penstock.kernels.expert_rows import (
     write_neurons,
 )
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.expert_file import PIECE_BYTES, TWIN_GROUP, Manifest
+from penstock.workers.experts.expert_file import INT8_GROUP, PIECE_BYTES, Manifest
 from penstock.workers.weights.sources import DTYPES
 
 
-class Form(Protocol):
-    """How an expert lies in a slot of one device."""
+class ExpertLayout(Protocol):
+    """The layout of an expert in a slot of one device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -39,15 +38,15 @@ class Form(Protocol):
         """The expert in zeroed `memory`, uint8 [num_bytes], to be filled by `write`."""
 
     def write(
-        self, memory: Tensor, expert: Expert, rows: Tensor, places: Tensor, is_twin: bool
+        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
     ) -> None:
-        """Write `rows` of the arena, uint8 [n, bytes of a row], into `expert`, which `place` put
-        into `memory`; `places` int64 [n] says which they are. All on the device."""
+        """Write `rows` of the expert file, uint8 [n, bytes of a row], into `expert`, which `place`
+        put into `memory`; `row_indices` int64 [n] are their positions. All on the device."""
 
 
 @dataclass(frozen=True, slots=True)
-class NeuronForm:
-    """Neurons, or their int8 twins, of a model that computes in `dtype`."""
+class NeuronLayout:
+    """Experts by neurons, or int8 copies of neurons, for a model that computes in `dtype`."""
 
     facts: Manifest
     dtype: torch.dtype
@@ -61,18 +60,18 @@ class NeuronForm:
         return empty_expert(self.facts.hidden, self.facts.inner, self.dtype, memory)
 
     def write(
-        self, memory: Tensor, expert: Expert, rows: Tensor, places: Tensor, is_twin: bool
+        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
     ) -> None:
-        if is_twin:
-            values = dequantize_neurons(rows, self.facts.hidden, TWIN_GROUP)
+        if is_int8_copy:
+            values = dequantize_neurons(rows, self.facts.hidden, INT8_GROUP)
         else:
             values = rows.view(DTYPES[self.facts.dtype])
-        write_neurons(expert, values.to(self.dtype), places)
+        write_neurons(expert, values.to(self.dtype), row_indices)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedForm:
-    """Pieces of experts that are packed already."""
+class PackedLayout:
+    """Quantised experts, packed in the file as the device reads them."""
 
     image: ExpertImage
     device: torch.device
@@ -85,8 +84,8 @@ class PackedForm:
         return self.image.view(memory)
 
     def write(
-        self, memory: Tensor, expert: Expert, rows: Tensor, places: Tensor, is_twin: bool
+        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
     ) -> None:
         # By words: byte by byte, a CPU copies at a quarter of the speed.
         words = memory.view(torch.int64).view(-1, PIECE_BYTES // 8)
-        words.index_copy_(0, places, rows.view(torch.int64))
+        words.index_copy_(0, row_indices, rows.view(torch.int64))

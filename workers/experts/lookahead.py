@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.rowwise import rms_norm
-from penstock.workers.experts.expert_file import Places
+from penstock.workers.experts.expert_file import RowIndices
 
 # normed states [T, hidden] -> weights and ids [T, k]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -36,7 +36,7 @@ class RoutedLayer:
 
 
 @dataclass(slots=True)
-class Accuracy:
+class PredictionCounts:
     """How many of the experts that tokens went through had been guessed, of one layer."""
 
     num_routed: int = 0  # tokens that there was a guess for, times experts of a token
@@ -48,69 +48,71 @@ class Accuracy:
 
 
 @dataclass(slots=True, eq=False)
-class Predictor:
+class ExpertPredictor:
     """Guesses for the layer behind each MoE layer."""
 
     layers: Sequence[RoutedLayer]
     num_experts: int
     top_k: int
     eps: float
-    accuracy: dict[int, Accuracy] = field(default_factory=dict)
-    _guessed: dict[int, Tensor] = field(default_factory=dict)
-    _neurons: dict[int, dict[int, Places]] = field(default_factory=dict)  # by layer and expert
+    accuracy: dict[int, PredictionCounts] = field(default_factory=dict)
+    _predicted_ids: dict[int, Tensor] = field(default_factory=dict)
+    _predicted_neurons: dict[int, dict[int, RowIndices]] = field(
+        default_factory=dict
+    )  # by layer and expert
     _before: dict[int, list[int]] = field(default_factory=dict)  # the last lone token's experts
 
     def __post_init__(self) -> None:
-        self.accuracy = {each.layer: Accuracy() for each in self.layers}
+        self.accuracy = {each.layer: PredictionCounts() for each in self.layers}
 
     def next_of(self, layer: int) -> int | None:
         """The MoE layer behind `layer`; None behind the last one."""
         return next((each.layer for each in self.layers if each.layer > layer), None)
 
-    def guess(self, state: Tensor, layer: int) -> Tensor:
+    def predict_ids(self, state: Tensor, layer: int) -> Tensor:
         """The experts that `layer` would choose for residual states [T, hidden]: ids int64 [T, k].
 
         With the layer's own state it is its routing, exactly: the control of what is counted here.
         """
         return self._facts(layer).route(self._normed(state, layer))[1]
 
-    def foresee(self, state: Tensor, layer: int) -> list[int]:
+    def predict_experts(self, state: Tensor, layer: int) -> list[int]:
         """The experts that `layer` is likely to want for all of the rows, the likeliest first."""
-        ids = self.guess(state, layer)
-        self._guessed[layer] = ids
+        ids = self.predict_ids(state, layer)
+        self._predicted_ids[layer] = ids
         counts = torch.bincount(ids.reshape(-1), minlength=self.num_experts)
         order = counts.argsort(descending=True, stable=True)
         return order[: int((counts > 0).sum())].tolist()
 
-    def foresee_neurons(self, state: Tensor, layer: int, active: Active) -> dict[int, Places]:
+    def predict_neurons(self, state: Tensor, layer: int, active: Active) -> dict[int, RowIndices]:
         """Of the experts that were just foreseen, the neurons that would be `active` for the rows
         that are likely to go there."""
-        ids, normed = self._guessed[layer], self._normed(state, layer)
-        self._neurons[layer] = {}
+        ids, normed = self._predicted_ids[layer], self._normed(state, layer)
+        self._predicted_neurons[layer] = {}
         for expert in ids.unique().tolist():
             kept = active(layer, expert, normed[(ids == expert).any(1)]).any(0)
-            self._neurons[layer][expert] = kept.nonzero()[:, 0].cpu().numpy()
-        return self._neurons[layer]
+            self._predicted_neurons[layer][expert] = kept.nonzero()[:, 0].cpu().numpy()
+        return self._predicted_neurons[layer]
 
     def forget(self, *layers: int | None) -> None:
         """There is no guess for these layers."""
         for layer in layers:
             if layer is not None:
-                self._guessed.pop(layer, None)
-                self._neurons.pop(layer, None)
+                self._predicted_ids.pop(layer, None)
+                self._predicted_neurons.pop(layer, None)
 
-    def wants_all(self, num_rows: int) -> bool:
+    def needs_all_experts(self, num_rows: int) -> bool:
         """Whether so many tokens, routed evenly, would leave out less than a quarter of the
         experts: (1 - k/E)^T <= 1/4."""
         return (1 - self.top_k / self.num_experts) ** num_rows <= 0.25
 
     def observe(self, layer: int, ids: Tensor) -> None:
         """Count what the routing [T, k] of a layer says of its guess, and of the baseline."""
-        counts, guessed = self.accuracy[layer], self._guessed.pop(layer, None)
+        counts, guessed = self.accuracy[layer], self._predicted_ids.pop(layer, None)
         if guessed is not None and guessed.shape == ids.shape:
             counts.num_routed += ids.numel()
             counts.num_right += num_common(guessed, ids)
-        self._neurons.pop(layer, None)
+        self._predicted_neurons.pop(layer, None)
         before = self._before.pop(layer, None)
         if ids.shape[0] != 1:
             return
@@ -120,12 +122,12 @@ class Predictor:
             counts.num_repeated += len(set(now) & set(before))
         self._before[layer] = now
 
-    def observe_neurons(self, layer: int, expert: int, places: Places) -> None:
+    def observe_neurons(self, layer: int, expert: int, row_indices: RowIndices) -> None:
         """Count how many of the neurons that a layer wants of an expert had been guessed."""
-        guessed = self._neurons.get(layer, {}).get(expert)
+        guessed = self._predicted_neurons.get(layer, {}).get(expert)
         if guessed is not None:
-            self.accuracy[layer].num_neurons += len(places)
-            self.accuracy[layer].num_neurons_right += int(np.isin(places, guessed).sum())
+            self.accuracy[layer].num_neurons += len(row_indices)
+            self.accuracy[layer].num_neurons_right += int(np.isin(row_indices, guessed).sum())
 
     def _facts(self, layer: int) -> RoutedLayer:
         return next(each for each in self.layers if each.layer == layer)

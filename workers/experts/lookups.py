@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.workers.experts.expert_file import Places
+from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.slots import Key, Residence, SlotTable
 
-Wanted = Mapping[int, Places]  # rows by expert; of those that it lacks, all are wanted
+NeededRows = Mapping[int, RowIndices]  # rows by expert; of those that it lacks, all are wanted
 
 
 @dataclass(slots=True)
@@ -33,21 +33,21 @@ class CacheCounts:
         table: SlotTable,
         layer: int,
         needed: Sequence[int],
-        wanted: Wanted,
+        needed_rows: NeededRows,
         num_rows: int,
     ) -> None:
         """Count what `table` has of the `needed` experts of a layer, `num_rows` each, before
         anything is done about it."""
         for expert in needed:
-            key, some = (layer, expert), wanted.get(expert)
+            key, rows = (layer, expert), needed_rows.get(expert)
             self.uses[key] = self.uses.get(key, 0) + 1
-            found, slot = table.lookup(key, some)
+            found, slot = table.lookup(key, rows)
             self.num_hits += found is Residence.WHOLE
             self.num_partial += found is Residence.PARTIAL
             self.num_misses += found is Residence.ABSENT
-            num_wanted = num_rows if some is None else len(some)
+            num_wanted = num_rows if rows is None else len(rows)
             self.num_rows_wanted += num_wanted
             if slot is not None:
-                self.num_rows_there += num_wanted - len(slot.missing(some))
+                self.num_rows_there += num_wanted - len(slot.missing(rows))
                 self.num_prefetch_used += slot.was_prefetched
                 slot.was_prefetched = False

@@ -1,7 +1,7 @@
 """How exact the experts of a request are, and of each row of a step.
 
 exact      what the plain model does, bit for bit.
-quantized  every row of the request goes through the int8 twins of its experts.
+quantized  every row of the request goes through the int8 copies of its experts.
 sparse     rows of the answer leave out the neurons that matter little to them; the prompt is exact
            (TEAL, arXiv 2408.14690, keeps most of prefill dense too). A row's neurons are its own
            choice, so what it gets does not depend on its batch-mates; and its place, not the step,

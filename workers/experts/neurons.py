@@ -74,7 +74,7 @@ def all_scores(gate_up: Tensor) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NeuronChoice:
+class NeuronSelector:
     """Scores, and what each expert's must reach."""
 
     scores: NeuronScores

@@ -1,4 +1,4 @@
-"""Quantised experts as an arena keeps them: each as the bytes that its device multiplies.
+"""Quantised experts as an expert file keeps them: each as the bytes that its device multiplies.
 
 What makes an expert of a checkpoint is what makes it without a cache: the same codes, from the same
 weights, packed by the same function. So a copy of the bytes gives the same bits. Codes of a down
@@ -77,7 +77,7 @@ class PackedExperts:
         return torch.nn.functional.pad(image, (0, spare)).view(-1, PIECE_BYTES).numpy()
 
     def check(self, manifest: Manifest) -> None:
-        """Raise LoadError unless the arena of `manifest` holds what would be packed here."""
+        """Raise LoadError unless the expert file of `manifest` holds what would be packed here."""
         layer = self.experts.layers[0]
         known = manifest.digests().get((layer, 0))
         if manifest.packed_bytes != self.image.num_bytes or digest_of(self.rows(layer, 0)) != known:

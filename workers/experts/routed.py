@@ -1,8 +1,7 @@
-"""The routed experts of one model out of a cache: asked by layer, looked ahead for, counted.
+"""The routed experts of one model, served from a cache: lookups by layer, prefetching, counters.
 
-Puts what a layer asks for into the words of the cache: which experts, which of their neurons, whose
-twin; and has what the next layer is likely to ask for come meanwhile. Knows nothing of settings,
-files or slots.
+Translates the routing of a layer into cache lookups (which experts, which of their neurons, whose
+int8 copy), and prefetches what the next layer is likely to need while this one computes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from penstock.kernels.moe import Visited
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.copier import LinkMeter
-from penstock.workers.experts.expert_file import Places
-from penstock.workers.experts.lookahead import Predictor, RoutedLayer
-from penstock.workers.experts.lookups import Wanted
+from penstock.workers.experts.copier import TransferMeter
+from penstock.workers.experts.expert_file import RowIndices
+from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
+from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.neurons import NeuronChoice
-from penstock.workers.experts.routing import Routing
+from penstock.workers.experts.neurons import NeuronSelector
+from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
@@ -38,18 +37,18 @@ class RoutedExperts:
         config: ModelConfig,
         *,
         prefetch: bool = False,
-        choice: NeuronChoice | None = None,
+        selector: NeuronSelector | None = None,
     ):
         """`choice` of neurons: for sparse rows, and of what is prefetched."""
         self.cache = cache
         self.prefetch = prefetch
-        self.choice = choice
+        self.selector = selector
         self.rows: StepRows | None = None  # of the step under way; None: all of them are exact
         self.watch: Watcher | None = None
-        self.meter = LinkMeter(cache.copier.counts)
+        self.meter = TransferMeter(cache.copier.counts)
         self.num_sparse_neurons = self.num_skipped_neurons = 0
         self.num_withheld = 0  # times that nothing was prefetched because the link had no time
-        self.predictor: Predictor | None = None  # until the layers are there
+        self.predictor: ExpertPredictor | None = None  # until the layers are there
         self._config = config
 
     def layer(self, layer: int) -> CachedExperts:
@@ -58,7 +57,7 @@ class RoutedExperts:
     def look_ahead_by(self, layers: Sequence[RoutedLayer]) -> None:
         """All routers are there: predict with them."""
         facts = self._config
-        self.predictor = Predictor(
+        self.predictor = ExpertPredictor(
             layers, facts.num_experts, facts.num_experts_per_token, facts.rms_norm_eps
         )
 
@@ -73,7 +72,7 @@ class RoutedExperts:
         if predictor is None:
             return
         following = predictor.next_of(layer)
-        if predictor.wants_all(len(ids) - self._num_sparse()):
+        if predictor.needs_all_experts(len(ids) - self._num_sparse()):
             predictor.forget(layer, following)
             if following is not None:
                 first = self._shift()
@@ -88,7 +87,7 @@ class RoutedExperts:
             self.num_withheld += 1
             return
         now = state()
-        experts, shift = predictor.foresee(now, following), self._shift()
+        experts, shift = predictor.predict_experts(now, following), self._shift()
         if shift:
             self.cache.prefetch(following, [expert + shift for expert in experts])
         else:
@@ -98,16 +97,16 @@ class RoutedExperts:
         return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
 
     def _shift(self) -> int:
-        """From an expert's number to its twin's, if that is what all rows of the step take."""
+        """From an expert's number to its int8 copy's, if that is what all rows of the step take."""
         if self.rows is None or self.rows.quantized is None or not bool(self.rows.quantized.all()):
             return 0
         return self.cache.manifest.num_experts
 
-    def _foreseen_neurons(self, state: Tensor, layer: int) -> Wanted:
+    def _foreseen_neurons(self, state: Tensor, layer: int) -> NeededRows:
         """Of the experts that `layer` is likely to want, the neurons; all, without a choice."""
-        if self.choice is None or self.predictor is None:
+        if self.selector is None or self.predictor is None:
             return {}
-        return self.predictor.foresee_neurons(state, layer, self.choice.active)
+        return self.predictor.predict_neurons(state, layer, self.selector.active)
 
     def count_neurons(self, num_neurons: int, num_skipped: int) -> None:
         """Of a step: neurons of the experts that sparse rows went through, and those left out."""
@@ -121,7 +120,7 @@ class RoutedExperts:
         return ExpertStats(
             num_slots=cache.num_slots,
             num_experts=cache.manifest.num_all,
-            slot_bytes=cache.form.num_bytes,
+            slot_bytes=cache.layout.num_bytes,
             epoch=cache.manifest.epoch,
             num_hits=counts.num_hits,
             num_partial=counts.num_partial,
@@ -162,11 +161,11 @@ class RoutedExperts:
 
 
 @dataclass(slots=True)
-class Choices:
+class SelectedNeurons:
     """Of one layer and step: the neurons that count for whom, and those that must be there."""
 
     active: dict[int, Tensor] = field(default_factory=dict)  # by expert, bool [its tokens, inner]
-    wanted: dict[int, Places] = field(default_factory=dict)
+    needed_rows: dict[int, RowIndices] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +175,7 @@ class CachedExperts:
     routed: RoutedExperts
     layer: int
 
-    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> Routing:
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
         """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
         residual stream [T, hidden], with all that is known of this layer's output."""
         routed, rows = self.routed, self.routed.rows
@@ -185,50 +184,52 @@ class CachedExperts:
         facts, asked = routed.cache.manifest, ids
         if rows is not None and rows.quantized is not None:
             asked = ids + facts.num_experts * rows.quantized[:, None]
-        choices = Choices()
+        selected = SelectedNeurons()
         if rows is not None and rows.sparse is not None:
-            choices = self._choose(ids, x, rows, rows.sparse)
+            selected = self._select_neurons(ids, x, rows, rows.sparse)
 
         def in_turn(needed: list[int]) -> Iterator[Visited]:
             def meanwhile() -> None:
                 routed.look_ahead(self.layer, ids, state)
 
-            visit = routed.cache.visit(self.layer, needed, meanwhile, choices.wanted)
-            return ((e, expert, choices.active.get(e)) for e, expert in visit)
+            visit = routed.cache.visit(self.layer, needed, meanwhile, selected.needed_rows)
+            return ((e, expert, selected.active.get(e)) for e, expert in visit)
 
-        return Routing(asked, facts.num_known, in_turn)
+        return LayerRouting(asked, facts.num_known, in_turn)
 
-    def _choose(self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor) -> Choices:
+    def _select_neurons(
+        self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor
+    ) -> SelectedNeurons:
         """The neurons of each expert that has sparse rows, and what is left out, counted."""
-        choice, choices = self.routed.choice, Choices()
-        assert choice is not None, "sparse rows need thresholds"
+        selector, selected = self.routed.selector, SelectedNeurons()
+        assert selector is not None, "sparse rows need thresholds"
         if len(ids) == 1:  # what is asked for most, without a gather
             for expert in ids[0].tolist():
-                kept = choice.active(self.layer, expert, x)
-                choices.active[expert] = kept
-                self._want(expert, kept, choices)
+                kept = selector.active(self.layer, expert, x)
+                selected.active[expert] = kept
+                self._want(expert, kept, selected)
                 rows.num_neurons.add_(kept.shape[1])
                 rows.num_skipped.add_(kept.shape[1] - kept.sum(1))
-            return choices
+            return selected
         for expert in ids[sparse].unique().tolist():
             tokens = (ids == expert).any(1).nonzero()[:, 0]
             theirs = sparse[tokens]
             some = tokens[theirs]
-            kept = choice.active(self.layer, expert, x[some])
+            kept = selector.active(self.layer, expert, x[some])
             rows.num_neurons[some] += kept.shape[1]
             rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
             if len(some) == len(tokens):
-                self._want(expert, kept, choices)
+                self._want(expert, kept, selected)
             active = kept.new_ones(len(tokens), kept.shape[1])
             active[theirs] = kept
-            choices.active[expert] = active
-        return choices
+            selected.active[expert] = active
+        return selected
 
-    def _want(self, expert: int, kept: Tensor, choices: Choices) -> None:
+    def _want(self, expert: int, kept: Tensor, selected: SelectedNeurons) -> None:
         """What all of an expert's rows together need of it is all that need be there."""
         union = kept[0] if len(kept) == 1 else kept.any(0)
-        places: Places = union.nonzero()[:, 0].cpu().numpy()
+        row_indices: RowIndices = union.nonzero()[:, 0].cpu().numpy()
         if self.routed.predictor is not None:
-            self.routed.predictor.observe_neurons(self.layer, expert, places)
-        if len(places) <= WHOLE_SHARE * kept.shape[1]:
-            choices.wanted[expert] = places
+            self.routed.predictor.observe_neurons(self.layer, expert, row_indices)
+        if len(row_indices) <= WHOLE_SHARE * kept.shape[1]:
+            selected.needed_rows[expert] = row_indices

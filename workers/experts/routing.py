@@ -12,7 +12,7 @@ from penstock.kernels.moe import Expert, Visit
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class LayerRouting:
     """Which of how many experts each token goes through: the layer's own, or those and others that
     stand in for them; and how to come by them."""
 
@@ -24,6 +24,6 @@ class Routing:
 class ExpertSource(Protocol):
     """Experts that are not all in device memory."""
 
-    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> Routing:
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
         """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
         residual stream [T, hidden], with all that is known of this layer's output."""

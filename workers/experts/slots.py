@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.expert_file import Places
-from penstock.workers.experts.layouts import Form
+from penstock.workers.experts.expert_file import RowIndices
+from penstock.workers.experts.layouts import ExpertLayout
 
 Key = tuple[int, int]  # layer, expert
 
@@ -39,7 +39,7 @@ class Slot:
     key: Key | None = None
     num_has: int = 0
     num_users: int = 0
-    load: Load | None = None  # what is on its way into it
+    load: SlotLoad | None = None  # what is on its way into it
     was_prefetched: bool = False  # and nobody has asked for it yet
     error: Exception | None = None  # with which the last load ended
     last_use: torch.cuda.Event | None = None  # kernels up to there may read it
@@ -53,28 +53,28 @@ class Slot:
         """Neither in use nor loading."""
         return not self.num_users and self.load is None
 
-    def holds(self, wanted: Places | None = None) -> bool:
+    def holds(self, needed_rows: RowIndices | None = None) -> bool:
         """Whether these neurons are there; None: all of them."""
-        return self.is_whole if wanted is None else bool(self.has[wanted].all())
+        return self.is_whole if needed_rows is None else bool(self.has[needed_rows].all())
 
-    def missing(self, wanted: Places | None = None) -> Places:
+    def missing(self, needed_rows: RowIndices | None = None) -> RowIndices:
         """Neurons that are not there: of `wanted`, or of all."""
-        if wanted is None:
+        if needed_rows is None:
             return np.flatnonzero(~self.has)
-        return wanted[~self.has[wanted]]
+        return needed_rows[~self.has[needed_rows]]
 
-    def arrived(self, places: Places) -> None:
-        self.has[places] = True
+    def arrived(self, row_indices: RowIndices) -> None:
+        self.has[row_indices] = True
         self.num_has = int(np.count_nonzero(self.has))
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class SlotLoad:
     """Neurons of one expert on their way into its slot."""
 
     slot: Slot
     key: Key
-    places: Places  # the first ones go first
+    row_indices: RowIndices  # the first ones go first
     is_demand: bool
     num_done: int = 0
     num_active: int = 0  # neurons of the chunk that is being copied
@@ -104,12 +104,14 @@ class SlotTable:
     def get(self, key: Key) -> Slot | None:
         return self._by_key.get(key)
 
-    def lookup(self, key: Key, wanted: Places | None = None) -> tuple[Residence, Slot | None]:
+    def lookup(
+        self, key: Key, needed_rows: RowIndices | None = None
+    ) -> tuple[Residence, Slot | None]:
         """Which of the three cases holds for the `wanted` neurons (None: all) of an expert."""
         slot = self._by_key.get(key)
         if slot is None:
             return Residence.ABSENT, None
-        return (Residence.WHOLE if slot.holds(wanted) else Residence.PARTIAL), slot
+        return (Residence.WHOLE if slot.holds(needed_rows) else Residence.PARTIAL), slot
 
     def touch(self, key: Key) -> None:
         """It is the most recently used one now."""
@@ -171,7 +173,7 @@ class SlotTable:
         return fallback
 
 
-def make_slots(num_slots: int, num_rows: int, form: Form) -> list[Slot]:
+def make_slots(num_slots: int, num_rows: int, layout: ExpertLayout) -> list[Slot]:
     """Slots for experts of `num_rows` rows, in one zeroed allocation."""
-    memory = torch.zeros(num_slots, form.num_bytes, dtype=torch.uint8, device=form.device)
-    return [Slot(part, form.place(part), np.zeros(num_rows, dtype=bool)) for part in memory]
+    memory = torch.zeros(num_slots, layout.num_bytes, dtype=torch.uint8, device=layout.device)
+    return [Slot(part, layout.place(part), np.zeros(num_rows, dtype=bool)) for part in memory]

@@ -1,7 +1,4 @@
-"""Builds an arena straight from safetensors, one expert after another in bounded memory.
-
-Knows the file; nothing of tensors' names (checkpoint_experts.py), or of who will read it.
-"""
+"""Writes an expert file straight from safetensors, one expert after another in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from penstock.kernels.expert_rows import quantize_neurons
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import NAMES, CheckpointExperts, rows_of
 from penstock.workers.experts.expert_file import (
-    TWIN_GROUP,
+    INT8_GROUP,
     Bytes,
     ExpertEntry,
     Manifest,
@@ -31,28 +28,29 @@ from penstock.workers.experts.packed import PackedExperts
 MANIFEST_SUFFIX = ".json"
 
 
-def write_arena(
+def write_expert_file(
     experts: CheckpointExperts,
     path: Path,
     compute: torch.dtype,
     *,
     epoch: int = 1,
-    has_twins: bool = False,
+    has_int8_copies: bool = False,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
-    """Write the arena for models that compute in `compute` to `path`, which appears when it is
-    whole; beside it its manifest. Readable by this user alone. With `has_twins`, each expert's int8
-    twin lies behind it; experts that are quantised have none. `on_bytes` hears of bytes written.
+    """Write the expert file for models that compute in `compute` to `path`, and its manifest next
+    to it. `path` appears only when the file is complete; only this user can read it. With
+    `has_int8_copies`, each expert is followed by its int8 copy; quantised experts have none.
+    `on_bytes` is called with the number of bytes after each write.
 
     Raises LoadError for a checkpoint that does not match its config, or where there is no room.
     """
     dtype, config = experts.dtype(compute), experts.config
     packed = PackedExperts(experts, compute) if experts.is_packed else None
-    assert packed is None or not has_twins
+    assert packed is None or not has_int8_copies
     blank = Manifest(
         path=str(path),
         epoch=epoch,
-        checkpoint=experts.identity(compute, has_twins),
+        checkpoint=experts.identity(compute, has_int8_copies),
         dtype=NAMES[dtype],
         hidden=config.hidden_size,
         inner=config.moe_intermediate_size,
@@ -60,7 +58,7 @@ def write_arena(
         layers=experts.layers,
         num_bytes=0,
         entries=(),
-        has_twins=has_twins,
+        has_int8_copies=has_int8_copies,
         routers=experts.routers(),
         packed_bytes=0 if packed is None else packed.image.num_bytes,
     )
@@ -77,9 +75,9 @@ def write_arena(
                     continue
                 rows = rows_of(experts.parts(layer, expert), dtype)
                 yield layer, expert, rows.view(torch.uint8).numpy()
-                if has_twins:
-                    twins = quantize_neurons(rows, TWIN_GROUP)
-                    yield layer, config.num_experts + expert, twins.numpy()
+                if has_int8_copies:
+                    int8_copies = quantize_neurons(rows, INT8_GROUP)
+                    yield layer, config.num_experts + expert, int8_copies.numpy()
 
     return write_rows(blank, all_rows(), on_bytes)
 
@@ -89,8 +87,8 @@ def write_rows(
     all_rows: Iterator[tuple[int, int, Bytes]],
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
-    """Write `all_rows`, (layer, expert, rows), as the arena that `blank` describes; its manifest,
-    with entries."""
+    """Write `all_rows`, (layer, expert, rows), as the expert file that `blank` describes. Returns
+    the manifest with its entries."""
     path, entries = Path(blank.path), []
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -117,7 +115,7 @@ def write_rows(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest beside the arena `path`. Raises LoadError if there is none, or it is no good."""
+    """The manifest next to the expert file `path`. Raises LoadError if it is missing or invalid."""
     try:
         text = manifest_path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -125,8 +123,9 @@ def read_manifest(path: Path) -> Manifest:
     return replace(Manifest.from_json(text), path=str(path))
 
 
-def remove_arena(path: Path) -> None:
-    """Whoever has it mapped keeps it; its memory is free when the last of them has gone."""
+def remove_expert_file(path: Path) -> None:
+    """Unlink the file and its manifest. Processes that have it mapped keep it; its memory is freed
+    when the last one unmaps it."""
     path.unlink(missing_ok=True)
     manifest_path(path).unlink(missing_ok=True)
 
@@ -136,7 +135,8 @@ def manifest_path(path: Path) -> Path:
 
 
 def _reserve(descriptor: int, num_bytes: int, folder: Path) -> None:
-    """Have the whole file now: on /dev/shm, running out of room later would kill the reader."""
+    """Allocate the whole file now: on /dev/shm, running out of space later would kill the reader
+    with SIGBUS."""
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:

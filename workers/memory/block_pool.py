@@ -151,7 +151,7 @@ class BlockPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _IndexedBlock:
     key: bytes
     parent: bytes
     token_ids: bytes
@@ -162,7 +162,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._entry_of: dict[int, _Entry] = {}
+        self._entry_of: dict[int, _IndexedBlock] = {}
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._entry_of
@@ -181,7 +181,7 @@ class PrefixIndex:
         """Make a block addressable; a key that is already taken keeps its first block."""
         if key not in self._block_of:
             self._block_of[key] = block_id
-            self._entry_of[block_id] = _Entry(key, parent, token_ids)
+            self._entry_of[block_id] = _IndexedBlock(key, parent, token_ids)
 
     def content_of(self, block_id: int) -> ContentKey:
         """Key, parent and token bytes of an indexed block."""

@@ -76,7 +76,7 @@ class Transfer:
         self._done.set()
 
 
-class LinkThread:
+class CopyThread:
     """Copies the submitted lists in order. Close it in the end; also a context manager.
 
     `bytes_per_s` slows the copies down to that, for benchmarks and tests. `device`: where the
@@ -133,7 +133,7 @@ class LinkThread:
             self._queue.put(None)
         self._thread.join()
 
-    def __enter__(self) -> LinkThread:
+    def __enter__(self) -> CopyThread:
         return self
 
     def __exit__(self, *_: object) -> None:

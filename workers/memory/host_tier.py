@@ -3,7 +3,7 @@
 Two kinds of entries. Content: one block each, addressed and compared as in `PrefixIndex`, for
 prefix blocks that leave the device. Private: all blocks of one swapped sequence under its id, kept
 or evicted as a whole. Knows bytes, keys and slots; nothing of sequences, layers or devices' pools.
-For one thread; only the copies of a `LinkThread` run beside it, out of slots that are held.
+For one thread; only the copies of a `CopyThread` run beside it, out of slots that are held.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.memory.copier import LinkThread, Transfer
+from penstock.workers.memory.copier import CopyThread, Transfer
 
 ContentKey = tuple[bytes, bytes, bytes]  # key, parent, token bytes
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _HostEntry:
     name: bytes | str  # the key of content, or the owner of private blocks
     slots: list[int]
     parent: bytes = b""
@@ -32,11 +32,11 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldSlots:
     """Slots that stay as they are until `HostTier.release`; in the order of what was asked for."""
 
     slots: tuple[int, ...]
-    entries: tuple[_Entry, ...]
+    entries: tuple[_HostEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class HostTier:
                 "less"
             ) from error
         self._free = list(range(self.num_slots))  # a heap
-        self._entries: OrderedDict[bytes | str, _Entry] = OrderedDict()  # oldest use first
-        self._discarded: set[_Entry] = set()  # but still held
+        self._entries: OrderedDict[bytes | str, _HostEntry] = OrderedDict()  # oldest use first
+        self._discarded: set[_HostEntry] = set()  # but still held
         self._num_held: dict[int, int] = {}  # slot -> holds
         self._bytes_in = self._bytes_out = 0
         self._num_hits = self._num_misses = self._num_evicted = self._num_refused = 0
@@ -102,7 +102,7 @@ class HostTier:
                 return False
             self._entries.move_to_end(key)
             return True
-        return self._put(_Entry(key, [], parent, token_ids), [block])
+        return self._put(_HostEntry(key, [], parent, token_ids), [block])
 
     def put_private(self, owner: str, blocks: Sequence[Tensor]) -> bool:
         """Copy all `blocks` of a sequence, or none of them and return False if they do not fit.
@@ -110,9 +110,9 @@ class HostTier:
         `owner` must have no entry yet.
         """
         assert owner not in self._entries, f"{owner} is in host memory already"
-        return self._put(_Entry(owner, []), blocks)
+        return self._put(_HostEntry(owner, []), blocks)
 
-    def _put(self, entry: _Entry, blocks: Sequence[Tensor]) -> bool:
+    def _put(self, entry: _HostEntry, blocks: Sequence[Tensor]) -> bool:
         for block in blocks:
             self._check_block(block)
         if not self._make_room(len(blocks)):
@@ -147,7 +147,7 @@ class HostTier:
         """How many leading blocks of `chain` are here. Does not count as use."""
         return len(self._leading(chain))
 
-    def hold(self, chain: Sequence[ContentKey]) -> Held:
+    def hold(self, chain: Sequence[ContentKey]) -> HeldSlots:
         """Hold the leading blocks of `chain` that are here. They count as used, the first one most
         recently, so that a chain is evicted from its end."""
         entries = self._leading(chain)
@@ -157,7 +157,7 @@ class HostTier:
         self._num_misses += len(chain) - len(entries)
         return self._hold(entries)
 
-    def hold_private(self, owner: str) -> Held | None:
+    def hold_private(self, owner: str) -> HeldSlots | None:
         """Hold all blocks of `owner`, in their order; None if they were evicted or never put."""
         entry = self._entries.get(owner)
         if entry is None:
@@ -168,7 +168,7 @@ class HostTier:
         return self._hold([entry])
 
     def load(
-        self, slots: Sequence[int], outs: Sequence[Tensor], link: LinkThread | None = None
+        self, slots: Sequence[int], outs: Sequence[Tensor], link: CopyThread | None = None
     ) -> Transfer | None:
         """Copy held slots into `outs`, each uint8 [block_bytes]: at once, or by `link`.
 
@@ -187,7 +187,7 @@ class HostTier:
                 out.copy_(source)
         return None
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldSlots) -> None:
         """End one hold; each of them once."""
         for entry in held.entries:
             assert entry.num_holds > 0, f"{entry.name!r} released twice"
@@ -248,7 +248,7 @@ class HostTier:
         for entry in entries:
             assert isinstance(entry.name, str) or len(entry.slots) == 1
 
-    def _leading(self, chain: Sequence[ContentKey]) -> list[_Entry]:
+    def _leading(self, chain: Sequence[ContentKey]) -> list[_HostEntry]:
         found = []
         for key, parent, token_ids in chain:
             entry = self._entries.get(key)
@@ -257,14 +257,14 @@ class HostTier:
             found.append(entry)
         return found
 
-    def _hold(self, entries: Sequence[_Entry]) -> Held:
+    def _hold(self, entries: Sequence[_HostEntry]) -> HeldSlots:
         for entry in entries:
             entry.num_holds += 1
             for slot in entry.slots:
                 self._num_held[slot] = self._num_held.get(slot, 0) + 1
-        return Held(tuple(slot for e in entries for slot in e.slots), tuple(entries))
+        return HeldSlots(tuple(slot for e in entries for slot in e.slots), tuple(entries))
 
-    def _give_back(self, entry: _Entry) -> None:
+    def _give_back(self, entry: _HostEntry) -> None:
         for slot in entry.slots:
             heapq.heappush(self._free, slot)
 

@@ -18,7 +18,7 @@ from penstock.kernels.matmul import pack_linear
 from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
 from penstock.workers.errors import ConfigError
-from penstock.workers.experts.build import ExpertSettings, open_experts
+from penstock.workers.experts.build import ExpertSettings, build_experts
 from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.model_config import ModelConfig
@@ -74,7 +74,7 @@ def load_model(
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     routed, in_arena = None, set[str]()
     if experts is not None:
-        routed, in_arena = open_experts(
+        routed, in_arena = build_experts(
             experts, folder, config, tensors, torch.device(device), weights
         )
     total = sum(stored.num_bytes for stored in tensors.values())

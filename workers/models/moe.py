@@ -14,7 +14,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.moe import Expert, gated_mlp, moe_mlp, pack_experts
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.types import PackedLinear
-from penstock.workers.experts.routing import ExpertSource, Routing
+from penstock.workers.experts.routing import ExpertSource, LayerRouting
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import Mlp
@@ -76,9 +76,11 @@ class MoeMlp:
         """`route` of normed states `x` [T, hidden], in memory of its own: for looking ahead."""
         return self.route(linear(x, self.router)[:, : self.num_experts].float())
 
-    def _routing(self, ids: Tensor, x: Tensor, scores: Tensor, workspace: Workspace) -> Routing:
+    def _routing(
+        self, ids: Tensor, x: Tensor, scores: Tensor, workspace: Workspace
+    ) -> LayerRouting:
         if isinstance(self.experts, Sequence):
-            return Routing(ids, self.num_experts, self.experts)
+            return LayerRouting(ids, self.num_experts, self.experts)
 
         def state() -> Tensor:
             if self.shared is None:

@@ -13,7 +13,7 @@ from penstock.workers.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFormat:
+class WeightCost:
     """How a linear layer's weights are kept, and in which format its products are computed.
 
     As `kernels/quant.py` keeps them: all scales in fp32. `bytes` counts those of groups.
@@ -26,7 +26,7 @@ class WeightFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class KVFormat:
+class KvCost:
     """How K and V are kept; `has_scales`: one fp16 scale for each group along the head."""
 
     bytes: int
@@ -34,18 +34,18 @@ class KVFormat:
 
 
 WEIGHT_FORMATS = {
-    "fp32": WeightFormat(4, "fp32", 4),
-    "bf16": WeightFormat(2, "bf16"),
-    "int8": WeightFormat(1, "int8", row_bytes=4),  # W8A8
-    "fp8": WeightFormat(1, "fp8", row_bytes=4),
-    "int4": WeightFormat(0.5 + 4 / 128, "bf16"),  # weight-only, a scale for 128
-    "nf4": WeightFormat(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
+    "fp32": WeightCost(4, "fp32", 4),
+    "bf16": WeightCost(2, "bf16"),
+    "int8": WeightCost(1, "int8", row_bytes=4),  # W8A8
+    "fp8": WeightCost(1, "fp8", row_bytes=4),
+    "int4": WeightCost(0.5 + 4 / 128, "bf16"),  # weight-only, a scale for 128
+    "nf4": WeightCost(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
 }
 KV_FORMATS = {
-    "fp32": KVFormat(4),
-    "bf16": KVFormat(2),
-    "fp8": KVFormat(1, has_scales=True),
-    "int8": KVFormat(1, has_scales=True),
+    "fp32": KvCost(4),
+    "bf16": KvCost(2),
+    "fp8": KvCost(1, has_scales=True),
+    "int8": KvCost(1, has_scales=True),
 }
 
 

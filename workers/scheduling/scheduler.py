@@ -86,7 +86,7 @@ class Scheduler:
         else:
             self.cache.free(seq)
 
-    def landed(self, seq: Sequence) -> None:
+    def mark_read(self, seq: Sequence) -> None:
         """A step that named `seq` is done."""
         seq.num_in_flight -= 1
         if seq.state is SequenceState.FINISHED and not seq.num_in_flight:
@@ -100,7 +100,7 @@ class Scheduler:
         could look at, and everybody finds the blocks that he needs: whoever defers or is preempted
         does so with nothing in flight.
         """
-        going_on = [seq for seq in self.running if not seq.is_whole]
+        going_on = [seq for seq in self.running if not seq.is_fully_sampled]
         if not going_on and not self.waiting:
             return False
         if self.deferral is not None and self.deferral.mode == "always":
@@ -132,7 +132,7 @@ class Scheduler:
             self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
         if self.merges:
             budget = self._schedule_decoding(plan, budget)
-        for seq in [seq for seq in self.running if not (seq.is_decoding or seq.is_whole)]:
+        for seq in [seq for seq in self.running if not (seq.is_decoding or seq.is_fully_sampled)]:
             length = min(self.cache.advance(seq), budget)
             if length > 0:  # else it waits for blocks that are being loaded
                 budget -= self._schedule_running(seq, length, plan)
@@ -145,7 +145,7 @@ class Scheduler:
 
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:
         """The newest tokens of all that decode; returns what is left of the budget."""
-        decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_whole]
+        decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_fully_sampled]
         for i, seq in enumerate(decoding, 1):
             length = seq.num_pending_tokens
             if budget >= length:

@@ -135,21 +135,21 @@ class Sequence:
         return self.num_pending_tokens - self.num_deferred_tokens == 1
 
     @property
-    def must_go_on(self) -> bool:
+    def below_min_tokens(self) -> bool:
         """Whether min_tokens forbids the stop tokens where the next token is sampled."""
         return self.num_generated_tokens < self.request.params.min_tokens
 
     @property
-    def is_whole(self) -> bool:
+    def is_fully_sampled(self) -> bool:
         """Whether its last token has been sampled, and only has to be read."""
         return self.num_unread_tokens > 0 and self.num_tokens >= self.max_total_tokens
 
     @property
     def needs_ids(self) -> bool:
         """Whether the host must have read all tokens before the next one is sampled."""
-        return self.matcher is not None or self.request.params.looks_back
+        return self.matcher is not None or self.request.params.needs_history
 
-    def launch(self, length: int, num_deferred: int, samples: bool) -> None:
+    def mark_launched(self, length: int, num_deferred: int, samples: bool) -> None:
         """A step computes the next `length` tokens, and maybe samples one more.
 
         K and V of the last `num_deferred` are not kept. `append` is to follow for what it samples.
@@ -190,7 +190,6 @@ class Sequence:
         if delta.finish_reason is not None:
             # The token before the last one was the last that looked back.
             delta.num_evicted_tokens = self.context.num_evicted(len(self.token_ids) - 2)
-            delta.num_evicted_tokens = self.context.num_evicted(self.num_tokens - 2)
             delta.moe_mode = self.moe_mode
             delta.num_neurons = self.num_neurons
             delta.num_skipped_neurons = self.num_skipped_neurons

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.memory.arena import Arena
-from penstock.workers.memory.copier import LinkThread, Transfer
-from penstock.workers.memory.host_tier import ContentKey, Held, HostTier
+from penstock.workers.memory.copier import CopyThread, Transfer
+from penstock.workers.memory.host_tier import ContentKey, HeldSlots, HostTier
 from penstock.workers.memory.restore import (
     PROBE_COPIES,
     PROBE_ROWS,
@@ -39,7 +39,7 @@ class Restore:
 
     start: int
     end: int
-    held: Held
+    held: HeldSlots
     transfer: Transfer
 
 
@@ -58,7 +58,7 @@ class HostSwap:
     def __init__(
         self,
         tier: HostTier,
-        link: LinkThread,
+        link: CopyThread,
         rule: Callable[[], RestoreRule],
         block: Callable[[int], Tensor],
     ):
@@ -110,13 +110,13 @@ class HostSwap:
             return None
         return found
 
-    def hold(self, seq: Sequence) -> Held:
+    def hold(self, seq: Sequence) -> HeldSlots:
         """Keep what is `swapped` of `seq` from being evicted, until `swap_in`."""
         held = self.tier.hold_private(_owner(seq))
         assert held is not None, "it was there when it was asked for"
         return held
 
-    def swap_in(self, seq: Sequence, found: Swapped, held: Held) -> None:
+    def swap_in(self, seq: Sequence, found: Swapped, held: HeldSlots) -> None:
         """Load all blocks of `seq`, which are in its table already, while it waits."""
         seq.num_rolled_blocks = found.num_rolled_blocks
         seq.block_keys = list(found.block_keys)
@@ -149,7 +149,7 @@ class HostSwap:
         seq: Sequence,
         start: int,
         end: int,
-        held: Held,
+        held: HeldSlots,
         slots: Seq[int],
         outs: list[Tensor],
     ) -> None:
@@ -219,7 +219,7 @@ def host_swap(
         num_rows / seconds_of(lambda: run_rows(num_rows)),
         block_bytes / seconds_of(lambda: arena.block(0).copy_(sample), PROBE_COPIES),
     )
-    link = LinkThread(device=device)
+    link = CopyThread(device=device)
 
     def rule() -> RestoreRule:
         rates.observe_link(link.bytes_per_s())

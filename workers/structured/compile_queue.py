@@ -20,7 +20,7 @@ MAX_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledRequest:
     """A request that has come through: with its matcher, or with why it is refused."""
 
     request: Request
@@ -28,10 +28,10 @@ class Compiled:
     refusal: RequestError | None = None
 
 
-class GrammarIntake:
+class GrammarCompileQueue:
     """Compiles on threads of its own. `accept` is called there, and must only hand over."""
 
-    def __init__(self, compiler: GrammarCompiler, accept: Callable[[Compiled], None]):
+    def __init__(self, compiler: GrammarCompiler, accept: Callable[[CompiledRequest], None]):
         self._compiler = compiler
         self._accept = accept
         self._lock = threading.Lock()  # of `_waiting`, and of handing over before a cancel does
@@ -46,7 +46,7 @@ class GrammarIntake:
                 self._waiting.add(request.request_id)
         if is_full:
             refusal = RequestError("too many grammars wait to be compiled", code="overloaded")
-            self._accept(Compiled(request, refusal=refusal))
+            self._accept(CompiledRequest(request, refusal=refusal))
         else:
             self._threads.submit(self._compile, request)
 
@@ -68,13 +68,13 @@ class GrammarIntake:
         spec = request.params.structured
         assert spec is not None, "only requests with a grammar come here"
         try:
-            done = Compiled(request, self._compiler.matcher(spec, request.emitted_ids))
+            done = CompiledRequest(request, self._compiler.matcher(spec, request.emitted_ids))
         except RequestError as refusal:
-            done = Compiled(request, refusal=refusal)
+            done = CompiledRequest(request, refusal=refusal)
         except Exception:
             log.exception("the grammar of request %s failed to compile", request.request_id)
             failure = RequestError("the grammar could not be compiled", code="internal_error")
-            done = Compiled(request, refusal=failure)
+            done = CompiledRequest(request, refusal=failure)
         with self._lock:
             if request.request_id in self._waiting:
                 self._waiting.discard(request.request_id)

@@ -38,7 +38,7 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
-class _Refused(jinja2.TemplateError):
+class _TemplateRefusal(jinja2.TemplateError):
     """The template itself refused the messages, through raise_exception."""
 
 
@@ -150,7 +150,7 @@ class ChatTemplate:
                 if num_chars > MAX_OUTPUT_CHARS:
                     raise _TooMuch
                 pieces.append(piece)
-        except _Refused as refusal:
+        except _TemplateRefusal as refusal:
             why = str(refusal)[:MAX_REFUSAL_CHARS]
             raise _not_rendered(f"the chat template of this model refused: {why}") from None
         except _TooMuch:
@@ -179,7 +179,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _raise_exception(message: str) -> None:
-    raise _Refused(message)
+    raise _TemplateRefusal(message)
 
 
 def _strftime_now(format: str) -> str:

@@ -27,7 +27,7 @@ from penstock.workers.quantization import QuantizedFormat
 from penstock.workers.weights.checkpoint import INDEX_NAME, StoredTensor, open_checkpoint
 from penstock.workers.weights.quantized_layout import (
     DTYPE_NAMES,
-    Part,
+    StoredPart,
     group_of,
     parts_of,
     quantization_config,
@@ -46,12 +46,12 @@ HEADER_ALIGN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OutputTensor:
     """One tensor of the source: copied, or quantised into `parts` of the module `name`."""
 
     stored: StoredTensor
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     format: QuantizedFormat | None = None
 
 
@@ -60,7 +60,7 @@ class Shard:
     """One file to be written."""
 
     file: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[OutputTensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class QuantizePlan:
     def num_quantized(self) -> int:
         return sum(entry.format is not None for entry in self._entries())
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[OutputTensor]:
         for shard in self.shards:
             yield from shard.entries
 
@@ -139,7 +139,7 @@ def plan_quantize(
             groups.setdefault(group, []).append(module)
         num_rows, width = stored.shape
         parts = tuple(parts_of(format, num_rows, width, dtype))
-        shard.entries.append(Entry(stored, module, parts, format))
+        shard.entries.append(OutputTensor(stored, module, parts, format))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
             raise ConfigError(
@@ -180,11 +180,11 @@ def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], obj
         raise
 
 
-def _copied(stored: StoredTensor) -> Entry:
+def _copied(stored: StoredTensor) -> OutputTensor:
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     if stored.dtype not in ("F32", "BF16", "F16"):
         raise LoadError(f"{stored.file}: tensor {stored.name!r} is {stored.dtype}, not a float one")
-    return Entry(stored, stored.name, (Part("", dtypes[stored.dtype], stored.shape),))
+    return OutputTensor(stored, stored.name, (StoredPart("", dtypes[stored.dtype], stored.shape),))
 
 
 def _write_shard(path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int], object]) -> None:
@@ -197,7 +197,7 @@ def _write_shard(path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int],
         os.fsync(file.fileno())
 
 
-def _write_entry(file: BinaryIO, entry: Entry, dtype: str) -> None:
+def _write_entry(file: BinaryIO, entry: OutputTensor, dtype: str) -> None:
     tensor = entry.stored.read()
     if entry.format is None:
         tensors = [tensor]
@@ -230,7 +230,7 @@ def _header(shard: Shard) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _full_name(entry: Entry, part: Part) -> str:
+def _full_name(entry: OutputTensor, part: StoredPart) -> str:
     return f"{entry.name}.{part.name}" if part.name else entry.name
 
 

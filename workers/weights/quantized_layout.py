@@ -34,7 +34,7 @@ DTYPE_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """One tensor to be written, before it is there."""
 
     name: str  # behind the module's
@@ -54,26 +54,26 @@ def group_of(width: int) -> int | None:
     return next((group for group in (INT4_GROUP, 64, 32) if width % group == 0), None)
 
 
-def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> list[Part]:
+def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> list[StoredPart]:
     """What a weight [num_rows, width] becomes; `dtype` is what config.json calls activations'."""
     if format in ("int8", "fp8"):
         codes = torch.int8 if format == "int8" else torch.float8_e4m3fn
         return [
-            Part("weight", codes, (num_rows, width)),
-            Part("weight_scale", torch.float32, (num_rows, 1)),
+            StoredPart("weight", codes, (num_rows, width)),
+            StoredPart("weight_scale", torch.float32, (num_rows, 1)),
         ]
     if format == "int4":
         return [
-            Part("weight_packed", torch.int32, (num_rows, -(-width // 8))),
-            Part("weight_scale", torch.float32, (num_rows, width // _group_or_fail(width))),
-            Part("weight_shape", torch.int64, (2,)),
+            StoredPart("weight_packed", torch.int32, (num_rows, -(-width // 8))),
+            StoredPart("weight_scale", torch.float32, (num_rows, width // _group_or_fail(width))),
+            StoredPart("weight_shape", torch.int64, (2,)),
         ]
     size = num_rows * width
     return [
-        Part("weight", torch.uint8, (-(-size // 2), 1)),
-        Part("weight.absmax", torch.float32, (-(-size // NF4_GROUP),)),
-        Part("weight.quant_map", torch.float32, (16,)),
-        Part(BNB_STATE, torch.uint8, (len(_bnb_state(num_rows, width, dtype)),)),
+        StoredPart("weight", torch.uint8, (-(-size // 2), 1)),
+        StoredPart("weight.absmax", torch.float32, (-(-size // NF4_GROUP),)),
+        StoredPart("weight.quant_map", torch.float32, (16,)),
+        StoredPart(BNB_STATE, torch.uint8, (len(_bnb_state(num_rows, width, dtype)),)),
     ]
 
 

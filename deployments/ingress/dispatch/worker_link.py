@@ -15,7 +15,7 @@ from typing import Protocol
 from penstock.deployments.ingress.dispatch.in_flight import Gathering, RunningCall
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import delta_from, submit_message
-from penstock.workers.channel.framing import MessageLink, connected
+from penstock.workers.channel.framing import MessageConnection, connected
 from penstock.workers.request import Delta
 from penstock.workers.stats import WorkerInfo
 
@@ -59,7 +59,7 @@ class WorkerLink:
         self._stream_ids = itertools.count(1)
         self._own_tokens = 0
         self._others_tokens = 0
-        self._messages: MessageLink | None = None  # while there is a connection
+        self._messages: MessageConnection | None = None  # while there is a connection
         self._welcomed: asyncio.Future[None]
         self._ended: asyncio.Future[str]
         self._num_silent_ticks = 0
@@ -108,7 +108,7 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         self._welcomed, self._ended = loop.create_future(), loop.create_future()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            self._messages = MessageLink(
+            self._messages = MessageConnection(
                 loop,
                 await connected(self.info.address),
                 on_message=self._take_message,

@@ -107,7 +107,7 @@ def test_a_batch_of_ones_own_and_a_checkpoint(tmp_path):
     )
     (three,) = fewer["devices"][0]["rows"]
     assert row["batch"] > three["batch"] == 3 and row["step_ms"] > three["step_ms"]
-    folder = str(ROOT / "workers" / "models" / "builtin" / "moe")
+    folder = str(ROOT / "workers" / "weights" / "builtin" / "moe")
     assert plan(tmp_path, folder, "--device", "cpu")["parameters"] == rows["parameters"]
 
 
@@ -129,7 +129,7 @@ def test_the_pages_example_is_what_it_prints(capsys):
 
 def test_help_teaches_and_loads_no_torch():
     code = (
-        "import sys\nfrom penstock.deployments.cli import main\n"
+        "import sys\nfrom penstock.deployments.cli.main import main\n"
         "try: main(['plan', '--help'])\nexcept SystemExit: pass\n"
         "main(['plan', 'Llama-3-8B', '--device', 'L4'])\n"
         "assert 'torch' not in sys.modules"

@@ -26,7 +26,7 @@ from penstock.deployments.experts.store import ExpertStore
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.expert_file import Arena, CorruptedExpert
+from penstock.workers.experts.expert_file import CorruptedExpert, ExpertFile
 from penstock.workers.models.loader import load_model
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 from tests.deployments.ports import free_port
@@ -78,7 +78,7 @@ def test_what_an_earlier_life_left_is_not_believed_blindly(spec, monkeypatch):
     with path.open("ab") as file:  # cut off or grown: not what was written
         file.write(b"x")
     reborn = ExpertStore(spec)
-    assert len(Arena(reborn.manifest()).rows(0, 0)) == manifest.inner
+    assert len(ExpertFile(reborn.manifest()).rows(0, 0)) == manifest.inner
     assert reborn.view().num_loads == 1
     monkeypatch.setattr(
         expert_store.CheckpointExperts, "identity", lambda *_: "of other files by now"
@@ -91,11 +91,11 @@ def test_what_an_earlier_life_left_is_not_believed_blindly(spec, monkeypatch):
 def test_reload(spec):
     store = ExpertStore(spec)
     old = store.manifest()
-    kept = Arena(old)
+    kept = ExpertFile(old)
     new = store.reload()
     assert (new.epoch, new.digests()) == (2, old.digests())
     assert not Path(old.path).exists() and len(files_of(spec)) == 2
-    assert np.array_equal(kept.rows(1, 1), Arena(new).rows(1, 1)), "old maps stay good"
+    assert np.array_equal(kept.rows(1, 1), ExpertFile(new).rows(1, 1)), "old maps stay good"
     assert ExpertStore(spec).manifest() == new
 
 
@@ -106,18 +106,18 @@ def test_damage_that_a_worker_tells_of_is_mended(spec):
     flip(Path(manifest.path), manifest.entries[3].offset)
     key = manifest.entries[3].layer, manifest.entries[3].expert
     with pytest.raises(CorruptedExpert):
-        Arena(manifest).rows(*key)
-    assert store.beat(7, STATS, []) == 1
-    store.beat(7, stats(num_corrupted=2), [])
+        ExpertFile(manifest).rows(*key)
+    assert store.heartbeat(7, STATS, []) == 1
+    store.heartbeat(7, stats(num_corrupted=2), [])
     deadline_s = time.monotonic() + 20
     while store.manifest().epoch == 1:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert len(Arena(store.manifest()).rows(*key)) == manifest.inner
+    assert len(ExpertFile(store.manifest()).rows(*key)) == manifest.inner
     clock[0] += 60
     # It has not changed over yet, or its damage is of the old epoch: no reason to read again.
-    assert store.beat(7, stats(num_corrupted=5), []) == 2
-    assert store.beat(7, stats(num_corrupted=5, epoch=2), []) == 2
+    assert store.heartbeat(7, stats(num_corrupted=5), []) == 2
+    assert store.heartbeat(7, stats(num_corrupted=5, epoch=2), []) == 2
     assert store.view().num_loads == 2
 
 
@@ -125,8 +125,8 @@ def test_hints_and_idleness(spec):
     clock = [5.0]
     store = ExpertStore(spec, clock=lambda: clock[0])
     assert store.hints() == [] and store.idle_s() == 0
-    store.beat(1, STATS, [(0, 1, 5), (2, 2, 4)])
-    store.beat(2, STATS, [(2, 2, 3), (1, 0, 1)])
+    store.heartbeat(1, STATS, [(0, 1, 5), (2, 2, 4)])
+    store.heartbeat(2, STATS, [(2, 2, 3), (1, 0, 1)])
     assert store.hints() == [(2, 2), (0, 1), (1, 0)]
     clock[0] += 30
     assert store.idle_s() == 30 and store.view().num_workers == 0
@@ -134,13 +134,13 @@ def test_hints_and_idleness(spec):
 
 def test_pack(spec):
     store = ExpertStore(spec)
-    arena = Arena(store.manifest())
-    wanted = [(0, 1, np.arange(112)), (2, 3, np.array([5, 0, 39])), (1, 1, np.arange(0))]
-    packed = store.pack(wanted)
-    inner = arena.manifest.inner
-    rows = packed.reshape(-1, arena.manifest.row_bytes)
-    assert np.array_equal(rows[:inner], arena.rows(0, 1))
-    assert np.array_equal(rows[inner:], arena.rows(2, 3)[[5, 0, 39]])
+    expert_file = ExpertFile(store.manifest())
+    requests = [(0, 1, np.arange(112)), (2, 3, np.array([5, 0, 39])), (1, 1, np.arange(0))]
+    packed = store.pack(requests)
+    inner = expert_file.manifest.inner
+    rows = packed.reshape(-1, expert_file.manifest.row_bytes)
+    assert np.array_equal(rows[:inner], expert_file.rows(0, 1))
+    assert np.array_equal(rows[inner:], expert_file.rows(2, 3)[[5, 0, 39]])
     assert store.view().num_packed_bytes == packed.nbytes
     assert store.pack([]).shape == (0,)
 
@@ -163,8 +163,8 @@ def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
     """The same bits as from a map; one question brings all that a layer waits for."""
     from tests.workers.experts.test_modes import teacher_forced
 
-    twins = mode == "quantized"
-    store = ExpertStore(dataclasses.replace(spec, has_twins=twins, weights=weights))
+    int8_copies = mode == "quantized"
+    store = ExpertStore(dataclasses.replace(spec, has_int8_copies=int8_copies, weights=weights))
     client = Near(store)
     remote = RemoteExperts(client, store.manifest())
 
@@ -182,7 +182,7 @@ def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
     assert max(client.asked) > 1 and sum(client.asked) > len(client.asked)
     assert len(remote.at(store.reload()).rows(1, 1)) == store.manifest().num_rows
     flip(Path(store.manifest().path), store.manifest().entries[0].offset)
-    monkeypatch.setattr(store, "_arena", Arena(store.manifest()))
+    monkeypatch.setattr(store, "_file", ExpertFile(store.manifest()))
     with pytest.raises(CorruptedExpert, match="layer 0, expert 0 is corrupted"):
         remote.rows(0, 0)
     copied = pickle.loads(pickle.dumps(CorruptedExpert("it is", 2, 3)))
@@ -204,7 +204,7 @@ def test_models_that_have_no_such_experts(spec):
     dense = dataclasses.replace(spec, model="builtin")
     with pytest.raises(ConfigError, match="this one is dense"):
         ExpertStore(dense).manifest()
-    twice = dataclasses.replace(spec, weights="int8", has_twins=True)
+    twice = dataclasses.replace(spec, weights="int8", has_int8_copies=True)
     with pytest.raises(ConfigError, match=r"moe_mode quantized .*weights is int8"):
         ExpertStore(twice).manifest()
 
@@ -255,7 +255,7 @@ def test_killed_under_load():
         assert client.call_now("view").num_loads == 0 and reborn.epoch == 1
         far = RemoteExperts(client, reborn)
         some = [(0, 3, np.array([4, 5, 300])), (3, 1, np.arange(352))]
-        for mine, theirs in zip(far.gather(some), Arena(reborn).gather(some), strict=True):
+        for mine, theirs in zip(far.gather(some), ExpertFile(reborn).gather(some), strict=True):
             assert np.array_equal(mine, theirs)
         client.call_now("reload")
         deadline_s = time.monotonic() + 60

@@ -18,7 +18,7 @@ from penstock.kernels.cpu import native
 from tests.kernels.kernel_cases import assert_close, dense_attention, paged
 from tests.kernels.rolled_cases import Roll, dense_rolled_attention, rolled_paged
 
-BUILD = "import sys; from pathlib import Path; from penstock.kernels import native; "
+BUILD = "import sys; from pathlib import Path; from penstock.kernels.cpu import native; "
 
 
 def test_processes_that_start_together_build_once(native_path, tmp_path):

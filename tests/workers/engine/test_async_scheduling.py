@@ -1,10 +1,11 @@
 """Steps launched before the last one was read: the same answers as in the plain order.
 
-The oracle is the same engine with `look_ahead: off`, whose own oracle is transformers.
+The oracle is the same engine with `async_scheduling: off`, whose own oracle is transformers.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.device_copy import Mark
-from penstock.workers.engine.engine import Engine, looks_ahead
+from penstock.workers.engine.engine import Engine, wants_async_scheduling
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.executor import Executor
-from penstock.workers.execution.step import Launched, prepare
+from penstock.workers.execution.step import StepInFlight, prepare
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
 from penstock.workers.scheduling.ridge import Decision
@@ -42,15 +43,15 @@ def model():
     return load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
 
 
-def make_engine(model, look_ahead="on", rule=None, **given):
+def make_engine(model, async_scheduling="on", rule=None, **given):
     """An engine whose fresh memory is all NaN."""
     given = {"num_blocks": 128, "block_size": 4, **given}
-    engine = Engine(EngineConfig(look_ahead=look_ahead, **given), model, rule)
+    engine = Engine(EngineConfig(async_scheduling=async_scheduling, **given), model, rule)
     engine.arena.storage.fill_(0xFF)
     return engine
 
 
-class LateLaunched(Launched):
+class LateStep(StepInFlight):
     """A step that a device has been given that is in no hurry."""
 
     def __init__(self, plan, step, before, executor, workspace):
@@ -81,7 +82,7 @@ class LateExecutor(Executor):
     def launch(self, plan, before=None):
         step = prepare(plan, before, self.block_size)
         with self.memory.lease(plan.num_tokens) as workspace:
-            return LateLaunched(plan, step, before, self, workspace)
+            return LateStep(plan, step, before, self, workspace)
 
 
 def make_late(engine):
@@ -247,6 +248,33 @@ def test_what_was_sampled_behind_a_stop_is_discarded(model):
     assert (stats.num_steps, stats.num_steps_ahead, stats.num_discarded_tokens) == (12, 11, 0)
 
 
+def test_a_stop_in_a_rolling_window_counts_no_token_of_the_step_in_flight(model):
+    """Wherever the stop token falls, beside a roll of the window too."""
+    prompt = tuple(random_prompt(9, 1))
+    params = SamplingParams(temperature=1.5, seed=1, max_tokens=48, ignore_eos=True, **WINDOW)
+    ids = ids_of(run(make_engine(model, "off"), [Request("a", prompt, params)])["a"])
+    places = [i for i in range(16, 47) if ids.index(ids[i]) == i]
+    requests = [
+        Request(f"stop {i}", prompt, replace(params, stop_token_ids=(ids[i],))) for i in places
+    ]
+    want = run(make_engine(model, "off", num_blocks=512), requests)
+    evicted = []
+    for request in requests:
+        engine = make_engine(model)
+        got = run(engine, [request])[request.request_id]
+        assert got[-1].finish_reason is FinishReason.STOP
+        assert engine.stats().num_discarded_tokens == 1, "no step was in flight"
+        assert_same(got, want[request.request_id], request.request_id)
+        evicted.append((len(ids_of(got)), got[-1].num_evicted_tokens))
+    rolls = [
+        (num, later - now)
+        for (num, now), (after, later) in itertools.pairwise(evicted)
+        if after == num + 1 and later > now
+    ]
+    assert rolls, "no answer ended with the window about to roll"
+    assert {size for _, size in rolls} == {WINDOW["roll"]}
+
+
 def test_answers_come_one_step_later_and_never_two(model):
     engine = make_engine(model)
     engine.add(Request("a", tuple(random_prompt(9, 1)), GREEDY))
@@ -336,7 +364,7 @@ def test_a_step_that_cannot_be_read_ends_its_requests_and_the_engine_goes_on(mod
     engine.add(request)
     step(engine, answers)
     step(engine, answers)
-    read = Launched.read
+    read = StepInFlight.read
     lost = engine._in_flight
 
     def fails(launched):
@@ -344,7 +372,7 @@ def test_a_step_that_cannot_be_read_ends_its_requests_and_the_engine_goes_on(mod
             raise RuntimeError("the device is gone")
         return read(launched)
 
-    monkeypatch.setattr(Launched, "read", fails)
+    monkeypatch.setattr(StepInFlight, "read", fails)
     while engine.has_work():
         step(engine, answers)
     assert answers["a"][-1].error == "internal_error"
@@ -376,8 +404,8 @@ def test_on_its_thread(model):
 def test_the_setting():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for setting, want in {"auto": (False, True), "on": (True, True), "off": (False, False)}.items():
-        config = EngineConfig(look_ahead=setting)
-        assert (looks_ahead(config, cpu), looks_ahead(config, cuda)) == want
-        assert not looks_ahead(config, cuda, is_routed=True)
-    with pytest.raises(ConfigError, match="look_ahead must be one of auto, on, off"):
-        EngineConfig(look_ahead="yes")
+        config = EngineConfig(async_scheduling=setting)
+        assert (wants_async_scheduling(config, cpu), wants_async_scheduling(config, cuda)) == want
+        assert not wants_async_scheduling(config, cuda, is_routed=True)
+    with pytest.raises(ConfigError, match="async_scheduling must be one of auto, on, off"):
+        EngineConfig(async_scheduling="yes")

@@ -21,7 +21,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cuda_graphs import MOST_KEYS, MOST_ROWS, DecodeGraphs, GraphSizes
-from penstock.workers.execution.step import Prepared, PromptRows
+from penstock.workers.execution.step import PreparedStep, PromptRows
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.sampling.sampler import RowSampling
@@ -90,8 +90,8 @@ def run(engine, requests, arrivals=None):
 
 SCHEDULES = {
     "together": {},
-    "a step ahead": {"look_ahead": "on"},
-    "a step ahead, starved": {"look_ahead": "on", "num_blocks": 30},
+    "a step ahead": {"async_scheduling": "on"},
+    "a step ahead, starved": {"async_scheduling": "on", "num_blocks": 30},
     "chunks of 20": {"max_num_batched_tokens": 20},
     "starved, deferral": {"num_blocks": 26, "kv_commit": "deferred", "rule": Stays()},
     "int8": {"kv": "int8"},
@@ -157,7 +157,7 @@ def test_nan_in_one_row_stays_there(models):
     model = models("llama")
     requests = [Request(f"r{i}", tuple(random_prompt(9, i)), GREEDY) for i in range(3)]
     want = run(make_engine(model), requests)
-    engine = make_engine(model, Recorder(), look_ahead="on")
+    engine = make_engine(model, Recorder(), async_scheduling="on")
     for request in requests:
         engine.add(request)
     last, ids = {}, {}
@@ -276,5 +276,5 @@ def test_only_a_step_that_is_sampled_from_in_all_its_rows_is_replayed():
     scored = PromptRows(0, 0, (7,), 0)
     for rows, prompts, want in (([row] * 2, [], True), ([row], [], False),
                                 ([row] * 2, [scored], False)):  # fmt: skip
-        step = Prepared(batch_of([3, 4]), [*range(len(rows))], {}, rows, prompts, [])
+        step = PreparedStep(batch_of([3, 4]), [*range(len(rows))], {}, rows, prompts, [])
         assert step.samples_all == want

@@ -19,7 +19,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
 from penstock.workers.weights.checkpoint import open_checkpoint
 from tests.workers.checkpoints import FAMILIES
-from tests.workers.models.test_decoder import Paged, Tokens, folder_of
+from tests.workers.models.test_decoder import PagedDecoder, Tokens, folder_of
 
 MOE = [name for name in FAMILIES if name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")]
 NUM_LAYERS, NUM_EXPERTS = 3, 5
@@ -45,7 +45,7 @@ def poison(cache: ExpertCache) -> None:
         if facts.is_packed:
             slot.memory.fill_(0xFF)
             continue
-        nan = torch.full(shape, float("nan"), dtype=cache.form.dtype)
+        nan = torch.full(shape, float("nan"), dtype=cache.layout.dtype)
         write_neurons(slot.expert, nan, torch.arange(facts.inner))
 
 
@@ -63,7 +63,7 @@ class Garbage:
         self.random = np.random.default_rng(seed)
         self.accuracy: dict = {}
 
-    def wants_all(self, num_rows: int) -> bool:
+    def needs_all_experts(self, num_rows: int) -> bool:
         return bool(self.random.integers(0, 2))
 
     def observe(self, *_: object) -> None: ...
@@ -73,10 +73,10 @@ class Garbage:
     def next_of(self, _: int) -> int:
         return int(self.random.integers(-1, NUM_LAYERS + 1))
 
-    def foresee(self, *_: object) -> list[int]:
+    def predict_experts(self, *_: object) -> list[int]:
         return self.random.integers(-2, NUM_EXPERTS + 2, self.random.integers(0, 9)).tolist()
 
-    def foresee_neurons(self, *_: object) -> dict[int, np.ndarray]:
+    def predict_neurons(self, *_: object) -> dict[int, np.ndarray]:
         some = self.random.random((NUM_EXPERTS, 40)) < self.random.random()
         return {
             e: np.flatnonzero(some[e]) for e in range(NUM_EXPERTS) if self.random.random() < 0.8
@@ -86,7 +86,7 @@ class Garbage:
 @torch.inference_mode()
 def logits_of(decoder, prompt: Sequence[int], num_new: int) -> torch.Tensor:
     """Of a prefill, and of greedy decoding after it."""
-    paged, seq = Paged(decoder), Tokens(list(prompt))
+    paged, seq = PagedDecoder(decoder), Tokens(list(prompt))
     rows = [*paged.step((seq, len(prompt)))[0]]
     for _ in range(num_new):
         seq.ids.append(int(rows[-1].argmax()))

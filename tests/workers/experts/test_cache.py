@@ -22,10 +22,10 @@ from penstock.kernels.matmul import pack_linear
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.build import slots_within
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.expert_file import Arena, CorruptedExpert
-from penstock.workers.experts.layouts import NeuronForm
+from penstock.workers.experts.expert_file import CorruptedExpert, ExpertFile
+from penstock.workers.experts.layouts import NeuronLayout
 from penstock.workers.experts.slots import Residence
-from penstock.workers.experts.writer import write_arena
+from penstock.workers.experts.writer import write_expert_file
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.experts.moe_cases import NUM_EXPERTS, NUM_LAYERS, experts_of, flip, poison
 
@@ -34,26 +34,32 @@ CHUNK = 7 * 3 * 64 * 4  # seven neurons
 
 
 @functools.cache
-def shared_arena() -> Arena:
+def shared_expert_file() -> ExpertFile:
     with tempfile.TemporaryDirectory() as folder:
-        return Arena(write_arena(experts_of(make_checkpoint("olmoe")), Path(folder, "a"), FP32))
+        return ExpertFile(
+            write_expert_file(experts_of(make_checkpoint("olmoe")), Path(folder, "a"), FP32)
+        )
 
 
 @functools.cache
 def packed(layer: int, expert: int) -> tuple:
     """As the loader would pack it."""
-    rows = torch.from_numpy(shared_arena().rows(layer, expert).copy()).view(FP32)
+    rows = torch.from_numpy(shared_expert_file().rows(layer, expert).copy()).view(FP32)
     gate, up, down = rows.split(64, 1)
     return pack_linear(torch.cat([gate, up])), pack_linear(down.T.contiguous())
 
 
-def form_of(arena: Arena) -> NeuronForm:
-    return NeuronForm(arena.manifest, FP32, CPU)
+def layout_of(expert_file: ExpertFile) -> NeuronLayout:
+    return NeuronLayout(expert_file.manifest, FP32, CPU)
 
 
 def make_cache(num_slots: int, **options) -> ExpertCache:
     cache = ExpertCache(
-        shared_arena(), num_slots, form_of(shared_arena()), chunk_bytes=CHUNK, **options
+        shared_expert_file(),
+        num_slots,
+        layout_of(shared_expert_file()),
+        chunk_bytes=CHUNK,
+        **options,
     )
     poison(cache)
     return cache
@@ -105,7 +111,7 @@ def test_any_order_of_events(num_slots, is_fair, steps):
             elif what == "break off":  # as when a step fails half-way
                 next(cache.visit(layer, sorted(experts)))
             elif what == "source":
-                cache.use_source(shared_arena())
+                cache.use_source(shared_expert_file())
             else:
                 wait_for(lambda: is_quiet(cache))
             cache.check()
@@ -136,7 +142,7 @@ def test_only_missing_rows_are_loaded():
     cache = make_cache(3)
     slot = cache.table.take((1, 2))
     some = np.array([0, 5, 6, 30])
-    rows = torch.from_numpy(shared_arena().rows(1, 2)[some].copy()).view(FP32)
+    rows = torch.from_numpy(shared_expert_file().rows(1, 2)[some].copy()).view(FP32)
     write_neurons(slot.expert, rows, torch.from_numpy(some))
     slot.arrived(some)
     visit(cache, 1, [2])
@@ -178,7 +184,7 @@ def test_what_is_there_comes_first():
 
 def test_demand_overtakes_prefetch():
     """On a slow link: of a prefetch under way no more than a chunk goes before what is needed."""
-    inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
+    inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.2)  # an expert in 0.2 s
     cache.prefetch(1, [0, 1, 2])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -190,7 +196,7 @@ def test_demand_overtakes_prefetch():
 
 
 def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used():
-    inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
+    inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.1)
     cache.prefetch(1, [0, 1, 2])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -205,7 +211,7 @@ def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used():
 
 
 def test_a_prefetch_that_is_needed_is_waited_for():
-    inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
+    inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.1)
     cache.prefetch(1, [0])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -216,7 +222,7 @@ def test_a_prefetch_that_is_needed_is_waited_for():
 
 
 def test_nothing_is_evicted_for_a_prefetch_while_the_link_is_busy():
-    inner, row_bytes = shared_arena().manifest.inner, shared_arena().manifest.row_bytes
+    inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
     cache = make_cache(3, bytes_per_s=inner * row_bytes / 0.1)
     for expert in (0, 1):
         visit(cache, 0, [expert])
@@ -242,11 +248,11 @@ def test_prefetch_takes_nothing_that_is_in_use():
 
 def test_corruption_ends_the_visit_that_needs_the_expert(tmp_path):
     path = tmp_path / "a"
-    manifest = write_arena(experts_of(make_checkpoint("olmoe")), path, FP32)
+    manifest = write_expert_file(experts_of(make_checkpoint("olmoe")), path, FP32)
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 3))
     flip(path, entry.offset + 9)
-    arena = Arena(manifest)
-    cache = ExpertCache(arena, 4, form_of(arena))
+    expert_file = ExpertFile(manifest)
+    cache = ExpertCache(expert_file, 4, layout_of(expert_file))
     cache.prefetch(1, [3])
     wait_for(lambda: is_quiet(cache))
     for _ in range(2):
@@ -255,21 +261,21 @@ def test_corruption_ends_the_visit_that_needs_the_expert(tmp_path):
         visit(cache, 1, [0, 1, 2, 4])
         visit(cache, 0, [3])
     assert cache.copier.counts.num_corrupted == 3
-    mended = write_arena(experts_of(make_checkpoint("olmoe")), path, FP32, epoch=2)
-    cache.use_source(Arena(mended))
+    mended = write_expert_file(experts_of(make_checkpoint("olmoe")), path, FP32, epoch=2)
+    cache.use_source(ExpertFile(mended))
     visit(cache, 1, [0, 3])
     cache.close()
 
 
 def test_other_experts_are_no_new_source(tmp_path):
     cache = make_cache(2)
-    other = write_arena(experts_of(make_checkpoint("qwen3_moe")), tmp_path / "a", FP32)
+    other = write_expert_file(experts_of(make_checkpoint("qwen3_moe")), tmp_path / "a", FP32)
     with pytest.raises(LoadError, match="other experts"):
-        cache.use_source(Arena(other))
+        cache.use_source(ExpertFile(other))
 
 
 def test_budget():
-    size = form_of(shared_arena()).num_bytes
+    size = layout_of(shared_expert_file()).num_bytes
     assert slots_within(3.5 * size / 2**30, size, 15) == 3
     assert slots_within(1.0, size, 15) == 15
     with pytest.raises(ConfigError, match=r"expert_cache_gb .* holds 1 of the 15 experts"):

@@ -20,7 +20,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.writer import write_arena
+from penstock.workers.experts.writer import write_expert_file
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from tests.workers.answers import answers, ids_of
@@ -47,7 +47,7 @@ def test_exact_is_the_plain_model(name, num_slots, prefetch, is_fair, seed):
     if "garbage" in prefetch:
         model.routed.predictor = Garbage(seed)
     if "neurons" in prefetch:
-        model.routed.choice = types.SimpleNamespace(active=None)
+        model.routed.selector = types.SimpleNamespace(active=None)
     poison(model.routed.cache)
     try:
         prompt = random_prompt(9, seed)
@@ -80,7 +80,7 @@ def test_ids_of_transformers(name):
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_built_in(weights):
-    """A bf16 checkpoint: its own bytes in the arena, whatever the model computes in."""
+    """A bf16 checkpoint: its own bytes in the expert file, whatever the model computes in."""
     experts = ExpertSettings(num_slots=5)
     model = load_model("builtin-moe", weights=weights, progress=False, experts=experts)
     poison(model.routed.cache)
@@ -94,7 +94,7 @@ def test_built_in(weights):
 def test_a_corrupted_expert_ends_those_that_need_it(tmp_path, caplog):
     """With an error that the log explains; who is not routed there goes on, and ids are right."""
     folder, path = make_checkpoint("olmoe"), tmp_path / "a"
-    manifest = write_arena(experts_of(folder), path, FP32)
+    manifest = write_expert_file(experts_of(folder), path, FP32)
     prompts = {n: random_prompt(1, seed=n) for n in range(8)}
     routes = {n: _routes(folder, prompt) for n, prompt in prompts.items()}
     key = next(k for k in routes[0] if any(k not in routes[n] for n in prompts))
@@ -133,7 +133,7 @@ def test_what_cannot_be_served(tmp_path):
     experts = ExpertSettings(cache_gb=1.0)
     with pytest.raises(ConfigError, match="mixture-of-experts models, and this one is dense"):
         load_model("builtin", progress=False, experts=experts)
-    manifest = write_arena(experts_of(make_checkpoint("olmoe")), tmp_path / "a", FP32)
+    manifest = write_expert_file(experts_of(make_checkpoint("olmoe")), tmp_path / "a", FP32)
     other = dataclasses.replace(experts, manifest=manifest)
     with pytest.raises(LoadError, match="made of other files"):
         load_model(make_checkpoint("mixtral"), weights="fp32", progress=False, experts=other)

@@ -1,4 +1,4 @@
-"""The arena of experts: what is in it, what is noticed when it is damaged, and what it takes."""
+"""The expert file: its contents, how damage is detected, and the memory that writing it takes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.workers.errors import LoadError
-from penstock.workers.experts.expert_file import Arena, CorruptedExpert, Manifest
-from penstock.workers.experts.writer import manifest_path, read_manifest, remove_arena, write_arena
+from penstock.workers.experts.expert_file import CorruptedExpert, ExpertFile, Manifest
+from penstock.workers.experts.writer import (
+    manifest_path,
+    read_manifest,
+    remove_expert_file,
+    write_expert_file,
+)
 from penstock.workers.weights.sources import DTYPES
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.experts.moe_cases import experts_of, flip
@@ -29,23 +34,23 @@ def tensors_of(name: str) -> dict[str, torch.Tensor]:
     return load_file(make_checkpoint(name) / "model.safetensors")
 
 
-def typed(arena: Arena, layer: int, expert: int) -> torch.Tensor:
-    rows = torch.from_numpy(arena.rows(layer, expert).copy())
-    return rows.view(DTYPES[arena.manifest.dtype])
+def typed(expert_file: ExpertFile, layer: int, expert: int) -> torch.Tensor:
+    rows = torch.from_numpy(expert_file.rows(layer, expert).copy())
+    return rows.view(DTYPES[expert_file.manifest.dtype])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_are_neurons(name, tmp_path):
     """Row j is row j of the gate and of the up matrix, and column j of the down matrix."""
-    manifest = write_arena(experts_of(make_checkpoint(name)), tmp_path / "a", FP32)
-    arena, tensors = Arena(manifest), tensors_of(name)
+    manifest = write_expert_file(experts_of(make_checkpoint(name)), tmp_path / "a", FP32)
+    expert_file, tensors = ExpertFile(manifest), tensors_of(name)
     mixtral = name == "mixtral"
     prefix = "block_sparse_moe" if mixtral else "mlp"
     parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for entry in manifest.entries:
         at = f"model.layers.{entry.layer}.{prefix}.experts.{entry.expert}"
         gate, up, down = (tensors[f"{at}.{part}.weight"] for part in parts)
-        rows = typed(arena, entry.layer, entry.expert)
+        rows = typed(expert_file, entry.layer, entry.expert)
         for j in (0, 7, len(rows) - 1):
             assert torch.equal(rows[j], torch.cat([gate[j], up[j], down[:, j]]))
         assert torch.equal(rows, torch.cat([gate, up, down.T], 1))
@@ -53,16 +58,16 @@ def test_rows_are_neurons(name, tmp_path):
 
 def test_layers_without_experts_are_left_out(tmp_path):
     experts = experts_of(make_checkpoint("qwen2_moe-normed"))
-    assert write_arena(experts, tmp_path / "a", FP32).layers == (0, 2)
+    assert write_expert_file(experts, tmp_path / "a", FP32).layers == (0, 2)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_fused_tensors(dtype, tmp_path):
     """All experts of a layer in one tensor, each read alone."""
     folder, want = _fused(tmp_path, dtype)
-    arena = Arena(write_arena(experts_of(folder), tmp_path / "a", dtype))
+    expert_file = ExpertFile(write_expert_file(experts_of(folder), tmp_path / "a", dtype))
     for (layer, expert), rows in want.items():
-        assert torch.equal(typed(arena, layer, expert), rows)
+        assert torch.equal(typed(expert_file, layer, expert), rows)
 
 
 def _fused(folder: Path, dtype: torch.dtype) -> tuple[Path, dict]:
@@ -92,14 +97,16 @@ def _fused(folder: Path, dtype: torch.dtype) -> tuple[Path, dict]:
 )
 def test_no_more_bytes_than_are_of_use(stored, compute, kept, tmp_path):
     folder, want = _fused(tmp_path, stored)
-    arena = Arena(write_arena(experts_of(folder), tmp_path / "a", compute))
-    assert arena.manifest.dtype == kept
+    expert_file = ExpertFile(write_expert_file(experts_of(folder), tmp_path / "a", compute))
+    assert expert_file.manifest.dtype == kept
     for (layer, expert), rows in want.items():
-        assert torch.equal(typed(arena, layer, expert).to(compute), rows.to(compute))
+        assert torch.equal(typed(expert_file, layer, expert).to(compute), rows.to(compute))
 
 
 def test_the_manifest_travels_as_text(tmp_path):
-    manifest = write_arena(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32, epoch=3)
+    manifest = write_expert_file(
+        experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32, epoch=3
+    )
     assert Manifest.from_json(manifest.to_json()) == manifest == read_manifest(tmp_path / "a")
     assert manifest.epoch == 3
     assert {path.name for path in tmp_path.iterdir()} == {"a", "a.json"}
@@ -121,65 +128,65 @@ def test_the_manifest_travels_as_text(tmp_path):
     ],
 )
 def test_a_manifest_that_cannot_be(damage, tmp_path):
-    manifest = write_arena(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32)
+    manifest = write_expert_file(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32)
     with pytest.raises(LoadError, match="a"):
         Manifest.from_json(damage(manifest).to_json())
     for text in ("", "[]", '{"entries": 3}', '{"entries": [], "layers": []}'):
-        with pytest.raises(LoadError, match="no manifest"):
+        with pytest.raises(LoadError, match="not a manifest"):
             Manifest.from_json(text)
 
 
 @pytest.mark.parametrize("place", [0, 17])
 def test_a_damaged_row_is_named(place, tmp_path):
     path = tmp_path / "a"
-    manifest = write_arena(experts_of(make_checkpoint("mixtral")), path, FP32)
+    manifest = write_expert_file(experts_of(make_checkpoint("mixtral")), path, FP32)
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (2, 3))
     flip(path, entry.offset + place * manifest.row_bytes + 5)
-    arena = Arena(manifest)
+    expert_file = ExpertFile(manifest)
     with pytest.raises(CorruptedExpert, match=r"layer 2, expert 3 is corrupted: 1 of its 112"):
-        arena.rows(2, 3)
+        expert_file.rows(2, 3)
     with pytest.raises(CorruptedExpert, match=rf"were? .*: {place}$|: {place}$"):
-        arena.rows(2, 3)  # it is not believed the second time either
-    assert len(arena.rows(2, 2)) == len(arena.rows(1, 3)) == 112
+        expert_file.rows(2, 3)  # it is not believed the second time either
+    assert len(expert_file.rows(2, 2)) == len(expert_file.rows(1, 3)) == 112
 
 
 def test_a_damaged_checksum_or_digest(tmp_path):
     path = tmp_path / "a"
-    manifest = write_arena(experts_of(make_checkpoint("mixtral")), path, FP32)
+    manifest = write_expert_file(experts_of(make_checkpoint("mixtral")), path, FP32)
     first = manifest.entries[0]
     lying = dataclasses.replace(first, digest="0" * 32)
-    arena = Arena(dataclasses.replace(manifest, entries=(lying, *manifest.entries[1:])))
+    expert_file = ExpertFile(dataclasses.replace(manifest, entries=(lying, *manifest.entries[1:])))
     with pytest.raises(CorruptedExpert, match="though the checksums of its rows do"):
-        arena.rows(first.layer, first.expert)
+        expert_file.rows(first.layer, first.expert)
     flip(path, first.offset + first.num_bytes)  # a checksum: the rows are what the digest says
-    assert len(Arena(manifest).rows(first.layer, first.expert)) == 112
+    assert len(ExpertFile(manifest).rows(first.layer, first.expert)) == 112
 
 
 def test_files_that_are_not_used(tmp_path):
     path = tmp_path / "a"
-    manifest = write_arena(experts_of(make_checkpoint("mixtral")), path, FP32)
+    manifest = write_expert_file(experts_of(make_checkpoint("mixtral")), path, FP32)
     path.chmod(0o666)
-    with pytest.raises(LoadError, match="could be written by others"):
-        Arena(manifest)
+    with pytest.raises(LoadError, match="writable by other users"):
+        ExpertFile(manifest)
     path.chmod(0o600)
     with path.open("ab") as file:
         file.write(b"x")
     with pytest.raises(LoadError, match="bytes; its manifest says"):
-        Arena(manifest)
-    remove_arena(path)
+        ExpertFile(manifest)
+    remove_expert_file(path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(LoadError, match="cannot be opened"):
-        Arena(manifest)
+        ExpertFile(manifest)
 
 
 def test_the_map_is_read_only_and_outlives_the_file(tmp_path):
-    manifest = write_arena(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32)
-    arena = Arena(manifest)
-    remove_arena(tmp_path / "a")
-    rows = arena.rows(0, 0)
+    manifest = write_expert_file(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32)
+    expert_file = ExpertFile(manifest)
+    remove_expert_file(tmp_path / "a")
+    rows = expert_file.rows(0, 0)
     with pytest.raises(ValueError, match="read-only"):
         rows[0, 0] = 1
-    assert np.array_equal(rows, arena.rows(0, 0))
+    assert np.array_equal(rows, expert_file.rows(0, 0))
 
 
 def test_no_room(tmp_path, monkeypatch):
@@ -188,21 +195,24 @@ def test_no_room(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(LoadError, match="expert_store_dir"):
-        write_arena(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32)
+        write_expert_file(experts_of(make_checkpoint("mixtral")), tmp_path / "a", FP32)
     assert not list(tmp_path.iterdir()), "nothing is left of it"
 
 
-@pytest.mark.parametrize("has_twins", [False, True])
-def test_a_checkpoint_that_does_not_match_its_config(has_twins, tmp_path):
+@pytest.mark.parametrize("has_int8_copies", [False, True])
+def test_a_checkpoint_that_does_not_match_its_config(has_int8_copies, tmp_path):
     experts = experts_of(make_checkpoint("mixtral"))
     wrong = dataclasses.replace(experts.config, num_experts=6)
     with pytest.raises(LoadError, match=r"gate\.weight' has shape \[5, 64\]"):
-        write_arena(dataclasses.replace(experts, config=wrong), tmp_path / "a", FP32)
+        write_expert_file(dataclasses.replace(experts, config=wrong), tmp_path / "a", FP32)
     missing = "model.layers.2.block_sparse_moe.experts.4.w2.weight"
     some = {name: stored for name, stored in experts.tensors.items() if name != missing}
     with pytest.raises(LoadError, match=r"experts\.4\.w2"):  # half-way through the file
-        write_arena(
-            dataclasses.replace(experts, tensors=some), tmp_path / "a", FP32, has_twins=has_twins
+        write_expert_file(
+            dataclasses.replace(experts, tensors=some),
+            tmp_path / "a",
+            FP32,
+            has_int8_copies=has_int8_copies,
         )
     assert not list(tmp_path.iterdir())
 
@@ -210,15 +220,15 @@ def test_a_checkpoint_that_does_not_match_its_config(has_twins, tmp_path):
 def test_a_damaged_twin_is_named(tmp_path):
     """It has a digest of its own; the expert itself is whole."""
     path, experts = tmp_path / "a", experts_of(make_checkpoint("mixtral"))
-    manifest = write_arena(experts, path, FP32, has_twins=True)
+    manifest = write_expert_file(experts, path, FP32, has_int8_copies=True)
     assert Manifest.from_json(manifest.to_json()) == manifest
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 5 + 3))
     flip(path, entry.offset + 7 * manifest.row_bytes_of(8) + 1)
-    arena = Arena(manifest)
-    with pytest.raises(CorruptedExpert, match="layer 1, expert 3, its int8 twin, is corrupted"):
-        arena.rows(1, 8)
-    assert arena.rows(1, 3).shape == (112, 3 * 64 * 4)
-    assert arena.rows(1, 7).shape == (112, 3 * (64 + 4))
+    expert_file = ExpertFile(manifest)
+    with pytest.raises(CorruptedExpert, match="layer 1, expert 3, its int8 copy, is corrupted"):
+        expert_file.rows(1, 8)
+    assert expert_file.rows(1, 3).shape == (112, 3 * 64 * 4)
+    assert expert_file.rows(1, 7).shape == (112, 3 * (64 + 4))
 
 
 def test_bounded_memory(tmp_path):
@@ -228,7 +238,7 @@ def test_bounded_memory(tmp_path):
     seen: list[int] = []
     tracemalloc.start()
     try:
-        manifest = write_arena(experts, tmp_path / "a", FP32, on_bytes=seen.append)
+        manifest = write_expert_file(experts, tmp_path / "a", FP32, on_bytes=seen.append)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

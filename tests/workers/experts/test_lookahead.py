@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.copier import WINDOW_S, LinkCounts, LinkMeter
-from penstock.workers.experts.lookahead import Predictor, RoutedLayer, num_common
+from penstock.workers.experts.copier import WINDOW_S, TransferCounts, TransferMeter
+from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer, num_common
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
 from tests.workers.checkpoints import random_prompt
@@ -46,7 +46,7 @@ def test_control(steps, name):
     layer_of = {id(layer.mlp): index for index, layer in enumerate(model.layers)}
     num = 0
     for mlp, state, ids in steps:
-        guessed = predictor.guess(state, layer_of[id(mlp)])
+        guessed = predictor.predict_ids(state, layer_of[id(mlp)])
         assert num_common(guessed, ids) == ids.numel()
         num += ids.numel()
     assert num == sum(model.config.moe_layers) * 14 * model.config.num_experts_per_token
@@ -80,19 +80,19 @@ def test_accuracy_is_that_of_the_whole_rule(steps):
 def test_likeliest_first_and_all_where_all_are_wanted():
     """Two of 16 experts a row: the one that most rows want comes first; 11 rows want nearly all."""
 
-    class Told(Predictor):
-        def guess(self, state, layer):
+    class PrescribedPredictor(ExpertPredictor):
+        def predict_ids(self, state, layer):
             return state.long()
 
     layers = [RoutedLayer(layer, torch.ones(2), lambda x: (x, x.long())) for layer in (0, 3)]
-    predictor = Told(layers, num_experts=16, top_k=2, eps=0.0)
+    predictor = PrescribedPredictor(layers, num_experts=16, top_k=2, eps=0.0)
     assert predictor.next_of(0) == 3 and predictor.next_of(3) is None
-    assert predictor.foresee(torch.tensor([[7.0, 2.0], [2.0, 9.0]]), 3) == [2, 7, 9]
-    assert predictor.wants_all(11) and not predictor.wants_all(10)
+    assert predictor.predict_experts(torch.tensor([[7.0, 2.0], [2.0, 9.0]]), 3) == [2, 7, 9]
+    assert predictor.needs_all_experts(11) and not predictor.needs_all_experts(10)
     predictor.forget(3)
     predictor.observe(3, torch.tensor([[7, 2], [2, 9]]))
     assert predictor.accuracy[3].num_routed == 0, "what was not guessed is not counted"
-    predictor.foresee(torch.tensor([[7.0, 2.0]]), 3)
+    predictor.predict_experts(torch.tensor([[7.0, 2.0]]), 3)
     predictor.observe(3, torch.tensor([[2, 4]]))
     assert (predictor.accuracy[3].num_routed, predictor.accuracy[3].num_right) == (2, 1)
 
@@ -110,7 +110,7 @@ def test_no_prefetch():
 def test_a_saturated_link():
     """Demands take more than half of the time: nothing is foreseen until they take less."""
     now = [0.0]
-    meter = LinkMeter(LinkCounts(), clock=lambda: now[0])
+    meter = TransferMeter(TransferCounts(), clock=lambda: now[0])
     for busy_s, is_saturated in ((0.0, False), (0.2, True), (0.2, True), (0.1, False)):
         for _ in range(20):
             now[0] += WINDOW_S / 10 + 1e-6

@@ -19,16 +19,16 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.expert_file import TWIN_GROUP
+from penstock.workers.experts.expert_file import INT8_GROUP
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import CachedExperts
-from penstock.workers.experts.routing import Routing
+from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, RequestError, SamplingParams
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import make_checkpoint, random_prompt
 from tests.workers.experts.moe_cases import MOE, experts_of, plain
-from tests.workers.models.test_decoder import Paged, Tokens, folder_of
+from tests.workers.models.test_decoder import PagedDecoder, Tokens, folder_of
 
 CPU = torch.device("cpu")
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -45,7 +45,7 @@ def load(name: str, **options):
 @torch.inference_mode()
 def teacher_forced(model, ids, mode: str, num_prompt: int, cuts=()) -> torch.Tensor:
     """Logits [len(ids), vocab], computed in pieces that end at `cuts`."""
-    paged, seq, rows = Paged(model), Tokens(list(ids)), []
+    paged, seq, rows = PagedDecoder(model), Tokens(list(ids)), []
     forward = model.forward
     for start, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
         moe_rows = StepRows.of([(mode, num_prompt, start, end - start)], CPU)
@@ -66,20 +66,20 @@ class Naive:
         gate, up, down = self.weights[layer, expert]
         a = torch.nn.functional.silu(gate @ x) * (up @ x)
         if is_sparse:
-            kept = self.model.routed.choice.active(layer, expert, x[None])[0]
+            kept = self.model.routed.selector.active(layer, expert, x[None])[0]
             return down[:, kept] @ a[kept]
         return down @ a
 
 
-def matrices(name: str, twins: bool = False) -> dict:
+def matrices(name: str, int8_copies: bool = False) -> dict:
     found = {}
     experts = experts_of(make_checkpoint(name))
     for layer in experts.layers:
         for expert in range(experts.config.num_experts):
             gate, up, down = (part.read() for part in experts.parts(layer, expert))
-            if twins:
+            if int8_copies:
                 rows = torch.cat([gate, up, down.T], 1)
-                rows = dequantize_neurons(quantize_neurons(rows, TWIN_GROUP), 64, TWIN_GROUP)
+                rows = dequantize_neurons(quantize_neurons(rows, INT8_GROUP), 64, INT8_GROUP)
                 gate, up, down = rows.split(64, 1)
                 down = down.T
             found[layer, expert] = gate, up, down
@@ -90,7 +90,7 @@ def matrices(name: str, twins: bool = False) -> dict:
 def naive(model, name: str, ids, mode: str, num_prompt: int, monkeypatch) -> torch.Tensor:
     from penstock.workers.models import moe
 
-    oracle = Naive(model, matrices(name, twins=mode == "quantized"), mode)
+    oracle = Naive(model, matrices(name, int8_copies=mode == "quantized"), mode)
     layer_of = {id(layer.mlp.experts): i for i, layer in enumerate(model.layers)}
 
     def route(self, ids, x, state):
@@ -100,7 +100,7 @@ def naive(model, name: str, ids, mode: str, num_prompt: int, monkeypatch) -> tor
             yield from ()
 
         oracle.now = (self_layer, ids.clone(), x.clone())
-        return Routing(ids, 5, nothing)
+        return LayerRouting(ids, 5, nothing)
 
     def moe_mlp(x, ids, weights, experts, **_):
         layer, ids, rows = oracle.now

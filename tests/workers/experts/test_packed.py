@@ -24,9 +24,9 @@ from penstock.workers.calibrate import calibrate
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.expert_file import PIECE_BYTES, Arena, CorruptedExpert
+from penstock.workers.experts.expert_file import PIECE_BYTES, CorruptedExpert, ExpertFile
 from penstock.workers.experts.packed import PackedExperts
-from penstock.workers.experts.writer import write_arena
+from penstock.workers.experts.writer import write_expert_file
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
@@ -232,28 +232,28 @@ def test_neurons_of_quantised_experts_are_refused(options, tmp_path):
         calibrate(str(tmp_path / "model"), None, 64)
 
 
-def arena_of(folder: Path, path: Path, weights: str):
+def expert_file_of(folder: Path, path: Path, weights: str):
     experts = CheckpointExperts(*open_model(str(folder), weights, "cpu"), weights)
-    return experts, write_arena(experts, path, FP32)
+    return experts, write_expert_file(experts, path, FP32)
 
 
 def test_damage_is_named(tmp_path):
     """One digest over codes and scales; the piece is named."""
-    _, manifest = arena_of(make_checkpoint("olmoe"), tmp_path / "a", "int4")
+    _, manifest = expert_file_of(make_checkpoint("olmoe"), tmp_path / "a", "int4")
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 3))
     flip(tmp_path / "a", entry.offset + 2 * PIECE_BYTES + 5)
-    arena = Arena(manifest)
+    expert_file = ExpertFile(manifest)
     with pytest.raises(CorruptedExpert, match=r"layer 1, expert 3 .*: 1 of its .* pieces .*: 2$"):
-        arena.rows(1, 3)
-    assert len(arena.rows(1, 2)) == manifest.num_rows
+        expert_file.rows(1, 3)
+    assert len(expert_file.rows(1, 2)) == manifest.num_rows
 
 
-def test_an_arena_that_was_packed_otherwise(tmp_path, monkeypatch):
+def test_an_expert_file_that_was_packed_otherwise(tmp_path, monkeypatch):
     """As by another CPU: its bytes are not what a worker here would multiply."""
     folder = make_checkpoint("olmoe")
-    experts, manifest = arena_of(folder, tmp_path / "a", "int8")
+    experts, manifest = expert_file_of(folder, tmp_path / "a", "int8")
     rows = PackedExperts(experts, FP32).rows(0, 0)
-    assert np.array_equal(Arena(manifest).rows(0, 0), rows)
+    assert np.array_equal(ExpertFile(manifest).rows(0, 0), rows)
     first = dataclasses.replace(manifest.entries[0], digest="0" * 32)
     other = dataclasses.replace(manifest, entries=(first, *manifest.entries[1:]))
     with pytest.raises(LoadError, match=r"another CPU or another release .*int8"):
@@ -263,7 +263,7 @@ def test_an_arena_that_was_packed_otherwise(tmp_path, monkeypatch):
     model = cached(folder, "int8", manifest=manifest)
     model.routed.close()
     plain_experts = CheckpointExperts(*open_model(str(folder), "fp32", "cpu"))
-    neurons = write_arena(plain_experts, tmp_path / "b", FP32)
+    neurons = write_expert_file(plain_experts, tmp_path / "b", FP32)
     with pytest.raises(LoadError, match="another CPU or another release"):
         PackedExperts(experts, FP32).check(neurons)
 

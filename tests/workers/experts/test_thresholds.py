@@ -15,7 +15,7 @@ from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.thresholds import KEEPS, Calibration, ScoreHistograms
 from tests.workers.checkpoints import random_prompt
 from tests.workers.experts.test_modes import load
-from tests.workers.models.test_decoder import Paged, Tokens
+from tests.workers.models.test_decoder import PagedDecoder, Tokens
 
 
 def test_thresholds_that_are_not_used(thresholds, tmp_path):
@@ -68,7 +68,7 @@ def test_kept_shares_are_those_asked_for():
     model = load("builtin-moe", mode="sparse", keep=0.5, num_slots=32)
     ids = random_prompt(96)
     rows = StepRows.of([("sparse", 0, 0, len(ids))], torch.device("cpu"))
-    paged, seq = Paged(model), Tokens(list(ids))
+    paged, seq = PagedDecoder(model), Tokens(list(ids))
     model.forward = functools.partial(model.forward, moe_rows=rows)
     with torch.inference_mode():
         paged.step((seq, len(ids)))

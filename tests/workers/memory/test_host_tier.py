@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.memory.arena import Arena, BlockLayout
-from penstock.workers.memory.copier import LinkThread, Throttle
+from penstock.workers.memory.copier import CopyThread, Throttle
 from penstock.workers.memory.host_tier import HostTier
 
 BLOCK_BYTES = 24
@@ -185,7 +185,7 @@ def test_too_little_memory():
         HostTier(2**60, 512)
 
 
-class Model:
+class TierOracle:
     """Host memory as a list: oldest use first. Evicts like the tier should, in other words."""
 
     def __init__(self, num_slots):
@@ -219,8 +219,8 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.tier = tier_of(self.num_slots)
-        self.model = Model(self.num_slots)
-        self.link = LinkThread()
+        self.model = TierOracle(self.num_slots)
+        self.link = CopyThread()
         self.holds = []
         self.payload = 0
 
@@ -354,7 +354,7 @@ def test_the_throttle_is_a_link_of_that_speed():
 
 def test_a_throttled_link_copies_and_measures_itself():
     pairs = [(block_of(i, 1000), block_of(0, 1000)) for i in range(1, 6)]
-    with LinkThread(bytes_per_s=100_000.0) as link:
+    with CopyThread(bytes_per_s=100_000.0) as link:
         assert link.bytes_per_s() is None
         transfer = link.submit(pairs)
         assert transfer.wait(60) and transfer.is_complete and transfer.num_done == 5
@@ -365,7 +365,7 @@ def test_a_throttled_link_copies_and_measures_itself():
 
 def test_cancelled_transfers_leave_the_rest_alone():
     pairs = [(block_of(1), block_of(0)) for _ in range(3)]
-    with LinkThread(bytes_per_s=1e-3) as link:
+    with CopyThread(bytes_per_s=1e-3) as link:
         first, second = link.submit(pairs), link.submit(pairs)
         assert not first.wait(0.01) and not first.is_done
         second.cancel()
@@ -377,7 +377,7 @@ def test_cancelled_transfers_leave_the_rest_alone():
 
 
 def test_closing_ends_what_is_under_way():
-    link = LinkThread(bytes_per_s=1e-3)
+    link = CopyThread(bytes_per_s=1e-3)
     transfers = [link.submit([(block_of(1), block_of(0))]) for _ in range(3)]
     link.close()
     assert all(t.is_done and not t.is_complete for t in transfers)
@@ -389,7 +389,7 @@ def test_closing_ends_what_is_under_way():
 
 def test_whatever_was_accepted_ends_though_others_close():
     for _ in range(50):
-        link, accepted = LinkThread(), []
+        link, accepted = CopyThread(), []
 
         def submit_until_closed(link=link, accepted=accepted):
             while True:
@@ -411,7 +411,7 @@ def test_whatever_was_accepted_ends_though_others_close():
 
 def test_an_error_is_its_transfers_alone():
     good = [(block_of(1), block_of(0))]
-    with LinkThread() as link:
+    with CopyThread() as link:
         failed = link.submit([*good, (block_of(1), block_of(0, 7))])
         after, empty = link.submit([(block_of(2), block_of(0))]), link.submit([])
         assert failed.wait(60) and after.wait(60) and empty.wait(60)
@@ -426,7 +426,7 @@ def test_destinations_made_in_inference_mode():
     tier = tier_of(1)
     assert tier.put(b"k", b"p", b"t", block_of(5))
     held = tier.hold([(b"k", b"p", b"t")])
-    with LinkThread() as link:
+    with CopyThread() as link:
         transfer = tier.load(held.slots, [out], link)
         assert transfer.wait(60) and transfer.error is None
     assert out.tolist() == block_of(5).tolist()

@@ -163,7 +163,7 @@ def mixed_truth(models):
     return truth
 
 
-class RandomRule:
+class RandomDeferralRule:
     """Commits when a coin says so."""
 
     def __init__(self, seed):
@@ -194,7 +194,7 @@ SCHEDULES = {
 ])  # fmt: skip
 def test_any_schedule(models, mixed_truth, schedule, kv):
     """Chunked, batched, preempted, swapped, deferred, rolled, with prefix hits: the same ids."""
-    rule = RandomRule(3) if schedule == "random commits" else None
+    rule = RandomDeferralRule(3) if schedule == "random commits" else None
     engine = make_engine(models("llama")[0], rule, kv=kv, **SCHEDULES[schedule])
     want = mixed_truth[kv]
     assert run(engine, mixed_requests()) == want

@@ -58,7 +58,7 @@ class Tokens:
     table: list[int] = field(default_factory=list)
 
 
-class Paged:
+class PagedDecoder:
     """Runs a decoder over blocks that hold NaN until they are written."""
 
     def __init__(self, decoder: Decoder, *, shuffled: bool = False, seed: int = 0):
@@ -146,10 +146,10 @@ def test_naive_run_gives_the_logits_and_greedy_ids_of_transformers(name: str):
     for length in (1, 7, 37):
         prompt = random_prompt(length)
         seq = Tokens(prompt)
-        (logits,) = Paged(decoder).step((seq, length))
+        (logits,) = PagedDecoder(decoder).step((seq, length))
         torch.testing.assert_close(logits, reference_logits(folder, prompt), **TOLERANCE)
         expected = reference_greedy(folder, prompt, NUM_NEW)
-        assert Paged(decoder).greedy(prompt, NUM_NEW) == expected
+        assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == expected
         if name in ALL:
             assert len(set(expected)) > 5, "a test on constant ids would show little"
 
@@ -160,7 +160,7 @@ def test_any_chunking_over_shuffled_blocks_gives_the_same_logits(name: str):
     ids = random_prompt(37) + reference_greedy(folder, random_prompt(37), NUM_NEW)
     expected = reference_logits(folder, ids)
     for chunk in (1, 7, 64):
-        paged, seq, found = Paged(decoder, shuffled=True, seed=chunk), Tokens(ids), []
+        paged, seq, found = PagedDecoder(decoder, shuffled=True, seed=chunk), Tokens(ids), []
         while seq.num_computed < len(ids):
             found += paged.step((seq, min(chunk, len(ids) - seq.num_computed)))
         torch.testing.assert_close(torch.cat(found), expected, **TOLERANCE)
@@ -171,7 +171,7 @@ def test_any_chunking_over_shuffled_blocks_gives_the_same_logits(name: str):
 def test_a_merged_batch_of_decode_and_prefill_rows_gives_each_its_own_ids(name: str):
     """One sequence decodes while two others are prefilled beside it, in chunks; then all decode."""
     decoder, folder = decoder_of(name), folder_of(name)
-    paged = Paged(decoder, shuffled=True, seed=5)
+    paged = PagedDecoder(decoder, shuffled=True, seed=5)
     prompts = [random_prompt(length, seed=1) for length in (7, 37, 21)]
     sequences = [Tokens(list(prompt)) for prompt in prompts]
     paged.step((sequences[0], len(prompts[0]) - 1))
@@ -203,7 +203,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_in_bf16(name: str):
     theirs = (reference_logits(folder, ids, torch.bfloat16) - truth).square().mean().sqrt()
     decoder = decoder_of(name, "bf16")
     assert decoder.dtype == torch.bfloat16
-    (logits,) = Paged(decoder).step((Tokens(ids), len(ids)))
+    (logits,) = PagedDecoder(decoder).step((Tokens(ids), len(ids)))
     assert logits.dtype == torch.float32
     ours = (logits - truth).square().mean().sqrt()
     assert ours < 1.3 * theirs + 1e-3, (ours, theirs)
@@ -263,7 +263,7 @@ def test_partial_rotary_turns_the_first_dimensions_only(tmp_path):
         model.model.rotary_emb.inv_freq = torch.cat([frequencies, torch.zeros(dim // 2 - half)])
         ids = random_prompt(37)
         expected = model(torch.tensor([ids])).logits[0]
-    (logits,) = Paged(decoder).step((Tokens(ids), len(ids)))
+    (logits,) = PagedDecoder(decoder).step((Tokens(ids), len(ids)))
     torch.testing.assert_close(logits, expected, **TOLERANCE)
     assert not torch.allclose(logits, reference_logits(source, ids), atol=0.05)
 
@@ -302,7 +302,7 @@ def test_random_weights_run_and_depend_on_the_seed_alone(name: str):
     runs = []
     for seed in (3, 3, 4):
         decoder = build_random(config, weights="bf16", seed=seed)
-        (logits,) = Paged(decoder).step((Tokens(ids), len(ids)))
+        (logits,) = PagedDecoder(decoder).step((Tokens(ids), len(ids)))
         runs.append(logits)
     assert runs[0].isfinite().all()
     assert torch.equal(runs[0], runs[1])

@@ -22,7 +22,7 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.weights.checkpoint import open_checkpoint
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, reference_logits
-from tests.workers.models.test_decoder import Paged, Tokens
+from tests.workers.models.test_decoder import PagedDecoder, Tokens
 
 IDS = [5, 90, 17, 4, 198, 33]
 SOME_TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -30,7 +30,7 @@ SOME_TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 def logits_of(folder: Path, weights: str = "auto") -> torch.Tensor:
     decoder = load_model(folder, weights=weights, progress=False)
-    return Paged(decoder).step((Tokens(IDS), len(IDS)))[0]
+    return PagedDecoder(decoder).step((Tokens(IDS), len(IDS)))[0]
 
 
 @pytest.fixture

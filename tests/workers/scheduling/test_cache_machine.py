@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass
-class Launched:
+class StepInFlight:
     rows: list[Row]
     first_lent: int
     is_computed: bool = False
@@ -112,11 +112,11 @@ class Machine(RuleBasedStateMachine):
         deferral=st.sampled_from((None, "pressure", "always")),
         restore=st.sampled_from(("auto", "load", "recompute", "split")),
         max_tokens=st.integers(4, 24),
-        looks_ahead=st.booleans(),
+        async_scheduling=st.booleans(),
     )
     def begin(
         self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens,
-        looks_ahead,
+        async_scheduling,
     ):  # fmt: skip
         self.size = block_size
         num_scratch = 6 if deferral else 0
@@ -135,8 +135,8 @@ class Machine(RuleBasedStateMachine):
             self.add_host_memory(num_slots, restore)
         self.live: list[Sequence] = []
         self.known: dict[int, list[int]] = {}
-        self.looks_ahead = looks_ahead
-        self.in_flight: Launched | None = None
+        self.async_scheduling = async_scheduling
+        self.in_flight: StepInFlight | None = None
         self.unread: dict[int, list[int]] = {}  # what was sampled, on the device
         self.num_added = 0
 
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
             launched = self.launch(plan, borrows)
             if before is not None:
                 self.land(before)
-            if self.looks_ahead and self.scheduler.may_run_ahead():
+            if self.async_scheduling and self.scheduler.may_run_ahead():
                 self.in_flight = launched
             else:
                 self.land(launched)
@@ -233,8 +233,8 @@ class Machine(RuleBasedStateMachine):
                             chunk.samples))  # fmt: skip
             if chunk.samples:
                 self.unread.setdefault(seq.order, []).append(self.next_token(seq))
-            seq.launch(chunk.length, chunk.num_deferred, chunk.samples)
-        return Launched(rows, first)
+            seq.mark_launched(chunk.length, chunk.num_deferred, chunk.samples)
+        return StepInFlight(rows, first)
 
     def tokens(self, seq):
         return [*seq.token_ids, *self.unread.get(seq.order, ())]
@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
         self.compute(launched)
         for row in launched.rows:
             chunk, seq = row.chunk, row.chunk.seq
-            self.scheduler.landed(seq)
+            self.scheduler.mark_read(seq)
             if seq not in self.live:
                 continue
             self.cache.commit(seq, chunk.start + chunk.length - chunk.num_deferred)

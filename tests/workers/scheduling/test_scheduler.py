@@ -62,8 +62,8 @@ def run_step(scheduler):
         assert seq.state is SequenceState.RUNNING
         assert chunk.start == seq.num_computed_tokens
         assert len(seq.block_table) * BLOCK >= chunk.start + chunk.length
-        seq.launch(chunk.length, 0, samples)
-        scheduler.landed(seq)
+        seq.mark_launched(chunk.length, 0, samples)
+        scheduler.mark_read(seq)
         scheduler.cache.commit(seq, seq.num_computed_tokens)
         if samples and seq.append((seq.num_tokens * 7) % 50).finish_reason:
             scheduler.remove(seq)

@@ -9,7 +9,7 @@ import pytest
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
-from penstock.workers.memory.copier import LinkThread
+from penstock.workers.memory.copier import CopyThread
 from penstock.workers.memory.restore import RestoreRule
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
@@ -169,7 +169,7 @@ def test_who_leaves_while_blocks_are_loaded_leaves_nothing_behind(make_engine, t
     run(engine, [Request(f"other{i}", p, GREEDY) for i, p in enumerate(others)])
     swap = engine.cache.swap
     swap.link.close()
-    swap.link = LinkThread(bytes_per_s=engine.arena.layout.block_bytes * 20)
+    swap.link = CopyThread(bytes_per_s=engine.arena.layout.block_bytes * 20)
     engine.add(requests(GREEDY)[7])
     assert engine.step() == []  # it waits
     assert swap.limit(next(iter(engine.scheduler.running))) is not None

@@ -10,7 +10,11 @@ import pytest
 
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
-from penstock.workers.structured.compile_queue import MAX_WAITING, Compiled, GrammarIntake
+from penstock.workers.structured.compile_queue import (
+    MAX_WAITING,
+    CompiledRequest,
+    GrammarCompileQueue,
+)
 from penstock.workers.structured.grammar import GrammarCompiler
 from tests.workers.structured.test_grammar import (
     any_json_object,
@@ -46,8 +50,8 @@ def request(name: str, spec: Any = None) -> Request:
 
 
 def test_a_request_cancelled_while_it_waits_is_never_heard_of() -> None:
-    slow, done = SlowTokenizer(), queue.SimpleQueue[Compiled]()
-    intake = GrammarIntake(new_compiler(slow), done.put)
+    slow, done = SlowTokenizer(), queue.SimpleQueue[CompiledRequest]()
+    intake = GrammarCompileQueue(new_compiler(slow), done.put)
     for name in ("a", "b", "c", "d"):
         intake.submit(request(name))
     intake.cancel("b")
@@ -59,8 +63,8 @@ def test_a_request_cancelled_while_it_waits_is_never_heard_of() -> None:
 
 
 def test_the_line_is_bounded() -> None:
-    slow, done = SlowTokenizer(), queue.SimpleQueue[Compiled]()
-    intake = GrammarIntake(new_compiler(slow), done.put)
+    slow, done = SlowTokenizer(), queue.SimpleQueue[CompiledRequest]()
+    intake = GrammarCompileQueue(new_compiler(slow), done.put)
     for i in range(MAX_WAITING + 1):
         intake.submit(request(str(i)))
     refusal = done.get(timeout=30).refusal
@@ -71,7 +75,7 @@ def test_the_line_is_bounded() -> None:
     intake.close()
 
 
-class Sink:
+class MessageSink:
     def __init__(self) -> None:
         self.deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
 
@@ -88,7 +92,7 @@ class Sink:
 
 @pytest.fixture
 def thread() -> Any:
-    sink, slow = Sink(), SlowTokenizer()
+    sink, slow = MessageSink(), SlowTokenizer()
     started = EngineThread(new_engine(), sink, num_threads=1, grammars=new_compiler(slow))
     started.start()
     yield started, sink, slow
@@ -117,8 +121,8 @@ def test_refusals_say_what_is_wrong(thread: Any) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_used_is_said_so() -> None:
-    done = queue.SimpleQueue[Compiled]()
-    intake = GrammarIntake(new_compiler(lambda: '{"no": "tokenizer"}'), done.put)
+    done = queue.SimpleQueue[CompiledRequest]()
+    intake = GrammarCompileQueue(new_compiler(lambda: '{"no": "tokenizer"}'), done.put)
     intake.submit(request("a"))
     refusal = done.get(timeout=30).refusal
     intake.close()

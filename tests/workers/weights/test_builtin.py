@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
-BUILTIN = ROOT / "workers" / "models" / "builtin"
+BUILTIN = ROOT / "workers" / "weights" / "builtin"
 CORPUS = ROOT.parent / "shared" / "data" / "classics"
 MODELS = ("dense", "moe")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

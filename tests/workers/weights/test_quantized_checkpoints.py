@@ -22,7 +22,7 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits
 from penstock.workers.models.loader import load_model
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
-from tests.workers.models.test_decoder import Paged
+from tests.workers.models.test_decoder import PagedDecoder
 
 GROUP = 32
 NUM_NEW = 24
@@ -235,11 +235,11 @@ def test_ids_are_those_of_the_weights_that_are_stored(layout: str, name: str, tm
     expected = oracle_ids(name, plain, prompt)
     decoder = load_model(folder, progress=False)
     assert decoder.weights.format == ("nf4" if "nf4" in layout else "int4")
-    assert Paged(decoder).greedy(prompt, NUM_NEW) == expected
+    assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == expected
     assert len(set(expected)) > 5
     opened = load_model(folder, weights="fp32", progress=False)
     assert opened.weights.format == "fp32"
-    assert Paged(opened).greedy(prompt, NUM_NEW) == expected
+    assert PagedDecoder(opened).greedy(prompt, NUM_NEW) == expected
 
 
 @pytest.mark.parametrize("layout", ["int8", "fp8"])
@@ -249,7 +249,7 @@ def test_eight_bit_weights_are_those_that_are_stored(layout: str, tmp_path: Path
     plain = quantized_copy(folder, make_checkpoint("llama"), layout)
     prompt = random_prompt(11)
     opened = load_model(folder, weights="fp32", progress=False)
-    assert Paged(opened).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
+    assert PagedDecoder(opened).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
     decoder = load_model(folder, progress=False)
     assert decoder.weights.format == layout
     ignored = decoder.layers[1].mlp  # its up_proj is plain, hence what it is fused with too
@@ -330,7 +330,7 @@ def test_fused_parts_keep_their_zero_points(tmp_path: Path):
     prompt = random_prompt(11)
     decoder = load_model(tmp_path / "model", progress=False)
     assert decoder.layers[0].attention.qkv.format == "int4"
-    assert Paged(decoder).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
+    assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
 
 
 def test_the_folder_of_a_copy_is_whole(tmp_path: Path):

@@ -15,12 +15,12 @@ from penstock.workers.stats import ExpertStats
 from penstock.workers.worker import Worker
 
 
-class StoreLink:
+class StoreHeartbeat:
     """A worker's second line: once a second it tells the store how its cache does, and follows it
     to another epoch. Whatever happens to the store, `beat` returns."""
 
     def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
-        """`epoch`: of the arena that the worker began with."""
+        """`epoch`: of the expert file that the worker began with."""
         self._epoch = epoch
         self._client = client
         self._worker = worker
@@ -31,10 +31,10 @@ class StoreLink:
         with contextlib.suppress(RayError, TimeoutError):
             self._worker.warm_experts(self._client.call_now("hints"))
 
-    async def beat(self, worker: int, stats: ExpertStats) -> None:
+    async def heartbeat(self, worker: int, stats: ExpertStats) -> None:
         try:
             hot = self._worker.hottest_experts(MAX_HINTS)
-            epoch = await self._client.beat(worker, stats, hot)
+            epoch = await self._client.heartbeat(worker, stats, hot)
             if epoch != self._epoch:
                 await asyncio.to_thread(self._change_over)
             if not self._was_there:
