@@ -34,6 +34,24 @@ class Rolling:
     bases: Tensor  # int32 [B], pages dropped between the sinks and the window
     max_visible_len: int  # >= context_len - window_start of every row; sizes the launch on a GPU
 
+    def check(self, q: Tensor, context_lens: Tensor) -> None:
+        """What every backend relies on. Raises AssertionError."""
+        q_sink, ends, starts = self.q_sink, self.sink_ends, self.window_starts
+        sink_blocks, bases = self.sink_blocks, self.bases
+        assert rows_are_dense(q_sink) and q_sink.shape == q.shape and q_sink.dtype == q.dtype
+        assert ends.numel() == starts.numel() == q.shape[0]
+        assert sink_blocks.numel() == bases.numel() == context_lens.numel()
+        assert ends.dtype == starts.dtype == sink_blocks.dtype == bases.dtype == torch.int32
+        assert ends.is_contiguous() and starts.is_contiguous()
+        assert sink_blocks.is_contiguous() and bases.is_contiguous()
+
+
+def rows_are_dense(x: Tensor) -> bool:
+    """Whether each row of `x` [T, H, D] is contiguous; the stride over T is free."""
+    _, num_heads, head_dim = x.shape
+    _, head_stride, stride = x.stride()
+    return stride == 1 and (head_stride == head_dim or num_heads == 1)
+
 
 QUANTISED = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as the native library numbers them
 
@@ -58,8 +76,8 @@ class PagedKv:
     blocks and dense blocks. A token's slot is block_id * block_size + offset. A slot that was never
     written may hold anything: it is never read.
 
-    A cache of int8 or float8_e4m3fn holds codes, and `scales` the value of a code of 1 (`quant.py`);
-    the queries, keys and values of a call have the model's dtype all the same.
+    A cache of int8 or float8_e4m3fn holds codes, and `scales` the value of a code of 1 (see
+    `quant.py`); the queries, keys and values of a call have the model's dtype all the same.
 
     `scratch` holds further blocks of the same layout elsewhere in memory (deferred KV commits write
     there): block id num_blocks + i is scratch block i, in slots and in block tables.
