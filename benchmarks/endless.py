@@ -9,7 +9,7 @@ the blocks stay the same up to one roll, whenever the answer runs alone; each ne
 with the ids that it then gets alone; and the answer's ids are those of a bare engine that has
 nothing else to do (--no-check-answer skips that, for it takes as long again).
 
-    python benchmarks/endless.py --out benchmarks/results/2026-11-22-endless
+    python benchmarks/endless.py --out OUT
     python benchmarks/endless.py --tokens 3000
 
 Writes OUT.json, OUT.txt (what is printed) and OUT.png (needs matplotlib: the extra `bench`).

@@ -6,7 +6,7 @@ its own state. Of the experts that a token has, the neurons: how many of those t
 (product score, keep 0.2) the state of the layer before would have kept. What a cache gives in time
 is expert_speed.py's, what inexact modes cost expert_quality.py's.
 
-    python benchmarks/expert_accuracy.py --out benchmarks/results/2026-11-21-experts-accuracy
+    python benchmarks/expert_accuracy.py --out OUT
 """
 
 from __future__ import annotations

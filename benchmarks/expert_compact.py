@@ -9,7 +9,7 @@ compact    the kept rows are taken from the arena, written into a small packed e
 product    of that, the product alone, from cache: what a kernel that gathers as it multiplies
            could not reach.
 
-    python benchmarks/expert_compact.py --out benchmarks/results/2026-11-22-experts-compact
+    python benchmarks/expert_compact.py --out OUT
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two processes that serve a random model from one arena, against two that each have one of their own;
 each has used every expert once. PSS: a page that n processes share counts 1/n in each.
 
-    python benchmarks/expert_memory.py --out benchmarks/results/2026-11-21-experts-memory
+    python benchmarks/expert_memory.py --out OUT
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Every setting reads the same tokens, so differences are paired: the error bar is
 over windows of the mean difference in negative log-likelihood. Beside them the exact model and its
 int8 twins.
 
-    python benchmarks/expert_quality.py --out benchmarks/results/2026-11-21-experts-quality
+    python benchmarks/expert_quality.py --out OUT
 """
 
 from __future__ import annotations

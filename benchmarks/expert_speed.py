@@ -9,7 +9,7 @@ prompt     A prompt in one step, its layers' experts streamed ahead or only on d
 
 Beside each the floor of a token that loads all that it needs, L * k * bytes / B.
 
-    python benchmarks/expert_speed.py --out benchmarks/results/2026-11-21-experts-speed
+    python benchmarks/expert_speed.py --out OUT
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a KV format admits: the same bytes, the same requests, a pool that cannot hold them all.
 
-    python benchmarks/kv_formats.py [--out benchmarks/results/2026-11-21-kv-formats.md]
+    python benchmarks/kv_formats.py [--out OUT.md]
 
 A random model that computes in fp32, with 8 kv heads of 64 and two layers, so that no block is
 rounded up. Every format gets a pool of the same bytes; `16 bit` is fp32 KV in twice the bytes: it

@@ -8,7 +8,7 @@ to eager within a round. Then long prompts that come back after their blocks hav
 memory, through links of several speeds and every kv_restore: what is loaded, what is computed, and
 the time to the first token. All variants must give the same ids: anything else ends the benchmark.
 
-    python benchmarks/pressure.py --out benchmarks/results/2026-11-21-pressure
+    python benchmarks/pressure.py --out OUT
     python benchmarks/pressure.py --rounds 1 --turns 1 --link-mb-per-s 1000 20 2
 
 Without --link-mb-per-s, the links are ten times, once and a fifth of the measured break-even.
