@@ -72,7 +72,8 @@ def parse(path: str, content: Mapping[str, Any]) -> Result:
     runs = payload if payloads[0] == "runs" else [payload]
     if not runs or not all(runs):
         raise ResultError(f"{path}.json has no figures")
-    return Result(path, *(content[key] for key in REQUIRED), runs)
+    envelope = {key: content[key] for key in REQUIRED}
+    return Result(path=path, runs=runs, **envelope)
 
 
 def load_all(folder: Path = RESULTS) -> dict[str, Result]:
