@@ -31,8 +31,8 @@ score:
   product  |silu(gate) * up|, the default of moe_score
 Scores come from a copy of the gate and up matrices in few bits, here as later when serving;
 --format says how many. An expert that fewer than 1000 tokens went through gets its layer's
-thresholds. What a share costs in quality is for you to measure: docs/experts.md has a curve of the
-built-in model.
+thresholds. What a share costs in quality is for you to measure: docs/guide/experts.md has a curve
+of the built-in model.
 """
 
 

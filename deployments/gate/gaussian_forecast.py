@@ -3,7 +3,7 @@
 Where thousands of workers are asked, or hundreds of answers run on each, sampled futures cost too
 much: here a worker is 24 means and variances, whatever runs on it, and one more answer is one more
 sum. Between horizons it is blind, and with heavy tails it asks for less than the sampled rule
-(docs/predictor.md). A still picture of one worker; knows nothing of who keeps it.
+(docs/design/prediction.md). A still picture of one worker; knows nothing of who keeps it.
 """
 
 from __future__ import annotations
