@@ -49,7 +49,7 @@ def asked(request: Request, call: Call, model: str, contexts: ContextSettings) -
     chat = call.prompt if isinstance(call.prompt, ChatPrompt) else None
     features = Features(
         model=model,
-        tenant=call.principal or call.tenant[:MAX_TENANT_CHARS],
+        tenant=call.context.principal or call.options.tenant[:MAX_TENANT_CHARS],
         template=_template(chat.messages) if chat else "",
         prompt_tokens=num_prompt,
         max_tokens=limit,
@@ -67,7 +67,7 @@ def asked(request: Request, call: Call, model: str, contexts: ContextSettings) -
         request.prompt_ids,
         params,
         deadline_s=request.deadline_s,
-        priority=call.priority,
+        priority=call.options.priority,
         features=features,
         text=_last_text(chat.messages) if chat else _plain(call.prompt),
         ceiling=None if full_tokens is None else full_tokens + contexts.block_size,
