@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, TokenUsage
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
-from penstock.deployments.ingress.core.service import RequestCore, beside_the_loop
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.grpc.calls import (
     Context,
     Named,
@@ -116,7 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async for index, piece in pieces:
                 if piece.logprobs or piece.prompt_logprobs:
                     size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
-                    answer = await beside_the_loop(size, answer_message, kind, index, piece)
+                    answer = await run_off_loop_if_large(size, answer_message, kind, index, piece)
                 else:
                     answer = answer_message(kind, index, piece)
                 if is_first:

@@ -79,7 +79,7 @@ async def _message(
     core: RequestCore, generation: Generation, renderer: MessageRenderer
 ) -> dict[str, Any]:
     async with aclosing(core.run(generation)) as pieces:
-        async for piece in pieces:
+        async for _, piece in pieces:
             _refuse_aborted(piece.finish_reason)
             renderer.add(piece, generation.usage)
             if piece.finish_reason is not None:
@@ -91,7 +91,7 @@ async def _events(
     core: RequestCore, generation: Generation, renderer: MessageRenderer
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(core.run(generation)) as pieces:
-        async for piece in pieces:
+        async for _, piece in pieces:
             _refuse_aborted(piece.finish_reason)
             if event := renderer.add(piece, generation.usage):
                 yield event

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from penstock.deployments.ingress.core.call import Call, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
-from penstock.deployments.ingress.core.service import RequestCore, beside_the_loop
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.http.body import Receive, Scope, read_json_body, renamed_fields
 from penstock.deployments.ingress.http.call_context import context_of
 from penstock.deployments.ingress.http.errors import server_sent
@@ -112,7 +113,7 @@ async def _whole(
         async for index, piece in pieces:
             choices[index].add(piece)
     size = sum(choice.size for choice in choices)
-    return await beside_the_loop(size, renderer.whole, choices)
+    return await run_off_loop_if_large(size, renderer.whole, choices)
 
 
 async def _events(
@@ -128,7 +129,7 @@ async def _events(
                 event = server_sent(renderer.opening(index))
             if piece.logprobs or piece.prompt_logprobs:
                 size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
-                event += await beside_the_loop(size, _rendered, renderer, index, piece)
+                event += await run_off_loop_if_large(size, _rendered, renderer, index, piece)
             else:
                 event += _rendered(renderer, index, piece)
             if event:

@@ -192,7 +192,7 @@ class _ResponseService:
         self, generation: Generation, entry: StoredResponse, *, keeps: bool
     ) -> dict[str, Any]:
         async with aclosing(self._core.run(generation)) as pieces:
-            async for piece in pieces:
+            async for _, piece in pieces:
                 entry.draft.add(piece)
         if keeps:
             self._keep(entry)
@@ -206,7 +206,7 @@ class _ResponseService:
         has_begun = False
         try:
             async with aclosing(self._core.run(generation)) as pieces:
-                async for piece in pieces:
+                async for _, piece in pieces:
                     events = [] if has_begun else draft.created()
                     has_begun = True
                     events += draft.add(piece)
@@ -227,7 +227,7 @@ class _ResponseService:
         draft = entry.draft
         try:
             async with aclosing(self._core.run(generation)) as pieces:
-                async for piece in pieces:
+                async for _, piece in pieces:
                     entry.tell(_frames(draft.add(piece)))
         except Exception as error:
             entry.tell(
