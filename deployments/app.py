@@ -42,9 +42,11 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     `channel_host`, or else on the address that its node has in the cluster.
     """
     resources: dict[str, Any] = {"num_gpus": 1}
+    env_vars: dict[str, str] = {}
     if not wants_gpus(config):
         share = _cpus_per_worker(config.num_workers)
-        resources = {"num_cpus": share, "runtime_env": {"env_vars": SHORT_SPINS}}
+        resources = {"num_cpus": share}
+        env_vars.update(SHORT_SPINS)
         # Ray would allow a process as many threads as it reserved CPUs; say what is meant.
         cores = config.engine.cores
         threads = config.engine.threads or max(
@@ -54,6 +56,10 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         config = replace(
             config, engine=replace(config.engine, threads=threads), gate_answer_ms=answer_ms
         )
+    if config.engine.threads is not None:  # torch reads it when it is loaded
+        env_vars["OMP_NUM_THREADS"] = str(config.engine.threads)
+    if env_vars:
+        resources["runtime_env"] = {"env_vars": env_vars}
     supervision = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,

@@ -124,10 +124,6 @@ class Distribution:
     counts: tuple[int, ...]
     total: float
 
-    @property
-    def num_observed(self) -> int:
-        return sum(self.counts)
-
 
 class Histogram:
     """Observations by bucket, and their sum."""

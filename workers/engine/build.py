@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from penstock.workers.config import EngineConfig
@@ -136,3 +137,17 @@ def _capture(
 ) -> None:
     make = partial(executor.capture, sizes, capture or CudaCapture(), inputs)
     executor.graphs = captured(make, is_needed=config.cuda_graphs == "on")
+
+
+def wants_async_scheduling(
+    config: EngineConfig, device: torch.device, is_routed: bool = False
+) -> bool:
+    """Whether the next step is launched before the last one was read, wherever possible.
+
+    Never for a model whose experts come out of a cache (`is_routed`): the host waits for the
+    routing of every layer.
+    """
+    is_on = config.async_scheduling == "on" or (
+        config.async_scheduling == "auto" and device.type == "cuda"
+    )
+    return is_on and not is_routed

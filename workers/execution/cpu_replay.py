@@ -49,11 +49,6 @@ class DecodeReplay:
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
         self._is_possible = True
 
-    @property
-    def num_programs(self) -> int:
-        """Kinds of steps that were recorded."""
-        return len(self._recorded)
-
     def suits(self, inputs: AttentionInputs) -> bool:
         """Whether a step is worth handing over: decode rows only, and not too many."""
         num_rows, num_blocks = inputs.decode_tables.shape

@@ -9,8 +9,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from penstock.workers.memory.block_pool import BlockPool
-from penstock.workers.memory.host_tier import ContentKey
+from penstock.workers.memory.block_pool import BlockPool, ContentKey
 from penstock.workers.scheduling.sequence import Sequence
 from penstock.workers.scheduling.swap import HostSwap, Swapped
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.memory.arena import Arena
+from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.memory.copier import CopyThread, Transfer
-from penstock.workers.memory.host_tier import ContentKey, HeldSlots, HostTier
+from penstock.workers.memory.host_tier import HeldSlots, HostTier
 from penstock.workers.memory.restore import (
     PROBE_COPIES,
     PROBE_ROWS,
