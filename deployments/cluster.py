@@ -1,7 +1,7 @@
-"""A cluster's life as one driver process sees it: start Ray and Serve, deploy, drain, stop.
+"""Start Ray and Serve, deploy the application, drain it and stop: what the driver process does.
 
-Either the Ray of this machine is started here and ends with us, or one that exists is used and only
-our application is removed. What runs on it is deployments/app.py's; who is told, serve_command's.
+Ray is either started here, and stopped in the end; or the cluster exists, and only the application
+is removed from it. app.py defines the application; cli/serve.py reports to the user.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from penstock.deployments.app import wire
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.server import end_gate
+from penstock.deployments.placement import uses_gpus
 from penstock.deployments.supervision.processes import descendants, end
+from penstock.deployments.supervision.ray_workarounds import is_start_timeout
 from penstock.deployments.supervision.registry import NAMESPACE, ClusterView, RegistryClient
-from penstock.deployments.supervision.replicas import wants_gpus
+from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.workers.cpu_affinity import allowed_cores, keep_to
 
 log = logging.getLogger("penstock.serve")
 
 POLL_S = 0.1
 STATUS_EVERY_S = 1.0
-EXIT_S = 2.0  # that processes have to end once they were told to
+EXIT_S = 2.0  # from SIGTERM to SIGKILL
 OBJECT_STORE_BYTES = 128 << 20  # tokens do not pass through Ray's object store
-DRAIN_SLACK_S = 2.0  # for ingresses to hear of it, and to say goodbye
+DRAIN_SLACK_S = 2.0  # for ingresses to notice the drain, and to deregister after it
 PREDICTOR_FILE = "predictor.npz"
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
@@ -54,17 +56,17 @@ class Cluster:
         self._last_view = ClusterView()
 
     def start_ray(self, is_first_try: bool = True) -> None:
-        """Start Ray here, or connect with the one that the configuration names.
+        """Start Ray here, or connect to the cluster that the configuration names.
 
-        Ray gives its processes a fixed time, which a busy machine can miss, so it has two tries.
-        Raises StartError if it does not come up.
+        Ray gives its processes a fixed time, which a busy machine can miss, so there are two tries.
+        Raises StartError if Ray does not start.
         """
         try:
             self._init_ray()
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             raise StartError(f"Ray did not start: {error}") from error
         except Exception as error:
-            if type(error) is not Exception:  # Ray says with a bare one that its 30 s are over
+            if not is_start_timeout(error):
                 raise
             if self._is_local and is_first_try:
                 log.warning("Ray did not start within its 30 s; trying once more")
@@ -73,8 +75,8 @@ class Cluster:
                 self.start_ray(is_first_try=False)
                 return
             raise StartError(
-                "Ray did not start in time; is the machine busy, or out of memory or disk? "
-                "(--ray-dir FOLDER keeps Ray's logs)"
+                "Ray did not start in time. Is the machine busy, or out of memory or disk? "
+                "--ray-dir FOLDER keeps Ray's logs"
             ) from error
 
     def _init_ray(self) -> None:
@@ -83,13 +85,13 @@ class Cluster:
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
             return
-        if config.engine.cores is not None:  # Ray's processes, and so all of ours, inherit it
+        if config.engine.cores is not None:  # inherited by Ray's processes, and so by all replicas
             keep_to(allowed_cores() - config.engine.cores)
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
         ray.init(
-            address="local",  # whatever RAY_ADDRESS says
+            address="local",  # overrides RAY_ADDRESS
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=os.path.abspath(folder),
@@ -97,19 +99,21 @@ class Cluster:
         )
 
     def deploy(self) -> None:
-        """Have all replicas begin; returns before they are up. Raises StartError if they cannot."""
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        if self._is_local and wants_gpus(self._config) and num_gpus < self._config.num_workers:
+        """Deploy; return before the replicas are ready. Raises StartError if GPUs are missing."""
+        cluster = cluster_resources()
+        num_gpus = 0 if cluster is None else int(cluster.num_gpus)
+        is_short = uses_gpus(self._config, cluster) and num_gpus < self._config.num_workers
+        if self._is_local and is_short:
             raise StartError(
-                f"workers need a GPU each: {self._config.num_workers} are wanted, this machine has "
-                f"{num_gpus}; choose another --num-workers, or --device cpu"
+                f"each worker needs a GPU: num_workers is {self._config.num_workers}, and this "
+                f"machine has {num_gpus} GPUs; lower --num-workers, or use --device cpu"
             )
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
         self._registry.call_now("begin")
         config = self._config
         if self._folder is not None and config.predictor_file is None:
-            # For a gate that is killed: the folder goes when the cluster ends.
+            # A restarted gate keeps what was learnt; the folder is removed with the cluster.
             config = replace(config, predictor_file=os.path.join(self._folder, PREDICTOR_FILE))
         app = wire(config, channel_host="127.0.0.1" if self._is_local else None)
         serve.run_many(
@@ -118,15 +122,15 @@ class Cluster:
             wait_for_applications_running=False,
         )
 
-    def wait_until_up(self, tell: Callable[[ClusterView], None]) -> None:
-        """Returns once every ingress is connected with every worker; `tell` hears of each change.
+    def wait_until_up(self, report: Callable[[ClusterView], None]) -> None:
+        """Return once every ingress is connected to every worker; calls `report` with each view.
 
-        Raises StartError with the cause as soon as one of them cannot start.
+        Raises StartError with the cause as soon as a replica cannot start.
         """
         config, next_status_s = self._config, 0.0
         while True:
             view = self.view()
-            tell(view)
+            report(view)
             if view.failures:
                 raise StartError(view.failures[0])
             reach = [ingress.num_workers for ingress in view.ingresses]
@@ -141,14 +145,14 @@ class Cluster:
             time.sleep(POLL_S)
 
     def view(self) -> ClusterView:
-        """All that is alive; while the registry is away, what it said last."""
+        """The living replicas; while the registry cannot be reached, its last answer."""
         with contextlib.suppress(RayError, TimeoutError, ValueError):
             self._last_view = self._registry.call_now("view")
         return self._last_view
 
     def drain(self, is_hurried: Callable[[], bool]) -> None:
-        """Let requests under way end: for `drain_s`, or until somebody hurries."""
-        if not self._is_local:  # Serve drains what it takes away, and others' requests go on
+        """Let requests finish: until `drain_s` is over, or `is_hurried` returns true."""
+        if not self._is_local:  # Serve drains the replicas that it removes
             return
         with contextlib.suppress(RayError, TimeoutError, ValueError):
             self._registry.call_now("drain")
@@ -157,9 +161,9 @@ class Cluster:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Leave nothing behind: no process, port or folder that was started or made here."""
-        # Found before Ray is told to end them: a process whose parent has died is no longer ours,
-        # and a start that was broken off half-way has left some that Ray does not know of.
+        """End and remove every process and folder that was started or made here."""
+        # Listed before Ray ends them: a process whose parent has died is no longer a descendant,
+        # and an interrupted start leaves processes that Ray does not know.
         pids = descendants(os.getpid()) if self._is_local else []
         if ray.is_initialized():
             if not self._is_local:
@@ -170,7 +174,7 @@ class Cluster:
         self.remove_folder()
 
     def stop_at_once(self) -> None:
-        """`stop` without asking anybody; on any thread, whatever the others are waiting for."""
+        """`stop` without Ray's help; callable on any thread, while others are blocked."""
         if self._is_local:
             end(descendants(os.getpid()), 0.0)
         self.remove_folder()

@@ -1,6 +1,6 @@
-"""Thresholds of a model's neurons, from running it over text: its own, or one that is given.
+"""Calibrates neuron thresholds by running a model over text: a given one, or its own output.
 
-Runs an exact engine and looks at each MoE layer's input; knows nothing of files or command lines.
+Runs an exact engine and scores the input of each MoE layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def calibrate(
     model writes by itself at temperature 1.
 
     Needs memory as `penstock serve` does, and a low-bit copy of all experts' gate and up matrices.
-    `on_tokens` hears of tokens that were run. Raises ConfigError and LoadError as loading does.
+    `on_tokens` is called with the number of tokens of each step. Raises ConfigError and LoadError
+    as loading does.
     """
     experts = CheckpointExperts(*open_model(model, weights, device))
     check_neurons(experts.config.stored_scheme, weights, "penstock calibrate")

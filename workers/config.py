@@ -1,261 +1,281 @@
-"""Configuration of one worker, as frozen dataclasses that are checked once and never changed.
+"""Configuration of one worker: frozen groups of settings, checked once and never changed.
 
-Knows nothing of files, command lines or the cluster: `deployments/config.py` fills these from YAML
-and flags. Each field carries its own help text, from which flags and docs are made.
+`EngineConfig` inherits all groups, so each setting is read and given by its own name. A function
+that needs one group can ask for it by type. Files and flags are `deployments/config.py`'s.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
 from penstock.workers.cpu_affinity import parse_cores
 from penstock.workers.errors import ConfigError
+from penstock.workers.settings import check_settings, option
+
+WeightFormat = Literal["auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8"]
+Device = Literal["auto", "cpu", "cuda"]
+KvFormat = Literal["auto", "int8", "fp8"]
+KvGroup = Literal["auto", "8", "32", "64", "head"]
+ContextPolicyName = Literal["full", "sink_window"]
+Switch = Literal["auto", "on", "off"]
+MoeMode = Literal["exact", "quantized", "sparse"]
+MoeScore = Literal["gate", "up", "product"]
+
+WEIGHTS: tuple[str, ...] = get_args(WeightFormat)
+CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicyName)
+MOE_MODES: tuple[str, ...] = get_args(MoeMode)
+MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
+DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
 
 
-def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
-    """The error for a setting that does not exist; it names the nearest one that does."""
-    names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
-    return ConfigError(f"unknown setting {key!r}{hint}")
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model and the number format of its weights."""
 
-
-T = TypeVar("T")
-
-WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8")
-KV = ("auto", "int8", "fp8")
-KV_GROUPS = ("auto", "8", "32", "64", "head")
-DEFAULT_KV_GROUP = 32  # of "auto", where it divides the head dimension
-CONTEXT_POLICIES = ("full", "sink_window")
-SWITCH = ("auto", "on", "off")
-MOE_MODES = ("exact", "quantized", "sparse")
-MOE_SCORES = ("gate", "up", "product")
-
-
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with help text and, where the values are a closed set, its choices."""
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
-def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build the dataclass `cls` from `values`; an unknown key is an error naming the nearest."""
-    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key, value in values.items():
-        if key not in known:
-            raise unknown_setting(key, known)
-        choices = known[key].metadata.get("choices")
-        if choices and value not in choices:
-            raise ConfigError(f"{key} must be one of {', '.join(choices)}; got {value!r}")
-    return cls(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Everything one engine needs to know besides the model itself."""
+    GROUP: ClassVar[str] = "model"
 
     model: str = option(
-        "builtin", "local folder, hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)"
+        "builtin",
+        "local folder, Hugging Face Hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)",
     )
-    weights: str = option(
+    weights: WeightFormat = option(
         "auto",
-        "number format of the linear layers' weights, quantised at load if need be; auto: as the "
-        "checkpoint (docs/quantisation.md)",
-        WEIGHTS,
+        "number format of the linear layers' weights, quantised while loading where necessary; "
+        "auto: the checkpoint's own (docs/guide/quantisation.md)",
     )
-    quantize_o: bool = option(True, "weights: attention's output projections too")
+    quantize_o: bool = option(True, "apply weights to the attention output projections too")
     quantize_lm_head: bool = option(
-        False, "weights: the head too; where it shares its table with the embedding, a copy of it"
-    )
-    device: str = option(
-        "auto", "where to compute; auto: cuda if there is one", ("auto", "cpu", "cuda")
+        False,
+        "apply weights to the LM head too; where it is tied to the embedding, to a copy of it",
     )
     max_model_len: int | None = option(
-        None, "longest prompt + answer in tokens; none: the model's own context"
+        None, "maximum tokens of prompt and answer together; none: the model's own limit", min=1
     )
-    max_num_seqs: int = option(64, "most sequences that run in one step")
-    max_num_batched_tokens: int = option(
-        2048, "token budget of one step; longer prompts are prefilled in chunks"
+    seed: int = option(
+        0, "seed for requests that bring none; the same seed and load give the same answers"
     )
-    block_size: int = option(16, "tokens in one KV block")
-    kv_cache_gb: float | None = option(
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """The processor that computes."""
+
+    GROUP: ClassVar[str] = "replicas and machine"
+
+    device: Device = option(
+        "auto", "device that computes; auto: cuda if the machine has a GPU, else cpu"
+    )
+    threads: int | None = option(
+        None, "CPU threads of one worker; none: one for each core that the worker gets", min=1
+    )
+    compute_cores: str | None = option(
         None,
-        "KV pool with the activations of a step in GiB; none: 85 % of free GPU memory, or an eighth"
-        " of a CPU machine's",
+        "cores reserved for the workers' compute threads, in taskset's syntax: 1, or 2-7,9; all "
+        "other processes that Penstock starts here stay off them; none: no core is reserved",
     )
-    num_blocks: int | None = option(None, "KV pool in blocks; overrides kv_cache_gb")
-    activation_memory: str = option(
-        "tail",
-        "where the activations of a prefill lie: in the free tail of the KV pool, or set apart",
-        ("tail", "separate"),
+
+    @property
+    def cores(self) -> frozenset[int] | None:
+        """`compute_cores` as core numbers; None where none are reserved. Raises ValueError."""
+        return None if self.compute_cores is None else parse_cores(self.compute_cores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What one engine step may hold, and how steps are launched."""
+
+    GROUP: ClassVar[str] = "batching"
+
+    max_num_seqs: int = option(64, "maximum sequences in one engine step", min=1)
+    max_num_batched_tokens: int = option(
+        2048, "maximum tokens of one engine step; longer prompts are prefilled in chunks", min=1
+    )
+    max_waiting: int = option(
+        1024, "maximum requests that wait on one worker; more are refused", min=1
     )
     merge_steps: bool = option(
-        True, "prefill and decode in the same steps; off: in steps of their own, for comparisons"
+        True, "mixed batches: prefill and decode share a step; off: separate steps, for comparisons"
     )
-    kv: str = option(
+    async_scheduling: Switch = option(
         "auto",
-        "number format of the KV cache; int8 and fp8 keep about half the bytes of 16-bit numbers "
-        "(docs/engine.md); auto: as the model computes",
-        KV,
+        "async scheduling: launch a step before the host has read the ids of the step before it, "
+        "so that host and device work at the same time (docs/design/engine.md); auto: on a GPU",
     )
-    kv_group: str = option(
+    cuda_graphs: Switch = option(
         "auto",
-        "kv int8 and fp8: dimensions of a head that share an fp16 scale; auto: 32, or all of them "
-        "where 32 does not divide the head dimension",
-        KV_GROUPS,
+        "run decode-only steps as CUDA graphs, captured at start for batches of 1, 2, 4, ... "
+        "sequences (docs/design/engine.md); auto: on a GPU, for models that allow it",
     )
-    async_scheduling: str = option(
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvOptions:
+    """The KV cache: its size, its number format, and the memory that it shares."""
+
+    GROUP: ClassVar[str] = "KV cache"
+
+    kv: KvFormat = option(
         "auto",
-        "launch a step from the ids of the one before on the device, before the host has read "
-        "them, so that host and device work at the same time (docs/engine.md); auto: on a GPU",
-        SWITCH,
+        "number format of the KV cache; int8 and fp8 take about half the memory of 16 bits "
+        "(docs/guide/quantisation.md); auto: the format in which the model computes",
     )
-    cuda_graphs: str = option(
+    kv_group: KvGroup = option(
         "auto",
-        "launch steps in which everybody decodes as one CUDA graph, captured at the start for 1, "
-        "2, 4, ... sequences (docs/engine.md); auto: on a GPU, where the model allows it",
-        SWITCH,
+        "with kv int8 or fp8, head dimensions that share one fp16 scale; auto: 32, or the whole "
+        "head where 32 does not divide it",
     )
-    prefix_cache: bool = option(True, "reuse KV blocks of prompts that begin alike")
-    context_policy: str = option(
+    kv_cache_gb: float | None = option(
+        None,
+        "GiB for the KV cache and the activations of a step; none: 85 % of the free GPU memory, "
+        "or an eighth of a CPU machine's memory",
+        above=0,
+    )
+    num_blocks: int | None = option(None, "KV blocks in the cache; overrides kv_cache_gb", min=1)
+    block_size: int = option(16, "tokens in one KV block; a power of two", min=1)
+    prefix_cache: bool = option(True, "reuse the KV blocks of prompts that share a prefix")
+    activation_memory: Literal["tail", "separate"] = option(
+        "tail",
+        "where prefill activations lie; tail: in the free end of the KV cache; separate: in "
+        "memory of their own, which makes the KV cache smaller",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """Which earlier tokens a token attends to."""
+
+    GROUP: ClassVar[str] = "context and long answers"
+
+    context_policy: ContextPolicyName = option(
         "full",
-        "what requests see of their past unless they say; sink_window: the first tokens and a "
-        "window that rolls on, for answers without end in bounded memory (docs/streaming.md)",
-        CONTEXT_POLICIES,
+        "default attention context of requests; full: all earlier tokens; sink_window: the first "
+        "tokens and a sliding window, for endless answers in bounded memory "
+        "(docs/guide/long-answers.md)",
     )
-    sinks: int | None = option(None, "sink_window: first tokens that stay; none: one block")
+    sinks: int | None = option(
+        None, "sink_window: first tokens that always stay visible; none: one KV block", min=1
+    )
     window: int | None = option(
-        None, "sink_window: newest tokens that are seen; none: half of max_model_len"
+        None, "sink_window: newest tokens that are visible; none: half of max_model_len", min=1
     )
-    roll: int = option(128, "sink_window: tokens by which the window moves on at once")
+    roll: int = option(128, "sink_window: tokens by which the window advances at a time", min=1)
     max_endless_tokens: int = option(
-        1_000_000, "sink_window: hard cap on prompt + answer, also where max_tokens is not set"
+        1_000_000,
+        "sink_window: maximum tokens of prompt and answer, even where a request sets no max_tokens",
+        min=1,
     )
-    kv_commit: str = option(
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvPressureOptions:
+    """What happens when no KV block is free."""
+
+    GROUP: ClassVar[str] = "when KV blocks run out"
+
+    kv_commit: Literal["eager", "deferred"] = option(
         "eager",
-        "deferred: a running sequence that finds no free KV block computes its newest tokens anew "
-        "in each step, before anybody is preempted (docs/streaming.md)",
-        ("eager", "deferred"),
+        "eager: preempt a sequence when no KV block is free; deferred: first recompute the newest "
+        "tokens of a running sequence in each step instead of storing them "
+        "(docs/design/memory.md)",
     )
-    kv_defer_mode: str = option(
+    kv_defer_mode: Literal["pressure", "always"] = option(
         "pressure",
-        "pressure: defer only where no block is free; always: for comparisons",
-        ("pressure", "always"),
+        "with kv_commit deferred; pressure: defer only while no block is free; always: defer in "
+        "every step, for comparisons",
     )
-    kv_defer_max_tokens: int = option(64, "most tokens of one sequence that wait for a block")
+    kv_defer_max_tokens: int = option(
+        64, "with kv_commit deferred, maximum deferred tokens of one sequence", min=1
+    )
     ridge_tokens: int | None = option(
-        None, "tokens that a step computes in the time of one; none: measured at the start"
+        None,
+        "tokens that a step computes in the same time as one token (the roofline's ridge); none: "
+        "measured at start",
+        min=1,
     )
     host_kv_gb: float | None = option(
-        None, "GiB of host memory that keeps KV blocks which leave the pool; none: they are lost"
+        None, "GiB of host memory for KV blocks evicted from the cache; none: drop them", above=0
     )
-    kv_restore: str = option(
+    kv_restore: Literal["auto", "load", "recompute", "split"] = option(
         "auto",
-        "how such blocks come back; auto: loaded, computed again, or both ends at once, as the "
-        "measured link and compute rates say",
-        ("auto", "load", "recompute", "split"),
+        "how blocks in host memory return to the device; load: copy; recompute: prefill again; "
+        "split: both at once, from the two ends; auto: the fastest by the measured copy and "
+        "compute rates",
     )
     kv_restore_min_tokens: int | None = option(
-        None, "fewer tokens than that are always computed again; none: as the rates say"
+        None, "always recompute fewer tokens than this; none: decided by the measured rates", min=0
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Experts of mixture-of-experts models that do not all fit on the device."""
+
+    GROUP: ClassVar[str] = "experts of mixture-of-experts models"
+
     expert_cache_gb: float | None = option(
         None,
-        "GiB of device memory for the experts of a mixture-of-experts model, which then come from "
-        "one copy in the node's shared memory, in the format that weights says (docs/experts.md); "
-        "none: all are on the device",
+        "GiB of device memory that caches experts; all experts then lie once per node in shared "
+        "memory, in the format of weights (docs/guide/experts.md); none: all are on the device",
+        above=0,
     )
     expert_prefetch: bool = option(
-        False, "load the experts that the next layer is likely to want while one computes"
+        False, "load the experts predicted for the next layer while the current one computes"
     )
-    expert_store: str = option(
+    expert_store: Literal["each", "one"] = option(
         "each",
-        "nodes that hold a copy of the experts: each one that has workers; or one, which workers "
-        "elsewhere ask over the network",
-        ("each", "one"),
+        "nodes that hold all experts in shared memory; each: every node with workers; one: a "
+        "single node, which workers on other nodes read over the network",
     )
     expert_store_dir: str = option(
-        "/dev/shm", "folder in memory for the experts of a node, a copy as large as they are"
+        "/dev/shm", "folder in memory for the experts of a node; needs room for all of them"
     )
-    moe_mode: str = option(
+    moe_mode: MoeMode = option(
         "exact",
-        "what a cached expert gives; exact: what the plain model does, bit for bit; quantized: its "
-        "int8 twin, half the bytes; sparse: of the answer's tokens, the neurons that matter most. "
-        "Requests may ask for exact. With quantised weights, exact is all there is",
-        MOE_MODES,
+        "how cached experts compute; exact: bit for bit as without a cache; quantized: from int8 "
+        "copies, half the bytes; sparse: answer tokens use only the most important neurons. "
+        "Requests may ask for exact. Quantised weights allow only exact",
     )
     moe_keep: float = option(
-        0.5, "sparse: share of an expert's neurons that a token keeps, on average"
+        0.5, "moe_mode sparse: mean share of an expert's neurons that a token uses", above=0, max=1
     )
-    moe_score: str = option(
+    moe_score: MoeScore = option(
         "product",
-        "how much a neuron matters: |silu(gate)|, |up|, or their product (docs/experts.md)",
-        MOE_SCORES,
+        "importance of a neuron: |silu(gate)|, |up|, or their product (docs/guide/experts.md)",
     )
     moe_thresholds: str | None = option(
         None,
-        "file of `penstock calibrate`: for sparse, and to prefetch neurons instead of whole experts"
-        "; none: neuron_thresholds.json beside the model, for sparse only",
+        "file written by `penstock calibrate`, for moe_mode sparse and to prefetch neurons instead "
+        "of whole experts; none: neuron_thresholds.json in the model's folder, for sparse only",
     )
-    max_waiting: int = option(1024, "requests that may wait on this worker before it refuses more")
-    threads: int | None = option(None, "CPU threads for computing; none: one per core")
-    compute_cores: str | None = option(
-        None,
-        "cores that only compute, as in taskset: 1, or 2-7,9; all else of a server that is started "
-        "here keeps off them; none: threads run wherever the system puts them",
-    )
-    seed: int = option(0, "seeds requests that bring none; the same start gives the same answers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(
+    ModelOptions,
+    DeviceOptions,
+    KvOptions,
+    BatchOptions,
+    ContextOptions,
+    KvPressureOptions,
+    ExpertOptions,
+):
+    """Everything that one engine needs to know. Raises ConfigError for values it cannot take."""
 
     def __post_init__(self) -> None:
-        for name in (
-            *("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"),
-            *("roll", "max_endless_tokens", "kv_defer_max_tokens"),
-        ):
-            _positive(name, getattr(self, name))
-        for name in (
-            *("max_model_len", "num_blocks", "kv_cache_gb", "threads"),
-            *("sinks", "window", "ridge_tokens", "host_kv_gb", "expert_cache_gb"),
-        ):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+        check_settings(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
             )
-        for name, known in (
-            *(("kv", KV), ("kv_group", KV_GROUPS)),
-            *(("async_scheduling", SWITCH), ("cuda_graphs", SWITCH)),
-            *(("moe_mode", MOE_MODES), ("moe_score", MOE_SCORES)),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
-                )
-        if not 0 < self.moe_keep <= 1:
-            raise ConfigError(f"moe_keep must lie in (0, 1]; got {self.moe_keep}")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two; got {self.block_size}")
         if self.expert_cache_gb is None and self.moe_mode != "exact":
             raise ConfigError(
-                f"moe_mode {self.moe_mode} is for experts that come out of a cache; give it a size "
-                "with expert_cache_gb"
+                f"moe_mode {self.moe_mode} needs an expert cache; set its size with expert_cache_gb"
             )
         try:
             _ = self.cores
         except ValueError as error:
             raise ConfigError(f"compute_cores: {error}") from None
-        if self.block_size & (self.block_size - 1):
-            raise ConfigError(f"block_size must be a power of two; got {self.block_size}")
-
-    @property
-    def cores(self) -> frozenset[int] | None:
-        """`compute_cores` by number; None where none are given."""
-        return (
-            None if self.compute_cores is None else parse_cores(str(self.compute_cores))
-        )  # YAML reads 1 as a number
-
-
-def _positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ConfigError(f"{name} must be positive; got {value}")

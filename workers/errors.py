@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class LoadError(RuntimeError):
-    """A checkpoint that cannot be used. The message names the file, and the tensor if one is it."""
+    """A checkpoint that cannot be used. The message names the file and, if known, the tensor."""
 
 
 class ConfigError(ValueError):

@@ -27,7 +27,7 @@ from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.service import GateSetup
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.core.admission_request import AskedRequest
-from penstock.deployments.ingress.dispatch.credits import Passes
+from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.prediction.features import Features
@@ -44,7 +44,7 @@ PATHS = ("none", "pass", "ask")
 PAUSE_S = 0.1  # what one path leaves to do is done before the next is timed: the load is light
 
 
-class NoPasses(Passes):
+class NoCredits(Credits):
     """So that everybody asks."""
 
     def take(self, *_: Any) -> None:
@@ -96,7 +96,7 @@ async def measure(info: WorkerInfo, address: GateAddress, rounds: int) -> dict[s
         return address
 
     clients = {path: GateClient(path, where, answer_s=1.0) for path in PATHS[1:]}
-    clients["ask"]._passes = NoPasses()
+    clients["ask"]._credits = NoCredits()
     running = [asyncio.ensure_future(each.run()) for each in clients.values()]
     pools = {path: WorkerPool(path, clients.get(path)) for path in PATHS}
     for pool in pools.values():
@@ -104,7 +104,7 @@ async def measure(info: WorkerInfo, address: GateAddress, rounds: int) -> dict[s
     while not (
         all(pool.ready() for pool in pools.values())
         and all(each.is_connected for each in clients.values())
-        and clients["pass"]._passes._given
+        and clients["pass"]._credits._given
     ):
         await asyncio.sleep(0.05)
     times: dict[str, list[float]] = {path: [] for path in PATHS}
@@ -115,7 +115,7 @@ async def measure(info: WorkerInfo, address: GateAddress, rounds: int) -> dict[s
                 times[path].append(took_ms)
             await asyncio.sleep(PAUSE_S)
     assert clients["pass"].num_asked <= rounds // 20, "there was no room: this is no light load"
-    assert clients["ask"].num_passed == clients["ask"].num_fallback == 0
+    assert clients["ask"].num_on_credit == clients["ask"].num_fallback == 0
     for each in running:
         each.cancel()
     await asyncio.gather(

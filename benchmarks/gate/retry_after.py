@@ -37,7 +37,7 @@ class Refused:
     """One refusal, and what became of it."""
 
     at: float
-    told_s: float  # Retry-After
+    retry_after_s: float  # Retry-After
     was_again: bool  # it had come back before
     is_in: bool | None = None  # at its return; None: it did not come back
     could_s: float | None = None  # from its refusal until it would have been let in
@@ -53,14 +53,14 @@ class Returning(Simulation):
 
     def _refused(self, job: Job) -> None:
         assert isinstance(self.policy, Gated)
-        told_s = self.policy.told_after
-        if told_s is None or self._returns[job.job_id] >= self.most_returns:
+        retry_after_s = self.policy.retry_after_s
+        if retry_after_s is None or self._returns[job.job_id] >= self.most_returns:
             self._end(job, "refused")
             return
-        refused = Refused(self.now, told_s, self._returns[job.job_id] > 0)
+        refused = Refused(self.now, retry_after_s, self._returns[job.job_id] > 0)
         self.refusals.append(refused)
         self._returns[job.job_id] += 1
-        self._at(self.now + told_s, self._return, job, refused)
+        self._at(self.now + retry_after_s, self._return, job, refused)
         self._at(self.now + PROBE_S, self._probe, job, refused)
 
     def _return(self, job: Job, refused: Refused) -> None:
@@ -101,7 +101,7 @@ def figures(runs: Sequence[Returning]) -> dict[str, float]:
         if each.at >= run.jobs[len(run.jobs) // 5].arrived
     ]
     back = [each for each in counted if each.is_in is not None]
-    told = np.array([each.told_s for each in back if each.could_s is not None])
+    told = np.array([each.retry_after_s for each in back if each.could_s is not None])
     could = np.array([each.could_s for each in back if each.could_s is not None])
     ends = Counter(job.outcome for run in runs for job in run.jobs)
     return {

@@ -1,9 +1,10 @@
 """What the gate itself costs as the cluster and the queue grow: microseconds of CPU a request.
 
 Workers answer at once whatever they are granted; only the gate's own calls are timed (offer, tick,
-started, report, completed). Lengths have one law, the prior of the predictor, so that predicting
-(0.35 ms, whatever the size) is not in the figures. Either the cluster keeps up and the queue is
-empty, or twice as much comes as can be served and the queue stays full.
+started, report, completed). All lengths have one distribution, the prior of
+the predictor, so that predicting (0.35 ms, whatever the size) is not in the figures. Either the
+cluster keeps up and the queue is empty, or twice as much comes as can be served and the queue stays
+full.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from penstock.deployments.prediction.hazards import length_prior
 NUMBERS = (1, 10, 100, 1000)
 CAPACITY = 16_384  # tokens of a worker: some 30 answers
 STEP_S = 0.03
-LAW = LengthDistribution(cumulative_hazard(length_prior()), 2048)
+LENGTH = LengthDistribution(cumulative_hazard(length_prior()), 2048)
 # Requests a second that a worker's memory can serve: prompts of 325 tokens and answers by LAW, each
 # holding its tokens for as long as it takes, 6,240 token-seconds.
 PER_WORKER = 2.6
-LIGHT = 0.5  # of that: at 0.7 the queue fills within a minute, for a law as broad as this one
+LIGHT = (
+    0.5  # of that: at 0.7 the queue fills within a minute, for a distribution as broad as this one
+)
 MOST_EACH = 1000  # requests of a worker: with few workers each costs much, and teaches nothing new
 REPORT_S = 1.0
 TICK_S = 0.01
@@ -94,8 +97,8 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
     rate = PER_WORKER * size.workers * (2.0 if size.queue else LIGHT)
     times = np.cumsum(rng.exponential(1 / rate, size.requests)).tolist()
     prompts = rng.integers(50, 600, size.requests).tolist()
-    lengths = [LAW.sample(float(u)) for u in rng.random(size.requests)]
-    parts = dict.fromkeys(("offer", "tick", "started", "report", "completed"), 0.0)
+    lengths = [LENGTH.sample(float(u)) for u in rng.random(size.requests)]
+    parts = dict.fromkeys(("offer", "tick", "started", "report", "finished"), 0.0)
     running: list[dict[str, tuple[float, int]]] = [{} for _ in range(size.workers)]
     ends: list[tuple[float, int, int]] = []
     admitted = waiting = num_ticks = done = sequence = 0
@@ -113,10 +116,10 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
         while ends and ends[0][0] <= now:
             _, number, worker = heapq.heappop(ends)
             running[worker].pop(f"r{number}")
-            timed("completed", gate.completed, f"r{number}", lengths[number], now)
+            timed("finished", gate.finished, f"r{number}", lengths[number], now)
         while done < size.requests and times[done] <= now:
             request = GateRequest(f"r{done}", prompts[done])
-            timed("offer", gate.offer, request, LAW, now)
+            timed("offer", gate.offer, request, LENGTH, now)
             done += 1
             if done * 10 >= size.requests * len(spent):
                 spent.append(sum(parts.values()))

@@ -71,7 +71,7 @@ class Answered:
 
 
 class Contender(Protocol):
-    """What is compared: tells a law, then learns."""
+    """What is compared: tells a distribution, then learns."""
 
     def predict(self, features: Features) -> LengthDistribution: ...
 
@@ -176,9 +176,9 @@ def run_online(contender: Contender, requests: Sequence[Answered], tick: Callabl
     rows, spent = [], defaultdict(list)
     for each in requests:
         start = time.thread_time()
-        law = contender.predict(each.features)
+        distribution = contender.predict(each.features)
         spent["predict_us"].append((time.thread_time() - start) * 1e6)
-        natural = LengthDistribution(law.cumulative)
+        natural = LengthDistribution(distribution.cumulative)
         density = natural.survival(each.natural - 1) - natural.survival(each.natural)
         rows.append(
             [each.natural, *map(natural.quantile, LEVELS), natural.mean]

@@ -11,11 +11,11 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.deployments.bench.admission import Admission, Held, admission_of
 from penstock.deployments.bench.load import Job
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, KvFormat, WeightFormat
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
@@ -29,8 +29,8 @@ from penstock.workers.text.tokenizer import Tokenizer
 class Recipe:
     """Which parts are on."""
 
-    weights: str = "int8"
-    kv: str = "int8"
+    weights: WeightFormat = "int8"
+    kv: KvFormat = "int8"
     merges: bool = True  # prompts and decodes share a step
     is_continuous: bool = True  # requests join and leave at any step
     is_pipelined: bool = True  # text is made beside the steps
@@ -80,15 +80,6 @@ class Call:
 
     text: str
     job: Job
-
-
-class Driver(Protocol):
-    """An engine, in line with its caller or beside it."""
-
-    def submit(self, request: Request) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def deltas(self) -> list[Delta]:
-        """What the next step gave; waits for it."""
 
 
 class InLine:

@@ -165,7 +165,7 @@ class Predicted:
 
     def ended(self, request_id: str, generated: int) -> None:
         del self._running[request_id]
-        self._gate.completed(request_id, generated, self._clock())
+        self._gate.finished(request_id, generated, self._clock())
         # The client left with what it wanted: to the server that is the end of the answer.
         self._predictor.observe(self._features(self._held.pop(request_id)), generated, "stop")
 

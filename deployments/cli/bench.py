@@ -23,7 +23,7 @@ from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job, Lengths, make_jobs, read_trace
 from penstock.deployments.bench.targets import Target, TargetError, target_of
 from penstock.deployments.cli.bench_flags import LEAST_VOCABULARY
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import Device, EngineConfig
 from penstock.workers.errors import ConfigError
 
 PROGRESS_S = 0.25
@@ -181,8 +181,8 @@ def run_offline(args: argparse.Namespace) -> int:
     return 0
 
 
-def compute_of(args: argparse.Namespace) -> tuple[str, int]:
-    """Device and CPU threads as the flags have them, or what is here; this process has them set."""
+def compute_of(args: argparse.Namespace) -> tuple[Device, int]:
+    """The device and CPU threads that the flags name, or the machine has; sets torch's threads."""
     import torch  # takes seconds, and `serve` does without
 
     threads = args.threads or len(os.sched_getaffinity(0))

@@ -18,8 +18,15 @@ from penstock.deployments.cli.bench_flags import add_bench
 from penstock.deployments.cli.calibrate import add_calibrate, run_calibrate
 from penstock.deployments.cli.plan import add_plan, run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
-from penstock.deployments.config import Setting, config_from, read_api_keys, read_config, settings
+from penstock.deployments.config import (
+    config_from,
+    read_api_keys,
+    read_config,
+    settings,
+    settings_by_group,
+)
 from penstock.workers.errors import ConfigError
+from penstock.workers.settings import Setting
 
 SERVE_EXAMPLES = """\
 examples:
@@ -33,40 +40,6 @@ Numbers may end in k, M or G (x1000), or Ki, Mi or Gi (x1024).
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that others can read
-
-GROUPS = {
-    "what to serve": (
-        *("served_model_name", "weights", "quantize_o", "quantize_lm_head"),
-        *("max_model_len", "seed", "reasoning_marks"),
-    ),
-    "where to listen": (
-        *("host", "http_port", "grpc_port", "api_keys_file"),
-        *("metrics_port", "metrics_host"),
-    ),
-    "how much of the machine": (
-        *("num_workers", "num_ingress", "device", "threads", "compute_cores"),
-    ),
-    "memory and batches": (
-        *("kv", "kv_group", "kv_cache_gb", "num_blocks", "block_size", "prefix_cache"),
-        *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "activation_memory"),
-        *("merge_steps", "async_scheduling", "cuda_graphs"),
-    ),
-    "who may come in": (
-        *("admission", "max_queued", "longest_wait_s", "gate_answer_ms", "predictor_file"),
-    ),
-    "what requests see of their past": (
-        *("context_policy", "sinks", "window", "roll", "max_endless_tokens"),
-    ),
-    "when KV blocks run out": (
-        *("kv_commit", "kv_defer_mode", "kv_defer_max_tokens", "ridge_tokens"),
-        *("host_kv_gb", "kv_restore", "kv_restore_min_tokens"),
-    ),
-    "experts of a mixture-of-experts model": (
-        *("expert_cache_gb", "expert_prefetch", "expert_store", "expert_store_dir"),
-        *("moe_mode", "moe_keep", "moe_score", "moe_thresholds"),
-    ),
-    "cluster": ("ray_address", "ray_dir", "app_name", "drain_s", "log_level"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,9 +103,9 @@ def _add_serve(commands: Any) -> None:
         epilog=SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = {setting.name: setting for setting in settings()}
-    model = known.pop("model")
-    # Absent flags leave no trace, so that the file's settings show through.
+    groups = settings_by_group()
+    (model,) = (setting for setting in groups["model"] if setting.name == "model")
+    # Flags that are not given have no default here, so that the file's settings show through.
     serve.add_argument(
         "model",
         nargs="?",
@@ -141,19 +114,19 @@ def _add_serve(commands: Any) -> None:
         help=f"{model.help} (default: {model.default})",
     )
     serve.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
-    for title, names in GROUPS.items():
+    for title, settings_of_group in groups.items():
         group = serve.add_argument_group(title)
-        for name in names:
-            _add_setting(group, known.pop(name))
-    assert not known, f"settings in no group: {', '.join(known)}"
+        for setting in settings_of_group:
+            if setting is not model:
+                _add_setting(group, setting)
     serve.set_defaults(run=_serve)
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
     flag = _flag(setting.name)
-    default = "none" if setting.default is None else setting.default
-    # Where the help says what no value means, a default would only repeat it.
-    text = setting.help if default == "none" else f"{setting.help} (default: {default})"
+    text = setting.help  # it says what no value means
+    if setting.default is not None:
+        text += f" (default: {setting.default})"
     text = text.replace("%", "%%")
     common = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
     if setting.kind is bool:

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING
 
 from penstock.deployments.cli.signals import Interrupted, Signals
 from penstock.deployments.cli.throughput import Throughput
-from penstock.deployments.config import ServeConfig, check_before_start
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.preflight import check_before_start
+from penstock.deployments.supervision.ray_workarounds import driver_environment
 
 if TYPE_CHECKING:
     from penstock.deployments.cluster import Cluster
     from penstock.deployments.supervision.registry import ClusterView
 
 WATCH_S = 0.25
-RAY_ENV = {
-    "RAY_worker_niceness": "0",  # else replicas run at nice 15, behind all else on the machine
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-}
 
 
 def run_serve(config: ServeConfig) -> int:
@@ -68,7 +65,7 @@ def run_serve(config: ServeConfig) -> int:
 
 def _prepare_environment(config: ServeConfig) -> None:
     """Set what Ray reads from the environment, unless the user already has."""
-    for name, value in RAY_ENV.items():
+    for name, value in driver_environment().items():
         os.environ.setdefault(name, value)
     if config.ray_address is None and "RAY_AUTH_MODE" not in os.environ:
         # Ray's ports are open on every interface: let in nobody but our own processes.

@@ -1,6 +1,7 @@
-"""A worker's line to the expert store of its node, and what names that store.
+"""Finds or creates the expert store actor of a node, and calls it.
 
-Knows nothing of expert files and copies. Loads torch only in a process that makes a store.
+Loads torch only in a process that creates a store: the ingress and the command line import this
+module too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from penstock.workers.stats import ExpertStats
 
 log = logging.getLogger("penstock.experts")
 
-RESTART_TIMEOUT_S = 30.0  # that a dead store has to come back, before a worker gives up
+RESTART_TIMEOUT_S = 30.0  # that a worker waits for a dead store to restart
 MAX_HINTS = 4096
 
 
 class ExpertStoreClient:
-    """The store of this node, from a worker of it. The actor is made by whoever asks first.
+    """The store of this node. The first caller creates the actor.
 
-    Ray restarts it for ever. While it is away workers go on with what they have mapped.
+    Ray restarts it without limit. While it is down, workers keep using the file they have mapped.
     """
 
     def __init__(self, spec: StoreSpec):
@@ -38,7 +39,7 @@ class ExpertStoreClient:
         self._handle: Any = None
 
     def manifest(self) -> Manifest:
-        """Waits until the experts are loaded. Raises LoadError or ConfigError if they cannot be."""
+        """Wait until the experts are loaded. Raises LoadError or ConfigError if they cannot be."""
         manifest: Manifest = self.ask("manifest")
         return manifest
 
@@ -47,9 +48,9 @@ class ExpertStoreClient:
         return not self._spec.is_single or self.ask("node") == _own_node()
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Any method of the store, however long it takes, also while it is being restarted.
+        """Call a method of the store without a time limit, also while it is being restarted.
 
-        Raises what the method raises, and LoadError if the store does not come back.
+        Raises what the method raises, and LoadError if the store does not restart in time.
         """
         given_up_s: float | None = None
         while True:
@@ -61,11 +62,12 @@ class ExpertStoreClient:
                 self._handle = None
                 given_up_s = given_up_s or time.monotonic() + RESTART_TIMEOUT_S
                 if time.monotonic() > given_up_s:
-                    raise LoadError(f"the expert store keeps dying: {error}") from None
+                    raise LoadError(f"the expert store does not restart: {error}") from None
                 time.sleep(0.2)
 
     async def heartbeat(self, worker: int, stats: ExpertStats, hot: Sequence[HotExpert]) -> int:
-        """Raises Ray's errors or TimeoutError while the store is away."""
+        """Send a heartbeat; returns the store's epoch. Raises Ray's errors or TimeoutError while
+        the store is down."""
         actor = self._handle or await asyncio.to_thread(self.actor)
         try:
             call = actor.heartbeat.remote(worker, stats, hot)
@@ -76,12 +78,12 @@ class ExpertStoreClient:
         return epoch
 
     def call_now(self, method: str, *args: Any) -> Any:
-        """Any method of ExpertStore."""
+        """Call a method of the store with a time limit."""
         return ray.get(getattr(self.actor(), method).remote(*args), timeout=CALL_TIMEOUT_S)
 
     def actor(self) -> Any:
         if self._handle is None:
-            # It loads torch, which the ingress and the command line can do without.
+            # Loads torch, which the ingress and the command line do not need.
             from penstock.deployments.experts.store import StoreActor
 
             node = _own_node()

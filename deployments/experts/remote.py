@@ -1,8 +1,7 @@
-"""The experts of a store on another node: asked for in batches, through Ray's object store.
+"""Reads the experts of a store on another node, in batches, through Ray's object store.
 
-What a worker has instead of a map where no copy lies on its node. Each question costs a journey, so
-the copier asks for all that waits at once. The store checks digests before it packs. Knows nothing
-of slots or of who needs what.
+Used by a worker whose node has no expert file. Each call is a network round trip, so the copier
+requests all queued rows at once. The store checks digests before it packs rows.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class RemoteExperts:
         self._client = client
 
     def gather(self, requests: Sequence[tuple[int, int, RowIndices]]) -> list[Bytes]:
-        """Some rows of each (layer, expert, rows): one question for all.
+        """Some rows of each (layer, expert, rows), with one call.
 
         Waits for a store that is being restarted. Raises CorruptedExpert, or LoadError if the store
-        does not come back.
+        does not restart in time.
         """
         packed = self._client.ask(
             "pack", [(layer, e, row_indices) for layer, e, row_indices in requests]

@@ -21,7 +21,7 @@ class StoreSpec:
     weights: str
     device: str  # "cpu" or "cuda": what workers compute on, which settles their dtype
     folder: str
-    has_int8_copies: bool = False  # int8 copies of all experts beside them
+    has_int8_copies: bool = False  # the file also holds int8 copies of all experts
     is_single: bool = False  # one store for all nodes
 
     @property
@@ -30,10 +30,10 @@ class StoreSpec:
 
 
 def app_folder(folder: str, app_name: str) -> Path:
-    """Where the expert files of an application lie, on each of its nodes."""
+    """The folder of an application's expert files, on each of its nodes."""
     return Path(folder) / f"penstock-{os.getuid()}-{re.sub(r'[^A-Za-z0-9_-]', '_', app_name)}"
 
 
 def remove_all(folder: str, app_name: str) -> None:
-    """The expert files of an application on this machine, whoever wrote them."""
+    """Delete the expert files of an application on this machine, whichever process wrote them."""
     shutil.rmtree(app_folder(folder, app_name), ignore_errors=True)

@@ -32,20 +32,20 @@ from penstock.workers.weights.sources import DTYPES
 
 log = logging.getLogger("penstock.experts")
 
-RELOAD_PAUSE_S = 10.0  # between two reloads that nobody asked for
-IDLE_S = 600.0  # heard of no worker for so long, a store frees its memory and ends
+RELOAD_PAUSE_S = 10.0  # between two automatic reloads
+IDLE_S = 600.0  # without a heartbeat: the store then frees its memory and ends
 
 
 @dataclass(frozen=True, slots=True)
 class StoreView:
-    """A store as it told about itself."""
+    """The figures that a store reports about itself."""
 
     epoch: int
     num_bytes: int
     num_loads: int  # times that the checkpoint was read; a restart that finds its file reads none
     num_workers: int
     num_packed_bytes: int
-    num_corrupted: int  # loads that workers told of because bytes did not match
+    num_corrupted: int  # loads with damaged bytes that workers reported
     pid: int
 
 
@@ -66,7 +66,8 @@ class ExpertStore:
         self._last_reload_s = -RELOAD_PAUSE_S
 
     def manifest(self) -> Manifest:
-        """Where the experts are. The first call loads them, or finds what an earlier life left.
+        """The manifest of the expert file. The first call writes the file, or reuses the one that
+        an earlier incarnation of this store wrote.
 
         Raises LoadError or ConfigError, as loading does.
         """
@@ -77,22 +78,22 @@ class ExpertStore:
         return self._file.manifest
 
     def reload(self) -> Manifest:
-        """Write the expert file anew from the checkpoint, under the next epoch.
+        """Write the expert file again from the checkpoint, under the next epoch.
 
-        Workers change over at their next beat; those that hold the old file keep it until then.
+        Workers switch to it at their next heartbeat, and keep the old file mapped until then.
         """
         old = self.manifest()
         with self._loading:
             assert self._file is not None
-            if self._file.manifest.epoch == old.epoch:  # nobody else was faster
+            if self._file.manifest.epoch == old.epoch:  # no other thread has reloaded it meanwhile
                 self._file = self._load(epoch=old.epoch + 1)
                 remove_expert_file(Path(old.path))
             return self._file.manifest
 
     def heartbeat(self, worker: int, stats: ExpertStats, hot: Sequence[HotExpert]) -> int:
-        """Hear how a worker's cache does; the epoch that it should use.
+        """Receive a worker's cache statistics; returns the epoch that it should use.
 
-        Where it met bytes that do not match their digest, the expert file is written anew.
+        If the worker found damaged bytes, the expert file is written again.
         """
         manifest = self.manifest()
         with self._lock:
@@ -103,12 +104,12 @@ class ExpertStore:
             is_due = self._clock() - self._last_reload_s >= RELOAD_PAUSE_S
             if grew and is_due and stats.epoch == manifest.epoch:
                 self._last_reload_s = self._clock()
-                log.error("experts of epoch %d are damaged; reading them again", manifest.epoch)
+                log.error("experts of epoch %d are damaged; reloading them", manifest.epoch)
                 threading.Thread(target=self._reload_quietly, daemon=True).start()
         return manifest.epoch
 
     def hints(self) -> list[tuple[int, int]]:
-        """The experts that workers needed most, the hottest first: to warm a new worker's cache."""
+        """The experts that workers used most, the hottest first: to warm a new worker's cache."""
         total: dict[tuple[int, int], int] = {}
         with self._lock:
             for layer, expert, count in (each for hot in self._hot.values() for each in hot):
@@ -116,8 +117,8 @@ class ExpertStore:
         return sorted(total, key=lambda key: -total[key])
 
     def pack(self, requests: Sequence[tuple[int, int, RowIndices]]) -> Bytes:
-        """Rows, one behind the other, as bytes: of each (layer, expert, rows). For nodes
-        that cannot map the expert file: one call for many experts. Raises CorruptedExpert."""
+        """The rows of each (layer, expert, rows), concatenated as bytes. For nodes that cannot map
+        the expert file: one call for many experts. Raises CorruptedExpert."""
         parts = [rows.reshape(-1) for rows in self._open_file().gather(requests)]
         packed = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
         with self._lock:
@@ -138,12 +139,12 @@ class ExpertStore:
             )
 
     def idle_s(self) -> float:
-        """Since a worker was heard of last; 0 before the first one."""
+        """Seconds since the last heartbeat of any worker; 0 before the first."""
         with self._lock:
             return self._clock() - max(self._last_heartbeat_s.values(), default=self._clock())
 
     def remove(self) -> None:
-        """Have the file gone; its memory is free when the last worker has let go of it."""
+        """Unlink the file; its memory is freed when the last worker unmaps it."""
         with self._loading:
             if self._file is not None:
                 remove_expert_file(Path(self._file.manifest.path))
@@ -163,19 +164,20 @@ class ExpertStore:
         return experts, DTYPES[config.dtype]
 
     def _found(self) -> ExpertFile | None:
-        """What an earlier life of this store wrote, of the same files; others are removed."""
+        """The file that an earlier incarnation of this store wrote from the same checkpoint; other
+        files are removed."""
         experts, compute = self._experts()
         identity, found = experts.identity(compute, self._spec.has_int8_copies), None
         for path in sorted(self._folder.glob(f"{self._spec.digest}-*.experts"), key=_epoch_of):
             try:
                 manifest = read_manifest(path)
                 if manifest.checkpoint != identity:
-                    raise LoadError(f"{path} is of other files")
+                    raise LoadError(f"{path} was made from other files")
                 if experts.is_packed:
                     PackedExperts(experts, compute).check(manifest)
                 expert_file = ExpertFile(manifest)
             except LoadError as error:
-                log.info("an older expert file is of no use: %s", error)
+                log.info("removing an older expert file: %s", error)
                 remove_expert_file(path)
                 continue
             if found is not None:
@@ -188,8 +190,7 @@ class ExpertStore:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_uid != os.geteuid():
             raise LoadError(
-                f"{self._folder} belongs to somebody else; name another folder with "
-                "expert_store_dir"
+                f"{self._folder} belongs to another user; name another folder with expert_store_dir"
             )
         path = self._folder / f"{self._spec.digest}-{epoch}.experts"
         began_s = time.monotonic()
@@ -198,7 +199,7 @@ class ExpertStore:
         )
         self._num_loads += 1
         log.info(
-            "%d experts, %.2f GiB, in shared memory after %.1f s: %s",
+            "wrote %d experts, %.2f GiB, to shared memory in %.1f s: %s",
             manifest.num_all,
             manifest.num_bytes / 2**30,
             time.monotonic() - began_s,
@@ -210,11 +211,11 @@ class ExpertStore:
         try:
             self.reload()
         except (LoadError, OSError) as error:
-            log.error("the experts could not be read again: %s", error)
+            log.error("the experts could not be reloaded: %s", error)
 
 
 class StoreActor(ExpertStore):
-    """A store that ends, and frees its memory, when no worker has been heard of for long."""
+    """A store that ends, and frees its memory, after IDLE_S without a heartbeat."""
 
     def __init__(self, spec: StoreSpec):
         logging.basicConfig(level=logging.INFO)
@@ -222,7 +223,7 @@ class StoreActor(ExpertStore):
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def node(self) -> str:
-        """Where its file lies."""
+        """The node on which the file lies."""
         return ray.get_runtime_context().get_node_id()
 
     def _end_when_idle(self) -> None:

@@ -6,7 +6,7 @@ a first one that does not fit, a few later ones may pass if they leave its reser
 backfill). A request that would wait too long is told so at once.
 
 One owner calls it; nothing is locked. The clock is told, never read: `now` is in seconds and never
-goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told laws.
+goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told distributions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from itertools import islice
 
 import numpy as np
 
-from penstock.deployments.gate.futures import Demands
+from penstock.deployments.gate.futures import FutureSampler
 from penstock.deployments.gate.ledger import Ledger
-from penstock.deployments.gate.placement import Choice, Places
-from penstock.deployments.gate.retry_after import Returns
+from penstock.deployments.gate.placement import Placement, WorkerShortlist
+from penstock.deployments.gate.retry_after import RetryAfterModel
 from penstock.deployments.gate.types import (
     Demand,
     Expiry,
@@ -47,15 +47,15 @@ class Gate:
         self.queue = GateQueue(self.settings.queue)
         self.ledgers: dict[str, Ledger] = {}
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
-        self._returns = Returns(self._would_wait)
-        self._places = Places(self.ledgers)
-        self._demands = Demands(seed, self.settings.num_samples)
+        self._retry_after = RetryAfterModel(self._would_wait)
+        self._placement = Placement(self.ledgers)
+        self._sampler = FutureSampler(seed, self.settings.num_samples)
         self._number = 0
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
         self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
-        self._strangers: set[str] = set()  # running, and came past the gate
+        self._provisional: set[str] = set()  # running, and came past the gate
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
         """A worker, or a new life of one; returns what was admitted to the old life."""
@@ -72,9 +72,9 @@ class Gate:
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
-        self._places.forget(ledger)
+        self._placement.forget(ledger)
         self._pace_s = None
-        self._strangers = {each for each in self._strangers if each not in ledger}
+        self._provisional = {each for each in self._provisional if each not in ledger}
         lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
         for each in lost:
             del self._admitted[each]
@@ -85,33 +85,33 @@ class Gate:
     def offer(
         self,
         request: GateRequest,
-        law: LengthDistribution,
+        length: LengthDistribution,
         now: float,
         *,
         holding: LengthDistribution | None = None,
     ) -> Refusal | None:
         """A request comes: it waits (None), and `tick` will tell; or is refused at once.
 
-        `law` is of the answer's length, for order and charges; `holding` of how long its memory is
-        held, clients that leave included (None: the same). Raises ValueError for an id that waits
+        `length` is of the answer, for order and charges; `holding` of how long its memory is held,
+        clients that leave included (None: the same). Raises ValueError for an id that waits
         or runs already.
         """
         name = request.request_id
-        if name in self.queue or name in self._admitted or name in self._strangers:
+        if name in self.queue or name in self._admitted or name in self._provisional:
             raise ValueError(f"request_id {name!r} is already here: give each request its own")
-        demand = self._demands.of(request, holding or law)
-        entry = self._entry(request, demand, law, now)
-        if self.ledgers and not self._places.could_fit(demand):
+        demand = self._sampler.demand(request, holding or length)
+        entry = self._entry(request, demand, length, now)
+        if self.ledgers and not self._placement.could_fit(demand):
             return _never(entry, max(each.spec.capacity for each in self.ledgers.values()))
-        fixed, ahead = self._foretold(entry, now)
+        fixed, ahead = self._predicted_wait(entry, now)
         wait = fixed + self.wait_factor * ahead
-        room_s = self.settings.longest_wait_s
+        patience_s = self.settings.longest_wait_s
         if request.deadline is not None:
-            room_s = min(room_s, request.deadline - now)
-        if wait > room_s:
-            text = f"it would wait {wait:.1f} s, and may {max(room_s, 0.0):.1f} s"
-            lasting_s = room_s if request.deadline is None else None
-            return self._refuse(entry, "too_long", text, wait - room_s / 2, lasting_s)
+            patience_s = min(patience_s, request.deadline - now)
+        if wait > patience_s:
+            text = f"it would wait {wait:.1f} s, and may {max(patience_s, 0.0):.1f} s"
+            lasting_patience_s = patience_s if request.deadline is None else None
+            return self._refuse(entry, "too_long", text, wait - patience_s / 2, lasting_patience_s)
         if len(self.queue) >= self.settings.queue.max_waiting:
             leaves = self.queue.displaced_by(request.tenant)
             if leaves is None:
@@ -120,19 +120,19 @@ class Gate:
             text = "the queue is full, and its tenant has the most waiting"
             later = sum(leaves.predicted_wait)
             self._displaced.append(self._refuse(leaves, "displaced", text, later))
-        entry.predicted_wait, entry.told_s = (fixed, ahead), wait
+        entry.predicted_wait, entry.quoted_wait_s = (fixed, ahead), wait
         self.queue.add(entry)
         return None
 
-    def would_wait(self, request: GateRequest, law: LengthDistribution, now: float) -> float:
+    def would_wait(self, request: GateRequest, length: LengthDistribution, now: float) -> float:
         """Seconds that it would wait if it came now, as `offer` judges it. Nothing is changed."""
-        demand = self._demands.of(request, law)
-        return self._would_wait(self._entry(request, demand, law, now), now)
+        demand = self._sampler.demand(request, length)
+        return self._would_wait(self._entry(request, demand, length, now), now)
 
-    def entered(
+    def confirm(
         self,
         request: GateRequest,
-        law: LengthDistribution,
+        length: LengthDistribution,
         worker: str,
         now: float,
         *,
@@ -142,58 +142,60 @@ class Gate:
         name, ledger = request.request_id, self.ledgers.get(worker)
         if ledger is None or name in self.queue or name in self._admitted:
             return
-        demand = self._demands.of(request, holding or law)
-        entry = self._entry(request, demand, law, now)
+        demand = self._sampler.demand(request, holding or length)
+        entry = self._entry(request, demand, length, now)
         tokens = round(entry.expected)
-        if name not in self._strangers:  # else the prompt was counted when it came
+        if name not in self._provisional:  # else the prompt was counted when it came
             tokens += request.prompt_tokens
         ledger.withdraw(name)  # a report was faster, and knows less
-        self._strangers.discard(name)
+        self._provisional.discard(name)
         ledger.lease(demand, now + self.settings.lease_s)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[name] = (worker, entry)
-        self._places.sent(request.prefix, tokens, ledger)
+        self._placement.sent(request.prefix, tokens, ledger)
 
-    def let_in(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
-        """Come in unseen: with nobody waiting, where there is room whatever its length becomes.
+    def admit(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
+        """Admit without a length prediction: the queue is empty and the worst case fits.
 
-        No law is needed for that, and so it takes a moment. On its worker it is held by the broad
-        law until `entered` tells its own. None: it has to be judged, by `offer`.
+        The ledger holds it with the prior distribution until `confirm` brings its own. None: it
+        needs a prediction, by `offer`.
         """
         name = request.request_id
         if len(self.queue) or self.is_admitted(name):
             return None
-        demand = self._demands.unseen(request, max_tokens)
-        rooms = Choice(self.ledgers, self.settings, now)
-        worker = self._places.unseen(demand, request.prefix, rooms)
+        demand = self._sampler.provisional(request, max_tokens)
+        shortlist = WorkerShortlist(self.ledgers, self.settings, now)
+        worker = self._placement.worst_case_fit(demand, request.prefix, shortlist)
         if worker is None:
             return None
         ledger, until = self.ledgers[worker], now + self.settings.lease_s
-        self._lease_unseen(request, demand, ledger, until)
+        self._hold_provisionally(request, demand, ledger, until)
         return Ticket(name, ledger.spec.name, ledger.spec.epoch, 0.0, until)
 
-    def hold(self, request: GateRequest, max_tokens: int | None, worker: str, now: float) -> bool:
-        """One went in without asking: the books have it by the broad law until `entered`."""
+    def admit_on_credit(
+        self, request: GateRequest, max_tokens: int | None, worker: str, now: float
+    ) -> bool:
+        """An ingress admitted it on credit: the ledger holds it with the prior until `confirm`."""
         name, ledger = request.request_id, self.ledgers.get(worker)
-        if name in self._strangers and ledger is not None and name in ledger:
+        if name in self._provisional and ledger is not None and name in ledger:
             return True  # since it was let in, or a report listed it
         if ledger is None or name in self.queue or self.is_admitted(name):
             return False
-        demand = self._demands.unseen(request, max_tokens)
-        self._lease_unseen(request, demand, ledger, now + self.settings.lease_s)
+        demand = self._sampler.provisional(request, max_tokens)
+        self._hold_provisionally(request, demand, ledger, now + self.settings.lease_s)
         return True
 
-    def _lease_unseen(
+    def _hold_provisionally(
         self, request: GateRequest, demand: Demand, ledger: Ledger, until: float
     ) -> None:
         """It may be over before it is judged, and its beginning is cached all the same."""
         ledger.lease(demand, until)
-        self._strangers.add(request.request_id)
-        self._places.sent(request.prefix, request.prompt_tokens, ledger)
+        self._provisional.add(request.request_id)
+        self._placement.sent(request.prefix, request.prompt_tokens, ledger)
 
     def is_admitted(self, request_id: str) -> bool:
         """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
-        return request_id in self._admitted or request_id in self._strangers
+        return request_id in self._admitted or request_id in self._provisional
 
     def spare(self) -> dict[str, tuple[int, int]]:
         """By worker: tokens and slots that nobody will need, however long all answers become."""
@@ -210,8 +212,8 @@ class Gate:
 
     def declined(self, request_id: str, now: float) -> bool:
         """The worker had no room: back to the queue, and no more for it until it reports."""
-        if request_id in self._strangers:  # let in, and not judged yet: it comes as a new one
-            self._strangers.remove(request_id)
+        if request_id in self._provisional:  # let in, and not judged yet: it comes as a new one
+            self._provisional.remove(request_id)
             for ledger in self.ledgers.values():
                 if ledger.ended(request_id, now):
                     ledger.is_open = False
@@ -225,11 +227,11 @@ class Gate:
         self.queue.add(entry)
         return True
 
-    def completed(self, request_id: str, generated: int, now: float) -> None:
+    def finished(self, request_id: str, generated: int, now: float) -> None:
         """An answer ended after so many tokens, for whatever reason: its memory is free."""
         books = list(self.ledgers.values())
-        if request_id in self._strangers:
-            self._strangers.remove(request_id)  # it may be anywhere, and on two workers
+        if request_id in self._provisional:
+            self._provisional.remove(request_id)  # it may be anywhere, and on two workers
         elif request_id in self._admitted:
             books = [self.ledgers[self._admitted[request_id][0]]]
         else:
@@ -250,124 +252,126 @@ class Gate:
         if ledger is None:
             return
         self._pace_s = None
-        strangers = {e.request_id: self._demands.adopted(e) for e in ledger.unknown(report)}
-        self._strangers.update(strangers)
-        for gone in ledger.report(report, now, strangers):
-            self._strangers.discard(gone)
+        adopted = {e.request_id: self._sampler.from_report(e) for e in ledger.unknown(report)}
+        self._provisional.update(adopted)
+        for gone in ledger.report(report, now, adopted):
+            self._provisional.discard(gone)
             self._admitted.pop(gone, None)  # its charge stays: how long it became is not known
 
     def tick(self, now: float) -> list[Outcome]:
         """Whatever was decided by now: tickets, and those that leave the queue without one."""
         outcomes: list[Outcome] = [*self._displaced]
         self._displaced = []
-        self._returns.look(now)
+        self._retry_after.update(now)
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
         for ledger in self.ledgers.values():
             for name in ledger.expire(now):
-                self._strangers.discard(name)
+                self._provisional.discard(name)
                 if name in self._admitted:
                     _, entry = self._admitted.pop(name)
                     self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
         if not len(self.queue):
-            self._places.first_fits_at = None
+            self._placement.first_fits_at = None
         elif self.ledgers:
             outcomes.extend(self._admit(now))
         return outcomes
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
         """Why the first of those that wait do, and until when. Changes nothing."""
-        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
+        shortlist = WorkerShortlist(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         waits: list[Wait] = []
         first_s: float | None = None
         for position, entry in enumerate(islice(self.queue.order(now), limit)):
             waited = now - entry.arrived
             if position == 0:
-                wait = self._places.explain(entry, rooms, now)
+                wait = self._placement.explain(entry, shortlist, now)
                 first_s = wait.expected_s
             else:
                 expected = None
                 if first_s is not None:
                     ahead = self.queue.area_ahead(entry, now) / Gate.SHARE
                     expected = first_s + self.wait_factor * ahead
-                reason = "behind" if rooms else "no_worker"
+                reason = "behind" if shortlist else "no_worker"
                 wait = Wait(entry.request_id, entry.tenant, position, reason, waited, expected)
             waits.append(wait)
         return waits
 
     def _admit(self, now: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        rooms = Choice(self.ledgers, self.settings, now, self.queue.longest_wait(now))
+        shortlist = WorkerShortlist(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         order = self.queue.order(now)
-        self._places.first_fits_at = None
+        self._placement.first_fits_at = None
         for entry in order:
-            if not self._places.could_fit(entry.demand):  # the worker that could is gone
+            if not self._placement.could_fit(entry.demand):  # the worker that could is gone
                 self.queue.remove(entry.request_id)
                 largest = max(each.spec.capacity for each in self.ledgers.values())
                 outcomes.append(_never(entry, largest))
                 continue
-            [able] = self._places.able([entry], rooms)
+            [able] = self._placement.able([entry], shortlist)
             if able:
-                worker = self._places.best(able, entry)
-                outcomes.append(self._grant(entry, worker, rooms, now))
+                worker = self._placement.best(able, entry)
+                outcomes.append(self._grant(entry, worker, shortlist, now))
                 continue
-            outcomes.extend(self._backfill(entry, order, rooms, now))
+            outcomes.extend(self._backfill(entry, order, shortlist, now))
             break
         return outcomes
 
     def _backfill(
-        self, first: Waiting, order: Iterator[Waiting], rooms: Choice, now: float
+        self, first: Waiting, order: Iterator[Waiting], shortlist: WorkerShortlist, now: float
     ) -> list[Outcome]:
         """Later ones that fit and leave the first one's reservation alone."""
-        reserved = self._places.reserve(first, rooms, now)
+        reserved = self._placement.reserve(first, shortlist, now)
         if reserved is None:
             return []
         steps, kept = reserved
         outcomes: list[Outcome] = []
-        own = self._places.candidate(first, kept)
+        own = self._placement.candidate(first, kept)
         max_wait_s = self.settings.queue.max_wait_s
-        later = list(islice(order, self.settings.max_passes))
-        all_able = self._places.able(later, rooms)
+        later = list(islice(order, self.settings.max_backfills))
+        all_able = self._placement.able(later, shortlist)
         for i, entry in enumerate(later):
-            if first.num_passed >= self.settings.max_passes or first.is_overdue(now, max_wait_s):
+            if first.num_overtaken >= self.settings.max_backfills or first.is_overdue(
+                now, max_wait_s
+            ):
                 break
             able = all_able[i]
             for place, name in enumerate(each[1] for each in able):
                 if name == kept:
-                    joined = rooms[kept].joined_by(self._places.candidate(entry, kept))
+                    joined = shortlist[kept].joined_by(self._placement.candidate(entry, kept))
                     if not joined.admits_after(steps, own):
                         del able[place]
                     break
             if able:
-                first.num_passed += 1
-                worker = self._places.best(able, entry)
-                outcomes.append(self._grant(entry, worker, rooms, now))
-                all_able[i + 1 :] = self._places.able(later[i + 1 :], rooms)
+                first.num_overtaken += 1
+                worker = self._placement.best(able, entry)
+                outcomes.append(self._grant(entry, worker, shortlist, now))
+                all_able[i + 1 :] = self._placement.able(later[i + 1 :], shortlist)
         return outcomes
 
-    def _grant(self, entry: Waiting, worker: str, rooms: Choice, now: float) -> Ticket:
+    def _grant(self, entry: Waiting, worker: str, shortlist: WorkerShortlist, now: float) -> Ticket:
         ledger = self.ledgers[worker]
         until = now + self.settings.lease_s
         if entry.request_id in ledger:  # by a report of an earlier stay
             ledger.withdraw(entry.request_id)
-            self._strangers.discard(entry.request_id)
+            self._provisional.discard(entry.request_id)
         ledger.lease(entry.demand, until)
-        rooms.grant(worker, self._places.candidate(entry, worker))
+        shortlist.grant(worker, self._placement.candidate(entry, worker))
         self.queue.remove(entry.request_id)
         self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
         self._admitted[entry.request_id] = (worker, entry)
         tokens = entry.demand.prompt_tokens + round(entry.expected)
-        self._places.sent(entry.prefix, tokens, ledger)
+        self._placement.sent(entry.prefix, tokens, ledger)
         waited = now - entry.arrived
         fixed, ahead = entry.predicted_wait
         if ahead > 0:
             ratio = min(max((waited - fixed) / ahead, 0.1), 10.0)
             self.wait_factor += Gate.STEP * (ratio - self.wait_factor)
         epoch = ledger.spec.epoch
-        return Ticket(entry.request_id, worker, epoch, waited, until, entry.told_s)
+        return Ticket(entry.request_id, worker, epoch, waited, until, entry.quoted_wait_s)
 
     def _entry(
-        self, request: GateRequest, demand: Demand, law: LengthDistribution, now: float
+        self, request: GateRequest, demand: Demand, length: LengthDistribution, now: float
     ) -> Waiting:
         """With its expected length, and the tokens x seconds of KV that it will take."""
         self._number += 1
@@ -383,7 +387,7 @@ class Gate:
             priority=request.priority,
             arrived=now,
             number=self._number,
-            expected=law.mean,
+            expected=length.mean,
             area=area * self._pace_s / self._capacity,
             deadline=request.deadline,
             prefix=request.prefix,
@@ -391,33 +395,38 @@ class Gate:
         )
 
     def _would_wait(self, entry: Waiting, now: float) -> float:
-        fixed, ahead = self._foretold(entry, now)
+        fixed, ahead = self._predicted_wait(entry, now)
         return fixed + self.wait_factor * ahead
 
-    def _foretold(self, entry: Waiting, now: float) -> tuple[float, float]:
+    def _predicted_wait(self, entry: Waiting, now: float) -> tuple[float, float]:
         """Seconds until the first one fits, and of all memory that is served before `entry`."""
-        fixed = max((self._places.first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
+        fixed = max((self._placement.first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
         return fixed, self.queue.area_ahead(entry, now) / Gate.SHARE
 
     def _refuse(
-        self, entry: Waiting, reason: str, text: str, after_s: float, room_s: float | None = None
+        self,
+        entry: Waiting,
+        reason: str,
+        text: str,
+        after_s: float,
+        patience_s: float | None = None,
     ) -> Refusal:
         """Its own dice spread the time to stay away by a fifth: not all come back at once.
 
-        `room_s`: that it may wait; of such it is learnt how soon they would have been let in.
+        `patience_s`: that it may wait; of such it is learnt how soon they would have been let in.
         """
         least, most = self.settings.retry_s
-        spread = 0.8 + 0.4 * float(entry.demand.u[0])
-        if room_s is not None:
-            self._returns.refused(entry, after_s, room_s)
-        after = min(max(self._returns.factor * after_s, least), most) * spread
+        spread = 0.8 + 0.4 * float(entry.demand.uniforms[0])
+        if patience_s is not None:
+            self._retry_after.watch(entry, after_s, patience_s)
+        after = min(max(self._retry_after.factor * after_s, least), most) * spread
         return Refusal(entry.request_id, reason, f"refused for now: {text}", after)
 
 
 def _never(entry: Waiting, capacity: int) -> Refusal:
     text = (
         f"prompt_tokens ({entry.demand.prompt_tokens}) and max_tokens "
-        f"({entry.demand.law.max_tokens}) exceed the {capacity} KV tokens of the largest worker: "
-        "ask for fewer tokens"
+        f"({entry.demand.length.max_tokens}) exceed the {capacity} KV tokens of the largest "
+        "worker: ask for fewer tokens"
     )
     return Refusal(entry.request_id, "never_fits", text)

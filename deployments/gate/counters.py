@@ -12,7 +12,7 @@ from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 
 @dataclass(slots=True)
-class KeeperCounts:
+class GateCounters:
     """Totals of this life, for metrics."""
 
     admitted: int = 0
@@ -29,16 +29,16 @@ class KeeperCounts:
     def admits(self, ticket: Ticket) -> None:
         """One of those that were judged comes in; it may have waited."""
         self.admitted += 1
-        if ticket.predicted_s > 0:
+        if ticket.quoted_wait_s > 0:
             self.waits += 1
-            self.predicted_wait_s += ticket.predicted_s
+            self.predicted_wait_s += ticket.quoted_wait_s
             self.actual_wait_s += ticket.waited_s
-            self.wait_error_s += abs(ticket.waited_s - ticket.predicted_s)
+            self.wait_error_s += abs(ticket.waited_s - ticket.quoted_wait_s)
 
-    def figures(self, life: int, num_waiting: int, learner: GateLearner) -> pb.Figures:
+    def figures(self, epoch: int, num_waiting: int, learner: GateLearner) -> pb.Figures:
         """As ingresses hear them."""
         return pb.Figures(
-            life=life,
+            epoch=epoch,
             num_waiting=num_waiting,
             num_admitted=self.admitted,
             num_expired=self.expired,

@@ -1,8 +1,8 @@
-"""Demands of requests: each with a share of the dice that is its own, whoever else is there.
+"""Draws each request's possible answer lengths from its own random stream.
 
-The futures of an answer are drawn once, from its id and the gate's seed (common random numbers): a
-request that was turned away gets no luckier by asking again. Whoever came past the gate, or is let
-in before anything is foretold, has the broad law of the beginning. Knows nothing of workers' books.
+The stream depends on the request's id and the gate's seed alone (common random numbers), so that
+asking again gives the same futures. A request that bypassed the gate, or was admitted without a
+prediction, has the predictor's prior distribution.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from penstock.deployments.prediction.distribution import (
 )
 from penstock.deployments.prediction.hazards import length_prior
 
-TABLE = 1024  # rows of dice: a million requests have different ones
+TABLE = 1024  # rows of strata and of offsets: a million different streams
 
 
-class Demands:
-    """Of one gate: `num_samples` futures for each."""
+class FutureSampler:
+    """Makes the demands of one gate's requests, with `num_samples` futures each."""
 
     def __init__(self, seed: int, num_samples: int) -> None:
         rng = np.random.default_rng(seed)
         # A generator for each request would cost 50 us.
         self._strata = rng.permuted(np.tile(np.arange(num_samples), (TABLE, 1)), axis=1)
-        self._places = rng.random((TABLE, num_samples))
-        self._broad = cumulative_hazard(length_prior())
+        self._offsets = rng.random((TABLE, num_samples))
+        self._prior = cumulative_hazard(length_prior())
 
-    def of(self, request: GateRequest, law: LengthDistribution) -> Demand:
-        """`law` is of how long its memory is held."""
+    def demand(self, request: GateRequest, length: LengthDistribution) -> Demand:
+        """`length`: how long its memory is held, in tokens."""
         name = request.request_id
-        return Demand(name, request.prompt_tokens, law, self.dice(name), request.ceiling)
+        return Demand(name, request.prompt_tokens, length, self.uniforms(name), request.ceiling)
 
-    def unseen(self, request: GateRequest, max_tokens: int | None) -> Demand:
-        """Nothing is foretold of it yet."""
-        return self.of(request, LengthDistribution(self._broad, max_tokens))
+    def provisional(self, request: GateRequest, max_tokens: int | None) -> Demand:
+        """Of a request without a prediction: the prior distribution."""
+        return self.demand(request, LengthDistribution(self._prior, max_tokens))
 
-    def adopted(self, running: Running) -> Demand:
-        """It came past the gate: a report has told of it."""
-        law, name = LengthDistribution(self._broad, running.max_tokens), running.request_id
-        return Demand(name, running.prompt_tokens, law, self.dice(name))
+    def from_report(self, running: Running) -> Demand:
+        """Of a request that bypassed the gate, known from a worker's report."""
+        length, name = LengthDistribution(self._prior, running.max_tokens), running.request_id
+        return Demand(name, running.prompt_tokens, length, self.uniforms(name))
 
-    def dice(self, request_id: str) -> Floats:
-        """[samples] stratified uniform numbers of a request's own: they do not hang on others."""
+    def uniforms(self, request_id: str) -> Floats:
+        """[samples] stratified uniform numbers in [0, 1), from the request's id alone."""
         drawn = zlib.crc32(request_id.encode())
-        strata, places = self._strata[drawn % TABLE], self._places[drawn // TABLE % TABLE]
-        u: Floats = (strata + places) / self._strata.shape[1]
-        return u
+        strata, offsets = self._strata[drawn % TABLE], self._offsets[drawn // TABLE % TABLE]
+        uniforms: Floats = (strata + offsets) / self._strata.shape[1]
+        return uniforms

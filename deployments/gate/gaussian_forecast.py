@@ -22,7 +22,7 @@ _AT = HORIZONS.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class GridRoom:
+class GaussianForecast:
     """What a worker's answers may hold at each of HORIZONS."""
 
     capacity: int  # tokens of KV
@@ -54,7 +54,7 @@ class GridRoom:
         """`peak_if_admitted` of each, were it the only one."""
         return [self.peak_if_admitted(each) for each in candidates]
 
-    def joined_by(self, candidate: Candidate) -> GridRoom:
+    def joined_by(self, candidate: Candidate) -> GaussianForecast:
         """The same worker with the candidate on it."""
         there = _survival(candidate)
         return replace(
@@ -102,7 +102,7 @@ class GridRoom:
         return _with(use, candidate).peak(self.deviations) <= self.limit
 
 
-def grid_room(
+def gaussian_forecast(
     used: Ints,
     survival: Floats,
     ceilings: Ints,
@@ -112,16 +112,16 @@ def grid_room(
     level: float,
     deviations: float,
     slots: int,
-) -> GridRoom:
+) -> GaussianForecast:
     """The room of a worker whose answers hold `used` [n], survive so [n, horizons], up to [n]."""
     if len(used) == 0:
         zero = np.zeros(len(HORIZONS))
-        return GridRoom(
+        return GaussianForecast(
             capacity, limit, level, deviations, slots, 0, empty_grid(HORIZONS), zero, zero.copy()
         )
     holds = np.minimum(used[:, None] + _AT, np.maximum(ceilings, used)[:, None])
     dead = 1.0 - survival
-    return GridRoom(
+    return GaussianForecast(
         capacity,
         limit,
         level,

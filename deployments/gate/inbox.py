@@ -14,12 +14,12 @@ from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One of them. `message.entered` is set where it has come in already."""
+    """One of them. `message.credit_epoch` is set where it has come in already."""
 
     ingress: str
     message: pb.Offer
     came_s: float
-    is_held: bool = False  # the books have it, by a broad law
+    is_held: bool = False  # the books have it, by a broad distribution
 
 
 class Inbox:

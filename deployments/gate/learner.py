@@ -75,7 +75,7 @@ class GateLearner:
         watch = self._over.pop(label.request_id, None)
         try:
             features = features_from(label.features)
-            law = self.predictor.predict(features)
+            distribution = self.predictor.predict(features)
             is_end, left = label.ended == "stop", label.ended == "cancel"
             self.predictor.observe(features, label.length, label.ended, watch)
         except ValueError as error:
@@ -83,7 +83,7 @@ class GateLearner:
             return
         self.num_learnt += 1
         if not features.ignore_eos:
-            held = coverage(law, label.length, is_end, left)
+            held = coverage(distribution, label.length, is_end, left)
             for i, hit in enumerate(held):
                 if hit is not None:
                     self.coverage[i] += COVERAGE_WEIGHT * (hit - self.coverage[i])

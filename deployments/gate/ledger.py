@@ -13,10 +13,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.deployments.gate.gaussian_forecast import HORIZONS, GridRoom, grid_room
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate, Room
+from penstock.deployments.gate.gaussian_forecast import (
+    HORIZONS,
+    GaussianForecast,
+    gaussian_forecast,
+)
+from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate, SampledForecast
 from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
-from penstock.deployments.prediction.distribution import MAX_LENGTH, Ints, StackedLaws, stack
+from penstock.deployments.prediction.distribution import (
+    MAX_LENGTH,
+    Ints,
+    StackedDistributions,
+    stack,
+)
+
+Forecast = SampledForecast | GaussianForecast
 
 
 @dataclass(slots=True)
@@ -58,7 +69,7 @@ class _Holding:
 
 @dataclass(slots=True)
 class Ledger:
-    """One worker's book."""
+    """One worker's account."""
 
     spec: WorkerSpec
     step_s: float = 0.03  # until it reports
@@ -71,8 +82,8 @@ class Ledger:
     _expected: float = 0.0  # tokens, sum of _held
     _reported_at: float = 0.0
     _leases: int = 0  # of _held, not yet started
-    _laws: StackedLaws | None = None
-    _room: tuple[tuple, Room | GridRoom] | None = None  # None: something changed
+    _lengths: StackedDistributions | None = None
+    _forecast: tuple[tuple, Forecast] | None = None  # None: something changed since
 
     REMEMBER_S = 10.0  # a report may be so late and still list what is over
 
@@ -122,7 +133,7 @@ class Ledger:
             self._drop(name)
         return gone
 
-    def report(self, report: Report, now: float, strangers: dict[str, Demand]) -> list[str]:
+    def report(self, report: Report, now: float, adopted: dict[str, Demand]) -> list[str]:
         """Set the book right; returns what was running and is no longer listed.
 
         `strangers`: demands for those listed that the book lacks (the gate was restarted, or an
@@ -131,7 +142,7 @@ class Ledger:
         if report.epoch != self.spec.epoch or report.sequence <= self._sequence:
             return []
         self._sequence, self.is_open = report.sequence, True
-        self._reported_at, self._room = now, None
+        self._reported_at, self._forecast = now, None
         if report.step_s > 0:
             self.step_s = report.step_s
         preempted = report.num_preemptions - self._num_preemptions
@@ -148,7 +159,7 @@ class Ledger:
                 continue  # it ended while the report was under way
             holding = self._held.get(each.request_id)
             if holding is None:
-                holding = self._hold(strangers[each.request_id], None)
+                holding = self._hold(adopted[each.request_id], None)
             self._leases -= holding.lease_until is not None
             holding.lease_until = None
             holding.generated, holding.reported_at, holding.listed = each.generated, now, True
@@ -169,7 +180,7 @@ class Ledger:
             steps = 0
             if each.generated > 0:  # with its prompt under way nothing comes
                 steps = max(int((now - each.reported_at) / self.step_s), 0)
-            limit = each.demand.law.max_tokens or MAX_LENGTH
+            limit = each.demand.length.max_tokens or MAX_LENGTH
             counts[i] = max(min(each.generated + steps, limit - 1), each.generated)
         return counts
 
@@ -178,18 +189,18 @@ class Ledger:
         size, limit = self.spec.block_size, int((1.0 - self.headroom.share) * self.spec.capacity)
         for each in self._held.values():
             demand = each.demand
-            if demand.law.max_tokens is None and demand.ceiling is None:
+            if demand.length.max_tokens is None and demand.ceiling is None:
                 return 0, 0  # nobody knows
             limit -= demand.longest(size) + size
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
-    def takes_unseen(self, demand: Demand) -> bool:
+    def fits_worst_case(self, demand: Demand) -> bool:
         """Whether there is room however long it and all others become; alone, all may try."""
         longest = demand.longest(self.spec.block_size)
         if not self._held:
             return self.is_open and longest <= self.spec.capacity
-        if demand.law.max_tokens is None and demand.ceiling is None:
+        if demand.length.max_tokens is None and demand.ceiling is None:
             return False
         tokens, slots = self.spare()
         return slots > 0 and longest + self.spec.block_size <= tokens
@@ -203,31 +214,31 @@ class Ledger:
     def has_slots(self) -> bool:
         return self.is_open and len(self._held) < self.spec.slots
 
-    def room(
+    def forecast(
         self, now: float, level: float, num_samples: int, deviations: float | None = None
-    ) -> Room | GridRoom:
+    ) -> Forecast:
         """The worker as it should look now; with `deviations`, by means and variances.
 
         Made once for each change of the book and each step of the worker.
         """
         moment = (self._steps(now), self.is_open, level, deviations)
-        if self._room is not None and self._room[0] == moment:
-            return self._room[1]
+        if self._forecast is not None and self._forecast[0] == moment:
+            return self._forecast[1]
         demands = [each.demand for each in self._held.values()]
         generated = self.generated(now)
-        if self._laws is None:
-            self._laws = stack([each.law for each in demands])
+        if self._lengths is None:
+            self._lengths = stack([each.length for each in demands])
         used = _used(demands, generated, self.spec.block_size)
         ceilings = np.array(
             [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
         )
         limit = int((1.0 - self.headroom.share) * self.spec.capacity)
         slots = self.spec.slots - len(demands) if self.is_open else 0
-        room: Room | GridRoom
+        forecast: Forecast
         if deviations is not None:
-            alive = self._laws.survival_after(generated, HORIZONS - 1)
+            alive = self._lengths.survival_after(generated, HORIZONS - 1)
             alive[:, :2] = 1.0  # at its limit an answer still has this step to go
-            room = grid_room(
+            forecast = gaussian_forecast(
                 used,
                 alive,
                 ceilings,
@@ -240,10 +251,10 @@ class Ledger:
         else:
             remaining = np.zeros((0, num_samples), np.int64)
             if demands:
-                u = np.array([each.u for each in demands])
+                uniforms = np.array([each.uniforms for each in demands])
                 # At its limit an answer still has this step to go: its memory is not free yet.
-                remaining = np.maximum(self._laws.sample_remaining(generated, u), 1)
-            room = Room(
+                remaining = np.maximum(self._lengths.sample_remaining(generated, uniforms), 1)
+            forecast = SampledForecast(
                 capacity=self.spec.capacity,
                 limit=limit,
                 level=level,
@@ -252,14 +263,15 @@ class Ledger:
                 remaining=remaining,
                 ceilings=ceilings,
             )
-        self._room = (moment, room)
-        return room
+        self._forecast = (moment, forecast)
+        return forecast
 
-    def joined(self, room: Room | GridRoom, candidate: Candidate, now: float) -> Room | GridRoom:
+    def joined(self, forecast: Forecast, candidate: Candidate, now: float) -> Forecast:
         """The `room` once the candidate is in it, whose lease is in the book since then."""
-        joined = room.joined_by(candidate)
-        judged = (room.level, None) if isinstance(room, Room) else (room.level, room.deviations)
-        self._room = ((self._steps(now), self.is_open, *judged), joined)
+        joined = forecast.joined_by(candidate)
+        deviations = None if isinstance(forecast, SampledForecast) else forecast.deviations
+        judged = (forecast.level, deviations)
+        self._forecast = ((self._steps(now), self.is_open, *judged), joined)
         return joined
 
     @property
@@ -275,7 +287,7 @@ class Ledger:
         holding = _Holding(demand, demand.expected, until)
         self._held[demand.request_id] = holding
         self._expected += holding.expected
-        self._laws = self._room = None
+        self._lengths = self._forecast = None
         return holding
 
     def _drop(self, request_id: str) -> bool:
@@ -284,7 +296,7 @@ class Ledger:
             return False
         self._expected -= holding.expected
         self._leases -= holding.lease_until is not None
-        self._laws = self._room = None
+        self._lengths = self._forecast = None
         return True
 
 

@@ -5,7 +5,7 @@ then all of it is free. The peak over time is what a pool must hold. Two forms: 
 futures (the rule of "Past-Future", arXiv 2507.10150, and of LightLLM's router), and Gaussian, on
 means and variances over a grid of horizons, whose cost does not grow with the number of answers.
 Each has an incremental form for one more candidate. Pure functions of arrays, in tokens and steps;
-knows nothing of requests, laws or workers.
+knows nothing of requests, distributions or workers.
 """
 
 from __future__ import annotations

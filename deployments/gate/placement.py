@@ -19,23 +19,22 @@ from statistics import NormalDist
 
 import numpy as np
 
-from penstock.deployments.gate.gaussian_forecast import GridRoom
-from penstock.deployments.gate.ledger import Ledger
-from penstock.deployments.gate.prefix_affinity import PrefixBook
-from penstock.deployments.gate.sampled_forecast import Candidate, Room
+from penstock.deployments.gate.ledger import Forecast, Ledger
+from penstock.deployments.gate.prefix_affinity import PrefixAffinity
+from penstock.deployments.gate.sampled_forecast import Candidate
 from penstock.deployments.gate.types import Demand, GateSettings, Wait
 from penstock.deployments.gate.wait_queue import Waiting
 from penstock.deployments.prediction.distribution import Floats
 
 
-class Places:
+class Placement:
     """The workers of one gate, whose books others keep."""
 
     def __init__(self, ledgers: Mapping[str, Ledger]) -> None:
         self.ledgers = ledgers
         self.first_fits_at: float | None = None  # the first of those that wait
         self._reserved: tuple[str, str, float] | None = None  # request, worker, and when
-        self._prefixes: PrefixBook[tuple[str, str]] = PrefixBook()  # by worker and epoch
+        self._prefixes: PrefixAffinity[tuple[str, str]] = PrefixAffinity()  # by worker and epoch
 
     def could_fit(self, demand: Demand) -> bool:
         """Whether some worker could hold it at its longest."""
@@ -47,30 +46,34 @@ class Places:
     def candidate(self, entry: Waiting, worker: str) -> Candidate:
         return entry.candidate(self.ledgers[worker].spec.block_size)
 
-    def able(self, entries: Sequence[Waiting], rooms: Choice) -> list[list[tuple[float, str]]]:
+    def able(
+        self, entries: Sequence[Waiting], shortlist: WorkerShortlist
+    ) -> list[list[tuple[float, str]]]:
         """For each: workers with room for it, with its predicted peak as a share."""
         able: list[list[tuple[float, str]]] = [[] for _ in entries]
-        near: dict[str, list[int]] = {}  # by worker: places in `entries` for which it is looked at
+        asked: dict[str, list[int]] = {}  # by worker: indices of the entries that may go there
         for i, entry in enumerate(entries):
-            for name in rooms.near(entry.demand, self.hits(entry.prefix)):
-                near.setdefault(name, []).append(i)
-        for name, places in near.items():
-            room = rooms[name]
-            peaks = room.peaks_if_admitted([self.candidate(entries[i], name) for i in places])
-            for i, peak in zip(places, peaks):
+            for name in shortlist.workers_for(entry.demand, self.hits(entry.prefix)):
+                asked.setdefault(name, []).append(i)
+        for name, indices in asked.items():
+            forecast = shortlist[name]
+            peaks = forecast.peaks_if_admitted([self.candidate(entries[i], name) for i in indices])
+            for i, peak in zip(indices, peaks):
                 if peak is not None:
-                    able[i].append((peak / room.capacity, name))
+                    able[i].append((peak / forecast.capacity, name))
         return able
 
     def best(self, able: Sequence[tuple[float, str]], entry: Waiting) -> str:
         """Of workers that are able, the one to take."""
         return best_of(able, self.hits(entry.prefix))
 
-    def unseen(self, demand: Demand, prefix: Sequence[int], rooms: Choice) -> str | None:
+    def worst_case_fit(
+        self, demand: Demand, prefix: Sequence[int], shortlist: WorkerShortlist
+    ) -> str | None:
         """The worker that takes it however long it and all others become; None: to be judged."""
         hits = self.hits(prefix)
-        near = [(self.ledgers[name].load, name) for name in rooms.near(demand, hits)]
-        able = [each for each in near if self.ledgers[each[1]].takes_unseen(demand)]
+        loads = [(self.ledgers[name].load, name) for name in shortlist.workers_for(demand, hits)]
+        able = [each for each in loads if self.ledgers[each[1]].fits_worst_case(demand)]
         if not able or not hits.keys() <= {name for _, name in able}:
             return None  # where its beginning is cached, there may be room as well
         return best_of(able, hits)
@@ -89,48 +92,52 @@ class Places:
         """That life of a worker is over."""
         self._prefixes.forget((ledger.spec.name, ledger.spec.epoch))
 
-    def soonest(self, entry: Waiting, rooms: Choice) -> tuple[int, str] | None:
+    def soonest(self, entry: Waiting, shortlist: WorkerShortlist) -> tuple[int, str] | None:
         """Where it fits soonest, and after how many steps there."""
         best: tuple[float, int, str] | None = None
-        for name in rooms.near(entry.demand):
-            steps = rooms[name].fits_after(self.candidate(entry, name))
+        for name in shortlist.workers_for(entry.demand):
+            steps = shortlist[name].fits_after(self.candidate(entry, name))
             if steps is not None:
                 found = (steps * self.ledgers[name].step_s, steps, name)
                 best = min(best, found) if best is not None else found
         return None if best is None else best[1:]
 
-    def reserve(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
+    def reserve(
+        self, first: Waiting, shortlist: WorkerShortlist, now: float
+    ) -> tuple[int, str] | None:
         """The reservation of the first one that waits, kept for the next time: steps, worker."""
-        reserved = self._reservation(first, rooms, now)
+        reserved = self._reservation(first, shortlist, now)
         if reserved is not None:
             steps, worker = reserved
             self.first_fits_at = now + steps * self.ledgers[worker].step_s
             self._reserved = (first.request_id, worker, self.first_fits_at)
         return reserved
 
-    def explain(self, entry: Waiting, rooms: Choice, now: float) -> Wait:
+    def explain(self, entry: Waiting, shortlist: WorkerShortlist, now: float) -> Wait:
         """Why the first one waits, and until when."""
         waited = now - entry.arrived
-        soonest = self.soonest(entry, rooms)
+        soonest = self.soonest(entry, shortlist)
         if soonest is None:
-            reason = "slots" if rooms else "no_worker"
+            reason = "slots" if shortlist else "no_worker"
             return Wait(entry.request_id, entry.tenant, 0, reason, waited, None)
         steps, name = soonest
-        room = rooms[name]
-        peak = room.peak_with(self.candidate(entry, name))
-        reason = "slots" if room.slots < 1 else "memory"
+        forecast = shortlist[name]
+        peak = forecast.peak_with(self.candidate(entry, name))
+        reason = "slots" if forecast.slots < 1 else "memory"
         seconds = steps * self.ledgers[name].step_s
         return Wait(
-            entry.request_id, entry.tenant, 0, reason, waited, seconds, name, peak, room.limit
+            entry.request_id, entry.tenant, 0, reason, waited, seconds, name, peak, forecast.limit
         )
 
-    def _reservation(self, first: Waiting, rooms: Choice, now: float) -> tuple[int, str] | None:
+    def _reservation(
+        self, first: Waiting, shortlist: WorkerShortlist, now: float
+    ) -> tuple[int, str] | None:
         """Where the first one will fit, and after how many steps: the soonest that is found.
 
         What was reserved before is asked again. The rule is not monotone in time, and a search
         that skips a moment it had found would let later ones delay it.
         """
-        found = self.soonest(first, rooms)
+        found = self.soonest(first, shortlist)
         request_id, worker, at = self._reserved or ("", "", 0.0)
         if request_id != first.request_id or worker not in self.ledgers:
             return found
@@ -138,7 +145,7 @@ class Places:
         steps = max(round((at - now) / step_s), 0)
         if found is not None and found[0] * self.ledgers[found[1]].step_s <= steps * step_s:
             return found
-        holds = rooms[worker].admits_after(steps, self.candidate(first, worker))
+        holds = shortlist[worker].admits_after(steps, self.candidate(first, worker))
         return (steps, worker) if holds else found
 
 
@@ -159,7 +166,7 @@ def best_of(able: Sequence[tuple[float, str]], hits: Mapping[str, int]) -> str:
     return min(able, key=rank)[1]
 
 
-class Choice:
+class WorkerShortlist:
     """The workers as they are now."""
 
     def __init__(
@@ -173,7 +180,7 @@ class Choice:
         a queue it costs throughput, and the level falls."""
         self._ledgers, self._settings, self._now = ledgers, settings, now
         self._names = list(ledgers)
-        self._rooms: dict[str, Room | GridRoom] = {}
+        self._forecasts: dict[str, Forecast] = {}
         self._deviations = None
         self._level = settings.level_after(longest_wait_s)
         if settings.rule == "gaussian":
@@ -183,23 +190,23 @@ class Choice:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def __getitem__(self, name: str) -> Room | GridRoom:
-        if name not in self._rooms:
+    def __getitem__(self, name: str) -> Forecast:
+        if name not in self._forecasts:
             settings = self._settings
-            self._rooms[name] = self._ledgers[name].room(
+            self._forecasts[name] = self._ledgers[name].forecast(
                 self._now, self._level, settings.num_samples, self._deviations
             )
-        return self._rooms[name]
+        return self._forecasts[name]
 
-    def near(self, demand: Demand, hits: Iterable[str] = ()) -> list[str]:
+    def workers_for(self, demand: Demand, hits: Iterable[str] = ()) -> list[str]:
         """Workers to look at for this one, in no order, those of `hits` (its prefix) among them."""
         most = self._settings.max_choices
         if len(self._names) <= most:
             return self._names
         if self._loads is None:
-            books = self._ledgers.values()
-            self._loads = np.array([e.load if e.has_slots else np.inf for e in books])
-            self._capacities = np.array([each.spec.capacity for each in books])
+            ledgers = self._ledgers.values()
+            self._loads = np.array([e.load if e.has_slots else np.inf for e in ledgers])
+            self._capacities = np.array([each.spec.capacity for each in ledgers])
             self._places = {name: i for i, name in enumerate(self._names)}
         loads = np.where(self._capacities >= demand.longest(1), self._loads, np.inf)
         least = [self._names[i] for i in np.argpartition(loads, most)[:most].tolist()]
@@ -208,6 +215,6 @@ class Choice:
     def grant(self, name: str, candidate: Candidate) -> None:
         """The candidate is on that worker now; its ledger knows."""
         ledger = self._ledgers[name]
-        self._rooms[name] = ledger.joined(self[name], candidate, self._now)
+        self._forecasts[name] = ledger.joined(self[name], candidate, self._now)
         if self._loads is not None:
             self._loads[self._places[name]] = ledger.load if ledger.has_slots else np.inf

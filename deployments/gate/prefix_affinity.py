@@ -35,7 +35,7 @@ def prefix_marks(token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(marks)
 
 
-class PrefixBook(Generic[Place]):
+class PrefixAffinity(Generic[Place]):
     """Where prompts went of late. At most `max_entries` marks, with `MAX_PLACES` each."""
 
     MAX_PLACES = 4
@@ -53,7 +53,7 @@ class PrefixBook(Generic[Place]):
             places = self._places.setdefault(mark, {})
             places.pop(place, None)
             places[place] = sent + capacity
-            if len(places) > PrefixBook.MAX_PLACES:
+            if len(places) > PrefixAffinity.MAX_PLACES:
                 del places[next(iter(places))]
             self._places.move_to_end(mark)
         while len(self._places) > self._max_entries:

@@ -15,21 +15,21 @@ from dataclasses import dataclass
 
 from penstock.deployments.gate.wait_queue import Waiting
 
-HELD = 0.6  # share of the refused that would be let in by the time they are told
+TARGET_SHARE = 0.6  # share of the refused that would be let in by the time they are told
 STEP = 0.05  # of the factor's logarithm, for each of them
 SMALLEST, LARGEST = 0.05, 3.0
-LOOK_S = 0.5
-MOST = 8  # that are remembered; others are not learnt from
+UPDATE_S = 0.5
+MAX_WATCHED = 8  # that are remembered; others are not learnt from
 
 
 @dataclass(slots=True)
 class _Refused:
     entry: Waiting
     after_s: float  # that it was to stay away, before the factor
-    room_s: float  # that it may wait
+    patience_s: float  # that it may wait
 
 
-class Returns:
+class RetryAfterModel:
     """Of one gate. `would_wait(entry, now)` is what it would wait if it came now, in seconds."""
 
     def __init__(self, would_wait: Callable[[Waiting, float], float]) -> None:
@@ -38,26 +38,26 @@ class Returns:
         self._watched: list[_Refused] = []
         self._looked_at = -math.inf
 
-    def refused(self, entry: Waiting, after_s: float, room_s: float) -> None:
+    def watch(self, entry: Waiting, after_s: float, patience_s: float) -> None:
         """It came at `entry.arrived`, and would have waited longer than it may."""
-        if len(self._watched) < MOST and after_s > 0:
-            self._watched.append(_Refused(entry, after_s, room_s))
+        if len(self._watched) < MAX_WATCHED and after_s > 0:
+            self._watched.append(_Refused(entry, after_s, patience_s))
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Who would be let in by now? Called as often as is convenient."""
-        if not self._watched or now < self._looked_at + LOOK_S:
+        if not self._watched or now < self._looked_at + UPDATE_S:
             return
         self._looked_at, kept = now, []
         for each in self._watched:
-            since, told_s = now - each.entry.arrived, self.factor * each.after_s
-            if self._would_wait(each.entry, now) <= each.room_s:
-                self._learn(since <= told_s)
-            elif since > max(told_s, LARGEST * each.after_s):
+            since, quoted_s = now - each.entry.arrived, self.factor * each.after_s
+            if self._would_wait(each.entry, now) <= each.patience_s:
+                self._learn(since <= quoted_s)
+            elif since > max(quoted_s, LARGEST * each.after_s):
                 self._learn(False)
             else:
                 kept.append(each)
         self._watched = kept
 
     def _learn(self, held: bool) -> None:
-        moved = self.factor * math.exp(STEP * (HELD - held))
+        moved = self.factor * math.exp(STEP * (TARGET_SHARE - held))
         self.factor = min(max(moved, SMALLEST), LARGEST)

@@ -43,7 +43,7 @@ def order_statistic(values: Ints, level: float) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SampledForecast:
     """What a worker's answers hold now and in each sampled future."""
 
     capacity: int  # tokens of KV
@@ -90,15 +90,15 @@ class Room:
             used = np.array([each.used for each in chosen], np.int64)
             remaining = np.stack([each.remaining for each in chosen])
             peaks = self._sorted().peaks_of(used, remaining, np.full(len(chosen), -1))
-            told = order_statistic(peaks, self.level).tolist()
+            quantiles = order_statistic(peaks, self.level).tolist()
         else:
-            told = [self.peak_with(each) for each in chosen]
-        for i, peak in zip(able, told):
+            quantiles = [self.peak_with(each) for each in chosen]
+        for i, peak in zip(able, quantiles):
             if num == 0 or peak <= self.limit:
                 found[i] = peak
         return found
 
-    def joined_by(self, candidate: Candidate) -> Room:
+    def joined_by(self, candidate: Candidate) -> SampledForecast:
         """The same worker with the candidate on it."""
         used, remaining, ceilings = _joined(self._grid(), self.remaining, self.ceilings, candidate)
         return replace(

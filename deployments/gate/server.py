@@ -25,7 +25,7 @@ import grpc
 import ray
 from ray.exceptions import RayActorError
 
-from penstock.deployments.gate.service import GateKeeper, GateSetup
+from penstock.deployments.gate.service import GateService, GateSetup
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
 from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.deployments.prediction.snapshot import SnapshotError, restore, snapshot
@@ -52,7 +52,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
     def __init__(self) -> None:
         self._token = secrets.token_hex(32)
         self._links: dict[str, _Link] = {}
-        self.keeper: GateKeeper | None = None
+        self.service: GateService | None = None
         self._address: str | None = None
         self._server: Any = None
         self._wake = asyncio.Event()
@@ -65,7 +65,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def where(self, setup: GateSetup) -> GateAddress:
         """Where to connect. The first caller of a life, or one with another setup, starts it."""
         async with self._starting:
-            if self.keeper is None or self.keeper.setup != setup:
+            if self.service is None or self.service.setup != setup:
                 await self._start(setup)
         assert self._address is not None
         return GateAddress(self._address, self._token, os.getpid())
@@ -74,7 +74,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
         return os.getpid()
 
     async def _start(self, setup: GateSetup) -> None:
-        predictor = self.keeper.learner.predictor if self.keeper else _load(setup.snapshot_file)
+        predictor = self.service.learner.predictor if self.service else _load(setup.snapshot_file)
         self._open_books(setup, predictor)
         if self._address is None:
             server = grpc.aio.server()
@@ -94,7 +94,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
             log.info("the gate listens on %s", self._address)
 
     def _open_books(self, setup: GateSetup, predictor: LengthPredictor) -> None:
-        self.keeper = GateKeeper(setup, predictor, self._outgoing, time.monotonic())
+        self.service = GateService(setup, predictor, self._outgoing, time.monotonic())
         for link in self._links.values():
             link.left.set()  # they come again, and say what workers run
 
@@ -112,14 +112,14 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
         As after a restart: who waits goes on without the gate, what was learnt is kept.
         """
-        keeper = self.keeper
-        assert keeper is not None
+        service = self.service
+        assert service is not None
         try:
             yield
         except Exception:
             log.critical("the gate's books are at fault, and are made anew from what workers say")
-            if keeper is self.keeper:
-                self._open_books(keeper.setup, keeper.learner.predictor)
+            if service is self.service:
+                self._open_books(service.setup, service.learner.predictor)
             raise
 
     async def Connect(self, _: Any, context: Any) -> None:
@@ -138,13 +138,13 @@ class GateServer(gate_pb2_grpc.GateServicer):
                 log.error("a fault with what an ingress told", exc_info=error)
             if self._links.get(link.ingress) is link:
                 del self._links[link.ingress]
-                if self.keeper is not None:
-                    self.keeper.leaves(link.ingress)
+                if self.service is not None:
+                    self.service.ingress_left(link.ingress)
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         await self._check(context)
-        assert self.keeper is not None
-        return self.keeper.explain(time.monotonic(), min(request.limit or 32, 1000))
+        assert self.service is not None
+        return self.service.explain(time.monotonic(), min(request.limit or 32, 1000))
 
     async def close(self) -> None:
         """End, for tests: Ray kills the process."""
@@ -155,36 +155,36 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
-        if self.keeper is None or not hmac.compare_digest(
+        if self.service is None or not hmac.compare_digest(
             str(shown).encode(), self._token.encode()
         ):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong gate token")
 
     async def _read(self, link: _Link, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
-            keeper = self.keeper
-            assert keeper is not None
+            service = self.service
+            assert service is not None
             if not link.ingress:
                 link.ingress = message.ingress_id
                 self._links[link.ingress] = link
-                keeper.joins(link.ingress)
+                service.ingress_joined(link.ingress)
             with self._judging():
-                keeper.take(link.ingress, message, time.monotonic())
+                service.receive(link.ingress, message, time.monotonic())
             asking = [
                 each.request_id
                 for each in message.offers
-                if not (each.HasField("entered") or each.text_follows)
+                if not (each.HasField("credit_epoch") or each.text_follows)
             ]
-            takes_s = len(keeper.inbox) * self._offer_s + self._tick_s
+            takes_s = len(service.inbox) * self._offer_s + self._tick_s
             if asking and takes_s <= INLINE_S and self._rest_s() <= 0:
                 self._turn()
                 self._tick()
             if asking:
-                keeper.told_waiting(asking, link.ingress)
+                service.report_queued(asking, link.ingress)
                 link.filled.set()
-            if keeper.num_waiting:
+            if service.num_waiting:
                 self._wake.set()
-            elif keeper.inbox:  # they are in: their worker's first step goes before the books
+            elif service.inbox:  # they are in: their worker's first step goes before the books
                 asyncio.get_running_loop().call_later(HELD_S, self._wake.set)
 
     async def _write(self, link: _Link, context: Any) -> None:
@@ -192,8 +192,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await link.filled.wait()
             link.filled.clear()
             message, link.message = link.message, pb.ToIngress()
-            if link.ingress and self.keeper is not None:
-                message.passes.CopyFrom(self.keeper.passes(link.ingress, time.monotonic()))
+            if link.ingress and self.service is not None:
+                message.credits.CopyFrom(self.service.credits(link.ingress, time.monotonic()))
             await context.write(message)
 
     def _outgoing(self, ingress: str) -> pb.ToIngress:
@@ -207,15 +207,15 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _work(self) -> None:
         """Offers that came faster than they could be judged; and those that wait."""
         while True:
-            keeper = self.keeper
-            assert keeper is not None
-            timeout_s = WAITING_TICK_S if keeper.num_waiting else BEAT_S
+            service = self.service
+            assert service is not None
+            timeout_s = WAITING_TICK_S if service.num_waiting else BEAT_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), timeout_s)
             self._wake.clear()
             self._turn()
             rest_s = self._rest_s()
-            if keeper.inbox:
+            if service.inbox:
                 self._wake.set()
                 await asyncio.sleep(0)
             elif rest_s > 0:
@@ -225,21 +225,21 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     def _turn(self) -> None:
         """Judge offers for a slice of time."""
-        keeper = self.keeper
-        assert keeper is not None
+        service = self.service
+        assert service is not None
         began_s = now_s = time.monotonic()
         num = 0
         with self._judging():
-            while now_s - began_s < SLICE_S and keeper.work(now_s):
+            while now_s - began_s < SLICE_S and service.judge_next(now_s):
                 now_s, num = time.monotonic(), num + 1
         if num:
             self._offer_s += 0.1 * ((now_s - began_s) / num - self._offer_s)
 
     def _tick(self) -> None:
-        assert self.keeper is not None
+        assert self.service is not None
         began_s = time.monotonic()
         with self._judging():
-            self.keeper.tick(began_s)
+            self.service.tick(began_s)
         self._ticked_at = time.monotonic()
         self._tick_s = self._ticked_at - began_s
 
@@ -247,15 +247,15 @@ class GateServer(gate_pb2_grpc.GateServicer):
         return self._ticked_at + REST * self._tick_s - time.monotonic()
 
     def _may_tick(self) -> bool:
-        assert self.keeper is not None
-        return self._rest_s() <= 0 and self.keeper.are_all_judged(time.monotonic())
+        assert self.service is not None
+        return self._rest_s() <= 0 and self.service.are_all_judged(time.monotonic())
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            keeper = self.keeper
-            assert keeper is not None
-            figures = keeper.figures()
+            service = self.service
+            assert service is not None
+            figures = service.figures()
             for link in self._links.values():
                 link.message.figures.CopyFrom(figures)
                 link.filled.set()
@@ -263,23 +263,23 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _learn(self) -> None:
         while True:
             await asyncio.sleep(LABELS_S)
-            keeper, began_s = self.keeper, time.monotonic()
-            assert keeper is not None
-            while time.monotonic() - began_s < SLICE_S and keeper.learner.learn():
+            service, began_s = self.service, time.monotonic()
+            assert service is not None
+            while time.monotonic() - began_s < SLICE_S and service.learner.learn():
                 pass
 
     async def _save(self) -> None:
         saved = 0
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            keeper = self.keeper
-            assert keeper is not None
-            file, learnt = keeper.setup.snapshot_file, keeper.learner.num_learnt
+            service = self.service
+            assert service is not None
+            file, learnt = service.setup.snapshot_file, service.learner.num_learnt
             if file is None or learnt == saved:
                 continue
             saved = learnt
             still = copy.deepcopy(
-                keeper.learner.predictor
+                service.learner.predictor
             )  # the thread reads it while others learn
             try:
                 await asyncio.to_thread(_save_to, file, still)

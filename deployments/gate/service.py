@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.deployments.gate.controller import Gate
-from penstock.deployments.gate.counters import KeeperCounts
+from penstock.deployments.gate.counters import GateCounters
 from penstock.deployments.gate.inbox import Inbox, Offered
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.sampled_forecast import UNBOUNDED
@@ -67,10 +67,10 @@ class GateSetup:
 @dataclass(slots=True)
 class _Worker:
     epoch: int
-    heard_s: float
+    reported_s: float
 
 
-class GateKeeper:
+class GateService:
     """One gate and one predictor, and who is to be told what.
 
     `send(ingress)` gives the message to that ingress which is being made.
@@ -86,8 +86,8 @@ class GateKeeper:
         self.setup = setup
         self.learner = GateLearner(predictor)
         self.gate = Gate(setup.gate_settings(), seed=SEED)
-        self.life = secrets.randbits(64)
-        self.counts = KeeperCounts()
+        self.epoch = secrets.randbits(64)
+        self.counts = GateCounters()
         self.inbox = Inbox()
         self._send = send
         self._owners: dict[str, str] = {}  # of what waits or runs: its ingress
@@ -111,10 +111,10 @@ class GateKeeper:
         """Whether all workers that ingresses know have said what they run."""
         return not self._expected or now - self._born_s > REBUILD_S
 
-    def joins(self, ingress: str) -> None:
+    def ingress_joined(self, ingress: str) -> None:
         self._last_messages[ingress] = 0
 
-    def leaves(self, ingress: str) -> None:
+    def ingress_left(self, ingress: str) -> None:
         """An ingress is gone, or sends what waits elsewhere."""
         self._last_messages.pop(ingress, None)
         for name in [each for each, owner in self._owners.items() if owner == ingress]:
@@ -123,11 +123,11 @@ class GateKeeper:
             self.inbox.pop(name)
             self.gate.cancel(name, 0.0)
 
-    def take(self, ingress: str, message: pb.FromIngress, now: float) -> None:
+    def receive(self, ingress: str, message: pb.FromIngress, now: float) -> None:
         """All that is quick. Offers go to the inbox: `work` takes them.
 
         With nobody there and room whatever happens, one that asks has its ticket at once, before
-        its text has come; the books have it by a broad law until it is judged.
+        its text has come; the books have it by a broad distribution until it is judged.
         """
         for report in message.reports:
             self._report(report, now)
@@ -137,17 +137,17 @@ class GateKeeper:
             self._owners[offer.request_id] = ingress
             if offer.request_id in self.gate.queue:  # it has just come back from a worker
                 continue
-            is_held = self._holds(offer, now)
+            is_held = self._holds_provisionally(offer, now)
             if not offer.text_follows:
                 self.inbox.put(Offered(ingress, offer, now, is_held))
-            elif not is_held and not offer.HasField("entered"):
+            elif not is_held and not offer.HasField("credit_epoch"):
                 self._send(ingress).queued.append(offer.request_id)
         for ended in message.ended:  # an end behind its beginning
             self._ended(ended, now)
         self.learner.labels.extend(message.labels)
         self._last_messages[ingress] = max(message.number, self._last_messages.get(ingress, 0))
 
-    def work(self, now: float) -> bool:
+    def judge_next(self, now: float) -> bool:
         """One offer out of the inbox; False if there was none."""
         offered = self.inbox.next()
         if offered is None:
@@ -157,30 +157,30 @@ class GateKeeper:
             self._offer(name, offered, now)
         except ValueError as error:  # a request that cannot be judged goes its own way
             log.warning("request %s cannot be judged: %s", name, error)
-            self._tell(Refusal(name, "never_fits", str(error)))
+            self._send_outcome(Refusal(name, "never_fits", str(error)))
         return True
 
     def tick(self, now: float) -> None:
         """Whatever was decided by now is told."""
         self._has_new = False
         for name, worker in list(self._workers.items()):
-            if now - worker.heard_s > SILENCE_S:
+            if now - worker.reported_s > SILENCE_S:
                 log.warning("worker %s is silent: nobody is sent there", name)
                 self._forget(name)
         if not self.is_rebuilt(now):
             return
         for outcome in self.gate.tick(now):
-            self._tell(outcome)
+            self._send_outcome(outcome)
 
-    def told_waiting(self, names: list[str], ingress: str) -> None:
+    def report_queued(self, names: list[str], ingress: str) -> None:
         """Those of `names` that are still here wait: say so."""
         waiting = [n for n in names if n in self.inbox or n in self.gate.queue]
         if waiting:
             self._send(ingress).queued.extend(waiting)
 
-    def passes(self, ingress: str, now: float) -> pb.Passes:
+    def credits(self, ingress: str, now: float) -> pb.Credits:
         """What this ingress may let in without asking: its share, while nobody waits."""
-        message = pb.Passes(as_of=self._last_messages.get(ingress, 0))
+        message = pb.Credits(as_of=self._last_messages.get(ingress, 0))
         if self.num_waiting or not self.is_rebuilt(now):
             return message
         num = max(len(self._last_messages), 1)
@@ -193,13 +193,13 @@ class GateKeeper:
         return message
 
     def figures(self) -> pb.Figures:
-        return self.counts.figures(self.life, self.num_waiting, self.learner)
+        return self.counts.figures(self.epoch, self.num_waiting, self.learner)
 
     def explain(self, now: float, limit: int) -> pb.ExplainResponse:
-        books = []
+        accounts = []
         for name, ledger in self.gate.ledgers.items():
-            books.append(
-                pb.WorkerBook(
+            accounts.append(
+                pb.WorkerAccount(
                     worker=self._id_of(name),
                     num_held=len(ledger),
                     slots=ledger.spec.slots,
@@ -212,7 +212,7 @@ class GateKeeper:
         waits = [wait_message(each) for each in self.gate.explain(now, limit)]
         for wait in waits:
             wait.worker = self._id_of(wait.worker)
-        return pb.ExplainResponse(waits=waits, workers=books, num_waiting=self.num_waiting)
+        return pb.ExplainResponse(waits=waits, workers=accounts, num_waiting=self.num_waiting)
 
     def _report(self, message: pb.WorkerReport, now: float) -> None:
         spec = spec_from(message)
@@ -246,11 +246,11 @@ class GateKeeper:
             return
         self.counts.admitted += offered is not None  # it is over before it was judged
         self.counts.completed += 1
-        self.gate.completed(name, ended.generated, now)
+        self.gate.finished(name, ended.generated, now)
 
-    def _holds(self, message: pb.Offer, now: float) -> bool:
-        """Whether the books have it, by a broad law; one that asks has its ticket then."""
-        is_in = message.HasField("entered")
+    def _holds_provisionally(self, message: pb.Offer, now: float) -> bool:
+        """Whether the books have it, by a broad distribution; one that asks has its ticket then."""
+        is_in = message.HasField("credit_epoch")
         is_late = message.HasField("remaining_s") and message.remaining_s <= 0
         if not is_in and (self.num_waiting or is_late or not self.is_rebuilt(now)):
             return False
@@ -263,13 +263,13 @@ class GateKeeper:
         if self.setup.admission == "reserve_max":
             limit = 0  # all of it is in the prompt
         if is_in:
-            worker = self._name_of(message.entered)
-            return worker is not None and self.gate.hold(request, limit, worker, now)
-        ticket = self.gate.let_in(request, limit, now)
+            worker = self._name_of(message.credit_epoch)
+            return worker is not None and self.gate.admit_on_credit(request, limit, worker, now)
+        ticket = self.gate.admit(request, limit, now)
         if ticket is None:
             return False
-        message.entered = int(ticket.epoch, 16)
-        told = pb.Ticket(request_id=request.request_id, epoch=message.entered)
+        message.credit_epoch = int(ticket.epoch, 16)
+        told = pb.Ticket(request_id=request.request_id, epoch=message.credit_epoch)
         self._send(self._owners[request.request_id]).tickets.append(told)
         return True
 
@@ -277,21 +277,21 @@ class GateKeeper:
         message = offered.message
         features = features_from(message.features)
         self.learner.watch(name, features)
-        law, holding = self._laws(features)
+        distribution, holding = self._distributions(features)
         request = self._request(message, offered.came_s)
-        if message.HasField("entered"):
-            worker = self._name_of(message.entered)
+        if message.HasField("credit_epoch"):
+            worker = self._name_of(message.credit_epoch)
             if worker is not None:
-                self.gate.entered(request, law, worker, now, holding=holding)
+                self.gate.confirm(request, distribution, worker, now, holding=holding)
                 self.counts.admitted += 1
             return
         if self.gate.is_admitted(name):  # its ingress knows better
-            self.gate.completed(name, 0, now)
+            self.gate.finished(name, 0, now)
         if self._has_new and len(self.gate.queue) >= self.setup.max_queued:
             self.tick(now)  # who came just before may only be waiting for this
-        refusal = self.gate.offer(request, law, now, holding=holding)
+        refusal = self.gate.offer(request, distribution, now, holding=holding)
         if refusal is not None:
-            self._tell(refusal)
+            self._send_outcome(refusal)
         else:
             self._has_new = True
 
@@ -315,11 +315,11 @@ class GateKeeper:
             tuple(message.prefix),
         )
 
-    def _laws(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
-        law, holding = self.learner.predictor.predict_both(features)
+    def _distributions(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
+        distribution, holding = self.learner.predictor.predict_both(features)
         if self.setup.admission == "reserve_max":
             holding = LengthDistribution(np.zeros(NUM_BINS + 1), max_tokens=features.max_tokens)
-        return law, holding
+        return distribution, holding
 
     def _id_of(self, name: str) -> str:
         """As the status of workers has it: where machines are is nobody's business."""
@@ -329,7 +329,7 @@ class GateKeeper:
     def _name_of(self, epoch: int) -> str | None:
         return next((n for n, each in self._workers.items() if each.epoch == epoch), None)
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _send_outcome(self, outcome: Outcome) -> None:
         name, counts = outcome.request_id, self.counts
         ingress = self._owners.get(name)
         if isinstance(outcome, Ticket):

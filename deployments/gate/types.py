@@ -61,7 +61,7 @@ class GateSettings:
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers that are looked at for a request: those with least to hold
     lease_s: float = 2.0  # a grant that has not started by then is taken back
-    max_passes: int = 8  # later requests that may go before a first one that does not fit
+    max_backfills: int = 8  # later requests that may go before a first one that does not fit
     longest_wait_s: float = math.inf  # who would wait longer is refused at once
     retry_s: tuple[float, float] = (1.0, 60.0)  # least and most that a client is told to stay away
     queue: QueueSettings = field(default_factory=QueueSettings)
@@ -84,15 +84,15 @@ class GateSettings:
         for name in ("lease_s", "longest_wait_s", "pressed_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must exceed 0, not {getattr(self, name)}")
-        if self.max_passes < 0:
-            raise ValueError(f"max_passes must be 0 or more, not {self.max_passes}")
+        if self.max_backfills < 0:
+            raise ValueError(f"max_backfills must be 0 or more, not {self.max_backfills}")
         if not 0 <= self.retry_s[0] <= self.retry_s[1]:
             raise ValueError(f"retry_s must be (least, most) and 0 or more, not {self.retry_s}")
 
 
 @dataclass(frozen=True, slots=True)
 class GateRequest:
-    """What the gate is told of a request, beside the law of its length."""
+    """What the gate is told of a request, beside the distribution of its length."""
 
     request_id: str
     prompt_tokens: int
@@ -118,7 +118,7 @@ class Ticket:
     epoch: str
     waited_s: float
     lease_until: float
-    predicted_s: float = 0.0  # that it would wait, as it was thought when it came
+    quoted_wait_s: float = 0.0  # that it would wait, as it was thought when it came
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,14 @@ class WorkerSpec:
 class Demand:
     """What an answer asks of a worker's memory, and its share of the dice.
 
-    `u` is drawn once per request (common random numbers): a request that was turned away gets no
-    luckier by asking again, and its futures only shrink as tokens come.
+    `uniforms` are drawn once per request (common random numbers): a request that was refused gets
+    the same futures when it asks again, and its futures only shrink as tokens come.
     """
 
     request_id: str
     prompt_tokens: int
-    law: LengthDistribution  # of how long its memory is held
-    u: Floats  # [samples] in [0, 1)
+    length: LengthDistribution  # of how long its memory is held
+    uniforms: Floats  # [samples] in [0, 1)
     ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
 
     def used(self, generated: int, block_size: int) -> int:
@@ -193,18 +193,20 @@ class Demand:
 
     def longest(self, block_size: int) -> int:
         """Tokens held, in whole blocks, by the longest answer it may become; one, if unlimited."""
-        limit = self.law.max_tokens
+        limit = self.length.max_tokens
         total = self.prompt_tokens + (1 if limit is None else limit)
         return self._capped(-(-total // block_size) * block_size)
 
     @property
     def expected(self) -> float:
         """Tokens that it may be expected to hold at its end."""
-        return self._capped(self.prompt_tokens + round(self.law.mean))
+        return self._capped(self.prompt_tokens + round(self.length.mean))
 
     def remaining(self) -> Ints:
         """[samples] steps to its end, from its beginning."""
-        return stack([self.law]).sample_remaining(np.zeros(1, np.int64), self.u[None, :])[0]
+        return stack([self.length]).sample_remaining(np.zeros(1, np.int64), self.uniforms[None, :])[
+            0
+        ]
 
     def candidate(self, block_size: int, remaining: Ints | None = None) -> Candidate:
         """What it asks of a worker with blocks of this size; `remaining`, if it is known."""

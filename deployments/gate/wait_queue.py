@@ -37,9 +37,9 @@ class Waiting:
     area: float  # predicted tokens x seconds of KV, as seconds of all the workers' memory
     deadline: float | None = None  # afterwards nobody wants the answer
     returned: bool = False  # a worker had no room after all
-    num_passed: int = 0  # later ones that went before it while it was the first
+    num_overtaken: int = 0  # later ones that went before it while it was the first
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
-    told_s: float = 0.0  # the wait that followed from it
+    quoted_wait_s: float = 0.0  # the wait that followed from it
     prefix: tuple[int, ...] = ()  # marks of the prompt's beginning
     remaining: Ints | None = None  # [samples] steps to its end in its futures
 

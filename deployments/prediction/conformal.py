@@ -1,9 +1,9 @@
-"""Adaptive conformal calibration: a law that says 90 % is held to it by what came.
+"""Adaptive conformal calibration: corrects predicted quantiles until they cover what they promise.
 
 Gibbs & Candes, "Adaptive Conformal Inference Under Distribution Shift" (NeurIPS 2021): the level at
 which a quantile is read goes up after a miss and down after a hit. Three levels are tracked, and
-between them the law is stretched, so that sampled futures are calibrated and not the quantiles
-alone. Knows nothing of requests or of how a law was made.
+the distribution is stretched between them, so that sampled futures are calibrated as well as the
+quantiles.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SURVIVAL = np.array([0.0, *(1.0 - level for level in reversed(LEVELS)), 1.0])
 
 
 def fresh_levels() -> Floats:
-    """Where the levels start: a law is believed until something came."""
+    """The levels before any observation: the distribution is used as predicted."""
     return np.array(LEVELS)
 
 
 def calibrate(cumulative: Floats, tracked: Floats) -> Floats:
-    """The law whose quantile at LEVELS[i] is the given law's at tracked[i].
+    """The distribution whose quantile at LEVELS[i] is the given one's at tracked[i].
 
     cumulative [bins + 1] of the natural length -> the same shape. Survival is mapped piecewise
     linearly, with 0 and 1 fixed, so the far tail keeps its shape.
@@ -42,67 +42,79 @@ def calibrate(cumulative: Floats, tracked: Floats) -> Floats:
 
 
 def coverage(
-    law: LengthDistribution, length: int, is_end: bool, left_early: bool
+    distribution: LengthDistribution, length: int, is_end: bool, left_early: bool
 ) -> list[float | None]:
-    """Whether each level's quantile held, for an answer that was `length` long when it ended.
+    """[levels] Whether each level's quantile held, for an answer of `length` tokens.
 
-    `law`: of the natural length, not cut. None: undecided. `is_end`: the answer ended by itself.
-    A quantile is judged only where it lies within max_tokens, which then always decides; to judge
-    only what happens to be decided would drop hits and keep misses. Where the client left early,
-    the law's own conditional probability stands in for the unknown. An answer that is exactly as
+    `distribution` is of the natural length, not cut. `is_end`: the answer ended by itself. None:
+    undecided. A quantile is judged only where it lies within max_tokens, which then always decides;
+    judging only what happens to be decided would drop hits and keep misses. Where the client left
+    early, the predicted conditional probability replaces the unknown outcome. An answer exactly as
     long as its quantile counts in part: short lengths are coarse, their quantiles hold more often
     than promised, and a model's long answers would pay for it.
     """
-    natural = _natural(law)
+    natural = _natural(distribution)
     return [
         None if bound is None else _hit(natural, level, bound, length, is_end, left_early)
-        for level, bound in zip(LEVELS, _bounds(law, natural))
+        for level, bound in zip(LEVELS, _bounds(distribution, natural))
     ]
 
 
 def surprise(
-    law: LengthDistribution, start: int, now: int, *, is_end: bool = False, is_cut: bool = False
+    distribution: LengthDistribution,
+    start: int,
+    now: int,
+    *,
+    is_end: bool = False,
+    is_cut: bool = False,
 ) -> list[float | None]:
-    """What tokens `start` to `now` of an answer have changed of P(each quantile holds).
+    """[levels] How tokens `start` to `now` of an answer changed P(each quantile holds).
 
-    None: undecided, as of `coverage`. Neither `is_end` nor `is_cut`: the answer goes on, or its
-    client left. Under the law itself the expectation is 0 wherever one looks: a quantile that is
-    still to be decided counts with what is left of it, so that answers which are still running
-    are not missed (ends alone come early from short answers: hits). Over an answer's life it adds
-    up to `coverage` less the level.
+    None: undecided, as in `coverage`. Neither `is_end` nor `is_cut`: the answer still runs, or its
+    client left. If the distribution is right, the expectation is 0 at any time: an undecided
+    quantile counts with its remaining probability, so that running answers are included (early
+    ends are all of short answers: hits). Summed over an answer it is `coverage` minus the level.
     """
-    natural = _natural(law)
+    natural = _natural(distribution)
     return [
         None
         if bound is None
         else _hit(natural, level, bound, now, is_end, not is_cut)
         - _hit(natural, level, bound, start, False, True)
-        for level, bound in zip(LEVELS, _bounds(law, natural))
+        for level, bound in zip(LEVELS, _bounds(distribution, natural))
     ]
 
 
-def _natural(law: LengthDistribution) -> LengthDistribution:
-    return LengthDistribution(law.cumulative, min_tokens=law.min_tokens)
+def _natural(distribution: LengthDistribution) -> LengthDistribution:
+    return LengthDistribution(distribution.cumulative, min_tokens=distribution.min_tokens)
 
 
-def _bounds(law: LengthDistribution, natural: LengthDistribution) -> list[int | None]:
+def _bounds(distribution: LengthDistribution, natural: LengthDistribution) -> list[int | None]:
     """The quantile of each level; None where max_tokens would cut it."""
     bounds = map(natural.quantile, LEVELS)
-    return [None if law.max_tokens is not None and b >= law.max_tokens else b for b in bounds]
+    return [
+        None if distribution.max_tokens is not None and b >= distribution.max_tokens else b
+        for b in bounds
+    ]
 
 
 def _hit(
-    law: LengthDistribution, level: float, bound: int, length: int, is_end: bool, goes_on: bool
+    distribution: LengthDistribution,
+    level: float,
+    bound: int,
+    length: int,
+    is_end: bool,
+    goes_on: bool,
 ) -> float:
     """Whether the quantile held (0..1); `goes_on`: how likely that is, given so many tokens."""
     if not is_end:
         if not goes_on or length >= bound:
             return 0.0
-        return max(0.0, 1.0 - (1.0 - level) / law.survival(length))
+        return max(0.0, 1.0 - (1.0 - level) / distribution.survival(length))
     if length != bound:
         return float(length < bound)
     # At the bound itself: what makes the expectation `level` exactly.
-    over, at_least = law.survival(bound), law.survival(bound - 1)
+    over, at_least = distribution.survival(bound), distribution.survival(bound - 1)
     return min(max((level - 1.0 + at_least) / max(at_least - over, 1e-12), 0.0), 1.0)
 
 

@@ -1,11 +1,11 @@
-"""How long an answer will be, as a law and not as a number: survival over log-spaced bins.
+"""The predicted length of an answer as a distribution: survival over log-spaced bins.
 
-Everything that admission asks of a law is here: quantiles, means, sampled futures, and all of it
-again for an answer that is already `generated` tokens long. Knows nothing of who makes a law.
+Gives quantiles, means and sampled futures, also conditioned on the `generated` tokens that an
+answer already has.
 
 Bin k holds the lengths KNOTS[k] < L <= KNOTS[k + 1]; inside a bin all lengths are equally likely.
-A law is kept as its cumulative hazard -ln P(L > KNOTS), which stays exact in the far tail, where
-long-running answers live: the conditional law P(L > t + s | L > t) is a difference of two of them.
+A distribution is kept as its cumulative hazard -ln P(L > KNOTS), which stays exact in the far tail,
+where long-running answers are: P(L > t + s | L > t) is a difference of two of its values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIDTHS = np.diff(KNOTS)  # [bins]
 NUM_BINS = len(WIDTHS)
 _KNOTS = KNOTS.astype(np.float64)
 _WIDTHS = WIDTHS.astype(np.float64)
-_KNOT_LIST: list[int] = KNOTS.tolist()  # one law at a time is faster in plain numbers
+_KNOT_LIST: list[int] = KNOTS.tolist()  # single look-ups are faster in plain numbers
 
 
 def _width(k: int) -> int:
@@ -63,11 +63,11 @@ def cumulative_hazard(hazards: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """The law of one answer's length in tokens, cut at `max_tokens`, known to exceed `generated`.
+    """Distribution of one answer's length in tokens, known to exceed `generated`.
 
-    Lengths are of the whole answer, what is generated already included. With `max_tokens` the law
-    is that of min(L, max_tokens); up to `min_tokens` no answer ends. A law is immutable: `given`
-    makes another.
+    Lengths are of the whole answer, including what is generated already. With `max_tokens` it is
+    the distribution of min(L, max_tokens); up to `min_tokens` no answer ends. Immutable: `given`
+    makes a new one.
     """
 
     cumulative: Floats  # [bins + 1] of the natural length, neither cut nor conditioned
@@ -76,7 +76,7 @@ class LengthDistribution:
     min_tokens: int = 0
 
     def given(self, generated: int) -> LengthDistribution:
-        """The law once so many tokens are out and the answer has not ended. No inference."""
+        """Conditioned on an answer that has `generated` tokens and has not ended."""
         if generated < 0:
             raise ValueError(f"generated must be 0 or more, not {generated}")
         return replace(self, generated=generated)
@@ -95,9 +95,9 @@ class LengthDistribution:
             raise ValueError(f"the level of a quantile is between 0 and 1, not {level}")
         return self.ceiling if level == 1.0 else self.sample(level)
 
-    def sample(self, u: float) -> int:
-        """The length that inverse transform gives for a uniform number 0 <= u < 1."""
-        target = self._hazard_at(self._now) - math.log1p(-u)
+    def sample(self, uniform: float) -> int:
+        """The length that inverse transform gives for a uniform number in [0, 1)."""
+        target = self._hazard_at(self._now) - math.log1p(-uniform)
         k = int(np.searchsorted(self.cumulative, target, side="right")) - 1
         k = min(max(k, 0), NUM_BINS - 1)
         low, died = self._bin(k)
@@ -148,30 +148,30 @@ class LengthDistribution:
 
 
 @dataclass(frozen=True, slots=True)
-class StackedLaws:
-    """The laws of n answers side by side, for questions about all of them in one call."""
+class StackedDistributions:
+    """The distributions of n answers in one array, evaluated together."""
 
     flat: Floats  # [n * (bins + 1)] cumulative hazards, _ROW higher in each row: one sorted array
     max_tokens: Ints  # [n], MAX_LENGTH where there is no limit
     min_tokens: Ints  # [n]
 
-    def take(self, rows: Ints) -> StackedLaws:
-        """The laws of these rows, in this order."""
+    def take(self, rows: Ints) -> StackedDistributions:
+        """The distributions of these rows [m], in this order."""
         table = self.flat.reshape(-1, NUM_BINS + 1)[rows]
         moved = table + _ROW * (np.arange(len(rows)) - rows)[:, None]
-        return StackedLaws(moved.ravel(), self.max_tokens[rows], self.min_tokens[rows])
+        return StackedDistributions(moved.ravel(), self.max_tokens[rows], self.min_tokens[rows])
 
-    def sample_remaining(self, generated: Ints, u: Floats) -> Ints:
+    def sample_remaining(self, generated: Ints, uniforms: Floats) -> Ints:
         """Tokens still to come: inverse transform of P(L > t + s | L > t).
 
-        generated [n], u [n, samples] in [0, 1) -> [n, samples] whole tokens, at least 1 for an
-        answer below its limit and 0 at it. The same `u` at every call makes futures that only
+        generated [n], uniforms [n, samples] in [0, 1) -> [n, samples] whole tokens, at least 1 for
+        an answer below its limit and 0 at it. With the same `uniforms` at every call futures only
         shrink as tokens come (common random numbers).
         """
         now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
-        first = (NUM_BINS + 1) * np.arange(len(u))[:, None]
-        target = self._hazard_at(now) - np.log1p(-u)  # [n, samples], with the row's offset
-        place = np.searchsorted(self.flat, target.ravel(), side="right").reshape(u.shape) - 1
+        first = (NUM_BINS + 1) * np.arange(len(uniforms))[:, None]
+        target = self._hazard_at(now) - np.log1p(-uniforms)  # [n, samples], with the row's offset
+        place = np.searchsorted(self.flat, target.ravel(), side="right").reshape(uniforms.shape) - 1
         place = np.minimum(np.maximum(place, first), first + NUM_BINS - 1)
         low = self.flat[place]
         died = -np.expm1(low - self.flat[place + 1])
@@ -199,12 +199,13 @@ class StackedLaws:
         return low - np.log1p(-np.minimum(share * died, MAX_HAZARD))
 
 
-def stack(laws: Sequence[LengthDistribution]) -> StackedLaws:
+def stack(distributions: Sequence[LengthDistribution]) -> StackedDistributions:
     """Laws side by side; what they have generated is told at each question instead."""
-    limits = [MAX_LENGTH if law.max_tokens is None else law.max_tokens for law in laws]
-    table = np.array([law.cumulative for law in laws]).reshape(len(laws), NUM_BINS + 1)
-    return StackedLaws(
-        (table + _ROW * np.arange(len(laws))[:, None]).ravel(),
+    limits = [MAX_LENGTH if each.max_tokens is None else each.max_tokens for each in distributions]
+    table = np.array([each.cumulative for each in distributions])
+    table = table.reshape(len(distributions), NUM_BINS + 1)
+    return StackedDistributions(
+        (table + _ROW * np.arange(len(distributions))[:, None]).ravel(),
         np.array(limits, np.int64),
-        np.array([law.min_tokens for law in laws], np.int64),
+        np.array([each.min_tokens for each in distributions], np.int64),
     )

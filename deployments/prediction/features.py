@@ -1,7 +1,6 @@
-"""What is known of a request before it runs, as the length predictor wants it.
+"""What is known of a request before it runs: the length predictor's input.
 
-Small and immutable: made at the ingress, where the prompt is, and sent to whoever predicts. Knows
-nothing of lengths or of learning.
+Small and immutable: made at the ingress, where the prompt is, and sent to the gate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Features:
     """What is known of a request before it runs. Made at the ingress, carried to the gate.
 
     `max_tokens` is the true limit: what was asked for, or what the context leaves. `template` is
-    a digest of whatever a tenant's requests of one kind share, such as the system prompt, or "".
+    a digest of what a tenant's requests of one application share, such as the system prompt, or "".
     """
 
     model: str
@@ -59,7 +58,7 @@ class Features:
         return keys
 
     def size_group(self) -> Hashable:
-        """One more group, beside the narrowest: prompts of about the same size (octaves).
+        """One more group, in addition to the narrowest: prompts of about the same size (octaves).
 
         Where one tenant runs several applications, sizes tell them apart (Azure's chat trace).
         """

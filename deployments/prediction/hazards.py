@@ -1,11 +1,11 @@
 """Hazards counted, not fitted: Kaplan-Meier on bins, each group shrunk towards the wider one.
 
-A level knows how many answers reached each bin and how many ended there. Groups form a path from
-the widest (all traffic) to the narrowest (one template of one tenant); a narrow group that has
-seen little says what the others in its parent say: h = (events + 8 h_others) / (at_risk + 8),
-bin by bin. "The others" and not "the parent": where all traffic is one group, its answers would be
-believed twice, and the law would follow their noise (6.78 nats against 6.76 in the benchmark).
-Old counts fade by 0.999 a completion, a half-life of about 700. Knows nothing of what a key means.
+Each group counts how many answers reached each bin and how many ended there. Groups form a path
+from the widest (all traffic) to the narrowest (one template of one tenant); a narrow group with few
+observations follows the other requests of its parent, bin by bin:
+h = (events + 8 h_others) / (at_risk + 8). "The others" and not "the parent": where all traffic is
+one group, its answers would count twice, and the prediction would follow their noise (6.78 nats
+against 6.76 in the benchmark). Old counts fade by 0.999 a completion, a half-life of about 700.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from penstock.deployments.prediction.distribution import (
 )
 
 DECAY = 0.999
-# Answers that the others' opinion is worth, in each bin; what is borrowed adds up over bins. A
-# template of 900-token answers among short ones was told a median of 563 after 150 answers with 20,
-# of 753 with 8, of 810 with 4; for Azure's and PPL's requests together 8 foretold best.
+# Weight of the other requests' hazard in each bin, in answers; it adds up over bins. For a template
+# of 900-token answers among short ones the predicted median after 150 answers was 563 with 20, 753
+# with 8 and 810 with 4; for Azure's and PPL's requests together 8 predicted best.
 SHRINKAGE = 8.0
 PRIOR_WEIGHT = 2.0  # and the prior's, at the top
 PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
@@ -43,7 +43,7 @@ _KNOTS, _WIDTHS = KNOTS[:-1].astype(np.float64), WIDTHS.astype(np.float64)
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What one answer told about one way of ending: where it was at risk, and whether it struck."""
+    """One answer's evidence about one way of ending: exposure, and the event if any."""
 
     at_risk: Floats  # [bins] 0..1: share of the bin in which the end could have been seen
     event: int | None  # the bin in which it came; None: something else ended the watch first
@@ -66,7 +66,7 @@ def exposure(start: int, end: int, event: bool, limit: int | None = None) -> Exp
     if start > 0:
         watched = np.maximum(watched - _reached(start), 0.0)
         if place is not None and watched[place] <= 0.0:
-            place = None  # ended where it could not: a limit that others enforce; tells nothing
+            place = None  # ended before min_tokens by a limit that others enforce: no evidence
     return Exposure(watched, place)
 
 
@@ -90,11 +90,11 @@ class Counts:
         return self.both[1]
 
     def watch(self, seen: Exposure) -> None:
-        """An answer that goes on: nothing fades, for none has ended."""
+        """Add exposure of an answer that still runs: nothing fades, as none has ended."""
         self.both[1] += seen.at_risk
 
     def add(self, seen: Exposure) -> None:
-        """What was still unseen of an answer that is over."""
+        """Add the rest of the exposure of an answer that has ended."""
         self.both *= DECAY
         self.watch(seen)
         if seen.event is not None:
@@ -142,17 +142,17 @@ class HazardTree:
         return [_others(one, other) for one, other in itertools.pairwise(known)] + known[-1:]
 
     def watch(self, path: Sequence[Hashable], seen: Exposure) -> None:
-        """An answer that goes on has been at risk there."""
+        """Count exposure of an answer that still runs."""
         for counts in self._used(path):
             counts.watch(seen)
 
     def add(self, path: Sequence[Hashable], seen: Exposure) -> None:
-        """An answer is over; what `watch` was told of it is not in `seen`."""
+        """Count the end; `seen` leaves out what `watch` has counted."""
         for counts in self._used(path):
             counts.add(seen)
 
     def _used(self, path: Sequence[Hashable]) -> list[Counts]:
-        """The counts of each group of `path`, made where there are none; the oldest make way."""
+        """The counts of each group of `path`, made if missing; drops the least recently used."""
         used = []
         for key in path:
             if key not in self.groups:
@@ -168,9 +168,9 @@ _NOTHING = np.zeros((2, NUM_BINS))
 
 
 def _others(parent: Floats, child: Floats) -> Floats:
-    """[2, bins] what the parent counted beside the child.
+    """[2, bins] what the parent counted in addition to the child.
 
-    Faded at different paces, a child may count more than its parent: then nobody else does.
+    Counts fade at different rates, so a child may have more than its parent: then there are none.
     """
     left = np.maximum(parent - child, 0.0)
     np.maximum(left[1], left[0], out=left[1])
@@ -189,7 +189,7 @@ def _borrowing(
 
 
 def length_prior() -> Floats:
-    """Hazards of the log-normal law that stands in until something has been seen."""
+    """[bins] hazards of the log-normal prior, used until answers are observed."""
     alive = [1.0] + [
         0.5 * math.erfc((math.log(knot / PRIOR_MEDIAN)) / (PRIOR_SIGMA * math.sqrt(2.0)))
         for knot in KNOTS[1:].tolist()
@@ -199,5 +199,5 @@ def length_prior() -> Floats:
 
 
 def cancel_prior() -> Floats:
-    """Hazards of the client leaving, until something has been seen."""
+    """[bins] prior hazards of the client leaving."""
     return np.full(NUM_BINS, PRIOR_CANCEL)

@@ -1,10 +1,9 @@
-"""The length predictor: features of a request -> the law of its answer's length, learnt online.
+"""The length predictor: request features -> distribution of the answer's length, learnt online.
 
-Counted hazards by group (length_histogram), shifted by what the text says (length_residual) as far
-as that has paid off, stretched to hold their promise (calibration). Each finished request teaches
-it, and so does one that still runs, by how far it has come: who learns from ends alone has seen
-only short answers while the first long ones are under way (length bias). Before anything was seen
-it answers with a broad prior. Knows nothing of workers, memory or Ray.
+Counted hazards by group (hazards.py), shifted by the text's features (residual.py) as far as that
+has improved predictions, calibrated to cover what they promise (conformal.py). It learns from each
+finished request, and from running ones by their progress: ends alone come from short answers while
+the first long ones still run (length bias). Before any observation it predicts a broad prior.
 
 A predictor has one owner: nothing in it is locked, and a prediction and an observation must not
 run at the same time.
@@ -47,11 +46,11 @@ MAX_MODELS = 256
 GROUPS = ("all", "model", "tenant", "template")
 # What the mixture weighs: the groups alone, those by the prompt's size, and both with the text.
 EXPERTS = ("groups", "size", "groups+text", "size+text")
-_NO_TEXT = 2  # experts come first that do not hear the residual
+_NO_TEXT = 2  # the first experts do not use the residual
 
 
 class Ended(StrEnum):
-    """Why an answer was as long as it was."""
+    """Why an answer ended."""
 
     STOP = "stop"  # by itself: end of sequence, a stop token, a stop string
     LENGTH = "length"  # cut at max_tokens or the context: it would have been longer
@@ -78,11 +77,11 @@ class Explanation:
 
 @dataclass(slots=True)
 class Watch:
-    """An answer that runs: up to which token it has been learnt from. The end teaches the rest."""
+    """A running answer: up to which token it has been learnt from."""
 
     features: Features
     counted: int = 0  # by the groups
-    learnt: int = 0  # by calibration, weights and text, which cost ten times as much
+    learnt: int = 0  # by calibration, weights and text: ten times the cost
 
     COUNT_FROM, COUNT_GROWTH = 32, 1.08
     LEARN_FROM, LEARN_GROWTH = 64, 1.6
@@ -97,7 +96,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Trust:
-    """What a model's answers have taught about the predictor itself."""
+    """Weights of the experts and calibration levels, of one model."""
 
     # Log-likelihood of each of EXPERTS above that of the first, fading.
     evidence: Floats = field(default_factory=lambda: np.zeros(len(EXPERTS)))
@@ -118,7 +117,7 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class _Laws:
+class _Steps:
     """The steps of one prediction."""
 
     row: Row
@@ -129,7 +128,7 @@ class _Laws:
 
 
 class LengthPredictor:
-    """Predicts, observes, explains itself. `length_state` turns it into bytes and back."""
+    """Predicts, observes, explains itself. snapshot.py turns it into bytes and back."""
 
     def __init__(self) -> None:
         self.ends = HazardTree(length_prior())
@@ -139,32 +138,32 @@ class LengthPredictor:
         self.models: OrderedDict[str, Trust] = OrderedDict()
 
     def predict(self, features: Features, *, with_cancels: bool = False) -> LengthDistribution:
-        """The law of the answer's length; with cancels, of how long it will hold its memory.
+        """Distribution of the answer's length; with cancels, of how long it holds its memory.
 
-        The first is for ordering and billing, the second for occupancy: a client that leaves
-        frees memory too, and is a competing risk with hazards of its own.
+        The first is for ordering and charging, the second for occupancy: a client that leaves
+        frees memory too, and is a competing risk with its own hazards.
         """
         if features.ignore_eos:
             cumulative = np.zeros(NUM_BINS + 1)
         else:
-            cumulative = self._laws(features).cumulative
+            cumulative = self._steps(features).cumulative
         if with_cancels:
             cumulative = cumulative + cumulative_hazard(self.cancels.hazards(features.path()))
-        return _law(features, cumulative)
+        return _distribution(features, cumulative)
 
     def predict_both(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         """`predict` without and with cancels, for little more than the price of one."""
-        law = self.predict(features)
+        distribution = self.predict(features)
         cancels = cumulative_hazard(self.cancels.hazards(features.path()))
-        return law, _law(features, law.cumulative + cancels)
+        return distribution, _distribution(features, distribution.cumulative + cancels)
 
     def progress(self, watch: Watch, generated: int) -> None:
         """Learn from an answer that has `generated` tokens and goes on: it is censored there.
 
-        Call it as often as is convenient; it learns where an answer has grown by a twelfth. What is
-        learnt here `observe` leaves out, if it is given the same watch. All that is learnt are sums
-        over tokens, with an expectation of zero under the true law wherever they are stopped; so
-        no answer weighs more because it was short.
+        May be called often; it learns when an answer has grown by a twelfth. `observe` leaves out
+        what is learnt here if it gets the same watch. All that is learnt are sums over tokens whose
+        expectation under the true distribution is zero wherever they stop, so that no answer
+        weighs more because it was short.
         """
         features, reached = watch.features, generated - 1  # the last token may be the end
         if not watch.is_due(generated):
@@ -186,9 +185,9 @@ class LengthPredictor:
     def observe(
         self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
     ) -> None:
-        """Learn from an answer of `length` tokens that is over. One pass, nothing is kept.
+        """Learn from an answer that ended after `length` tokens. One pass, nothing is kept.
 
-        `watch`: what `progress` was given for it, if it was. Not for answers that were interrupted
+        `watch`: the one that `progress` was given, if any. Not for answers that were interrupted
         and will go on (preemption, a worker's death), nor for those that an error ended. Raises
         ValueError naming what does not fit.
         """
@@ -204,10 +203,10 @@ class LengthPredictor:
         stopped, cancelled = ended is Ended.STOP, ended is Ended.CANCEL
         counted, learnt = (0, 0) if watch is None else (watch.counted, watch.learnt)
         if counted >= length and (stopped or cancelled):
-            length = counted + 1  # the worker had made more than was told: no end is lost
+            length = counted + 1  # the reports were ahead of the label: count the end
         self.cancels.add(path, exposure(counted, length, cancelled, limit))
         if features.ignore_eos:
-            return  # nothing about where it would have ended
+            return  # it says nothing about its natural end
         seen = exposure(max(features.min_tokens, learnt), length, stopped, limit)
         if seen.event is None and not seen.at_risk.any() and not counted:
             return
@@ -216,11 +215,11 @@ class LengthPredictor:
         self.ends.add([*path, features.size_group()], counts)
 
     def explain(self, features: Features) -> Explanation:
-        """Which groups spoke, how far the text was heard, and what came out."""
-        laws, path = self._laws(features), features.path()
-        law = self.predict(features)
-        median, p90 = law.quantile(0.5), law.quantile(0.9)
-        place = int(np.searchsorted(laws.cumulative, math.log(2.0))) - 1
+        """How the groups and the text contributed, and the resulting quantiles."""
+        steps, path = self._steps(features), features.path()
+        distribution = self.predict(features)
+        median, p90 = distribution.quantile(0.5), distribution.quantile(0.9)
+        place = int(np.searchsorted(steps.cumulative, math.log(2.0))) - 1
         names = GROUPS[: len(path)]
         shares = self.ends.weights(path, min(max(place, 0), NUM_BINS - 1))
         counts = [self.ends.groups.get(key) for key in path]
@@ -229,15 +228,15 @@ class LengthPredictor:
             num_seen=tuple(
                 (name, float(each.at_risk[0]) if each else 0.0) for name, each in zip(names, counts)
             ),
-            text_weight=laws.trust.text_weight,
-            size_weight=laws.trust.size_weight,
-            text_shift=laws.shift,
-            levels=tuple(zip(LEVELS, laws.trust.levels.tolist())),
+            text_weight=steps.trust.text_weight,
+            size_weight=steps.trust.size_weight,
+            text_shift=steps.shift,
+            levels=tuple(zip(LEVELS, steps.trust.levels.tolist())),
             median=median,
             p90=p90,
         )
 
-    def _laws(self, features: Features) -> _Laws:
+    def _steps(self, features: Features) -> _Steps:
         counted = self.ends.hazards_and_finer(features.path(), features.size_group())
         digest = features.text
         hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
@@ -246,11 +245,11 @@ class LengthPredictor:
         shifted = counted / (counted + (1.0 - counted) * math.exp(-shift))
         hazards = np.concatenate((counted, shifted))
         trust = self.models.get(features.model, self.everyone)
-        # A mixture of laws is one of their survivals; in logarithms, for the tail's sake.
+        # A mixture of distributions mixes their survivals; in logarithms, to keep the tail.
         alive = trust.log_weights[:, None] - cumulative_hazard(hazards)
         mixed = -np.logaddexp.reduce(alive, axis=0)
         mixed[0] = 0.0
-        return _Laws(row, shift, hazards, trust, calibrate(mixed, trust.levels))
+        return _Steps(row, shift, hazards, trust, calibrate(mixed, trust.levels))
 
     def _trust_of(self, model: str) -> Trust:
         if model not in self.models:
@@ -269,26 +268,26 @@ class LengthPredictor:
         ended: Ended | None = None,
     ) -> None:
         """All but the counts, from tokens `start` to `now`; None: the answer goes on."""
-        laws = self._laws(features)
+        steps = self._steps(features)
         own = self._trust_of(features.model)
         moves = surprise(
-            _law(features, laws.cumulative),
+            _distribution(features, steps.cumulative),
             start,
             now,
             is_end=ended is Ended.STOP,
             is_cut=ended is Ended.LENGTH,
         )
-        told = _log_likelihood(laws.hazards, seen)
+        likelihood = _log_likelihood(steps.hazards, seen)
         for trust in (own, self.everyone):
             trust.levels = adapted(trust.levels, moves)
-            # Exponential weights: who has foretold this answer better than the groups alone?
+            # Exponential weights: log-likelihood of this answer relative to the groups alone.
             kept = 1.0 if ended is None else MEMORY
-            trust.evidence = kept * trust.evidence + (told - told[0])
-        gradient = _gradient_of_mixture(laws, seen)
-        self.residual.learn(laws.row, gradient, is_new=ended is not None)
+            trust.evidence = kept * trust.evidence + (likelihood - likelihood[0])
+        gradient = _gradient_of_mixture(steps, seen)
+        self.residual.learn(steps.row, gradient, is_new=ended is not None)
 
 
-def _law(features: Features, cumulative: Floats) -> LengthDistribution:
+def _distribution(features: Features, cumulative: Floats) -> LengthDistribution:
     return LengthDistribution(
         cumulative, max_tokens=features.max_tokens, min_tokens=features.min_tokens
     )
@@ -303,7 +302,7 @@ def _ended(ended: Ended | str) -> Ended:
 
 
 def _log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
-    """[laws, bins] -> [laws] ln P of what was seen: ln(1 - h) survived, and ln h where it ended."""
+    """[experts, bins] -> [experts] ln P of what was seen: ln(1 - h) survived, ln h at the end."""
     if seen.event is None:
         return np.log1p(-hazards) @ seen.at_risk
     before = np.log1p(-hazards[:, : seen.event]) @ seen.at_risk[: seen.event]
@@ -311,12 +310,12 @@ def _log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
 
 
 def _gradient(hazards: Floats, seen: Exposure) -> Floats:
-    """[laws, bins] -> [laws] d(-ln P) / d(shift of all logits): expected minus seen ends."""
+    """[experts, bins] -> [experts] d(-ln P) / d(shift of all logits): expected minus seen ends."""
     return hazards @ seen.at_risk - float(seen.event is not None)
 
 
-def _gradient_of_mixture(laws: _Laws, seen: Exposure) -> float:
-    """The residual learns beside the counts that are trusted, whether it is itself or not."""
-    weights = np.exp(laws.trust.log_weights)
-    beside = weights[:_NO_TEXT] + weights[_NO_TEXT:]
-    return float(beside @ _gradient(laws.hazards[_NO_TEXT:], seen))
+def _gradient_of_mixture(steps: _Steps, seen: Exposure) -> float:
+    """The gradient with the weights of the counts, whatever the residual's own weight is."""
+    weights = np.exp(steps.trust.log_weights)
+    by_count = weights[:_NO_TEXT] + weights[_NO_TEXT:]
+    return float(by_count @ _gradient(steps.hazards[_NO_TEXT:], seen))

@@ -1,10 +1,9 @@
-"""What one request's features add to the counted hazards: one number, a shift of all logits.
+"""The shift of the counted hazards' logits by one request's features: online linear regression.
 
 logit h_k(x) = b_k + g(x), a proportional-odds shift: g > 0 ends sooner. g is linear in hashed words
 (2^18 weights, seldom seen ones move in large steps: AdaGrad) and in standardised numbers. It
-starts at zero, so on day 0 the histogram speaks alone. A head with a logit per bin overfits online
-(7.36 nats against 6.71 of the plain histogram after 3,000 requests), one number gains.
-Knows nothing of bins or histograms: it is told a gradient.
+starts at zero, so at first the histogram alone predicts. A head with a logit per bin overfits
+online (7.36 nats against 6.71 of the plain histogram after 3,000 requests), one number gains.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class LengthResidual:
     def learn(self, row: Row, gradient: float, *, is_new: bool = True) -> None:
         """One AdaGrad step. `gradient`: of the loss by the shift, d loss / d g.
 
-        `is_new`: the facts count for what is usual; not, where one answer teaches several times.
+        `is_new`: also update the facts' means; false where one answer is learnt from several times.
         """
         slope = gradient * row.values + L2 * self.sparse[row.indices]
         # Two words in one slot: add.at counts both, where plain indexing would keep the last.

@@ -1,7 +1,4 @@
-"""A predictor as bytes and back: one npz archive, no pickle, checked before it is believed.
-
-Knows nothing of where the bytes are kept.
-"""
+"""A predictor as bytes and back: one npz archive, no pickle, checked before use."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ _DENSE = ("dense", "dense_squares", "counts", "means", "spreads")
 
 
 class SnapshotError(ValueError):
-    """Bytes that are no snapshot of this predictor. The remedy is to start without it."""
+    """These bytes are no snapshot of this predictor. Remedy: start without them."""
 
 
 def snapshot(predictor: LengthPredictor) -> bytes:
-    """All that the predictor has learnt. Some 10 bytes for each hashed word that was ever seen."""
+    """The predictor's whole state. Some 10 bytes for each hashed word that was ever seen."""
     residual = predictor.residual
     touched = np.flatnonzero(residual.sparse_squares).astype(np.uint32)
     arrays: dict[str, Any] = {
@@ -56,7 +53,7 @@ def snapshot(predictor: LengthPredictor) -> bytes:
 
 
 def restore(data: bytes) -> LengthPredictor:
-    """The predictor of a snapshot. Raises SnapshotError, and nothing half-read comes back."""
+    """The predictor of a snapshot. Raises SnapshotError; never returns a partly restored one."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

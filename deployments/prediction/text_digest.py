@@ -1,8 +1,7 @@
-"""What a prompt's text says about its answer's length, as hashes and a few numbers.
+"""A digest of a prompt's text for the length predictor: hashes of words and a few numbers.
 
-The digest is made where the text is (the ingress) and is all that travels: from 32-bit hashes of
-words and word pairs nobody reads the prompt back, and it is 1-2 kB however long the prompt is.
-Knows nothing of lengths, models or learning.
+Made at the ingress, where the text is. Only the digest is sent: the prompt cannot be read back from
+32-bit hashes of words and word pairs, and it has 1-2 kB however long the prompt is.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_TOKENS = 64  # so many of the prompt's beginning, and of its end, are read
+NUM_TOKENS = 64  # read from the prompt's beginning, and from its end
 _CHARS = 2048  # of either end: the regular expressions never see more
 
 _WORD = re.compile(r"\w+|[^\w\s]")

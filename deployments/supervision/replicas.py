@@ -1,6 +1,6 @@
-"""What every replica of ours does when it starts: its log, Serve's own port, words for a failure.
+"""What every replica does when it starts: its log, the cluster's resources, errors in words.
 
-Knows nothing of what the replica is for.
+Used by the replicas of ingress and worker, and (resources) by app.py and cluster.py.
 """
 
 from __future__ import annotations
@@ -9,41 +9,24 @@ import copy
 import logging
 
 import ray
-from ray.serve._private import constants as serve_constants
-from ray.serve._private import replica as serve_replica
-from ray.serve._private.constants import SERVE_LOGGER_NAME
 
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.placement import ClusterResources
+from penstock.deployments.supervision.ray_workarounds import serve_logger
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def wants_gpus(config: ServeConfig) -> bool:
-    """Whether each worker is to have a GPU of the cluster that we are connected with."""
-    if config.engine.device != "auto":
-        return config.engine.device == "cuda"
-    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1
+def cluster_resources() -> ClusterResources | None:
+    """The nodes of the cluster that this process is connected to; None: it is connected to none."""
+    return ClusterResources.of_ray(ray.nodes()) if ray.is_initialized() else None
 
 
-def hide_serve_port() -> None:
-    """Keep the replica's own gRPC port, which Serve is about to open, on this machine.
+class _ServeLogHandler(logging.Handler):
+    """Passes log lines to the logger of the replica, which Serve keeps in a file.
 
-    Serve 2.60 opens it on every interface and unpickles what anybody sends there. It is used only
-    where Serve's calls go over gRPC instead of Ray, so nothing misses it.
-    """
-    if serve_constants.RAY_SERVE_USE_GRPC_BY_DEFAULT:
-        return
-    add_port = serve_replica.add_port_to_grpc_server
-    serve_replica.add_port_to_grpc_server = lambda server, address: add_port(
-        server, address.replace("[::]", "127.0.0.1")
-    )
-
-
-class _ToServe(logging.Handler):
-    """Hands our lines to the logger of the replica, which Serve keeps in a file.
-
-    What is written to a replica's stderr comes there too, but by way of a search through the stack
-    for who wrote it: a good part of what a short request costs.
+    A replica's stderr reaches that file too, but Serve then walks the stack of each line to find
+    its writer, which is a good part of what a short request costs.
     """
 
     def __init__(self, serve: logging.Logger):
@@ -57,16 +40,16 @@ class _ToServe(logging.Handler):
 
 
 def configure_logging(config: ServeConfig) -> None:
-    """Our own log lines go where Serve's go, a file per replica; outside of Serve, to stderr."""
-    ours, serve = logging.getLogger("penstock"), logging.getLogger(SERVE_LOGGER_NAME)
+    """Send Penstock's log lines to Serve's file of this replica; outside a replica, to stderr."""
+    ours, serve = logging.getLogger("penstock"), serve_logger()
     if serve.handlers:
-        ours.handlers, ours.propagate = [_ToServe(serve)], False
+        ours.handlers, ours.propagate = [_ServeLogHandler(serve)], False
     else:
         logging.basicConfig(format=LOG_FORMAT)
     ours.setLevel(config.log_level.upper())
 
 
-def in_words(who: str, error: Exception) -> str:
-    """What an operator reads of a replica that could not start."""
+def start_failure(who: str, error: Exception) -> str:
+    """The message for the operator when a replica (`who`: "a worker") could not start."""
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
     return f"{who} could not start: {kind}{error}"

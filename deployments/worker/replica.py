@@ -1,6 +1,6 @@
-"""A worker as a Serve deployment: Ray supervises it, the registry and the expert store know it.
+"""The Serve deployment of one worker: Ray supervises it, and it sends heartbeats.
 
-What a worker computes, and how requests reach it, is workers/worker.py's.
+The registry and the expert store receive the heartbeats. workers/worker.py computes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.client import ExpertStoreClient
 from penstock.deployments.experts.remote import RemoteExperts
 from penstock.deployments.experts.spec import StoreSpec
+from penstock.deployments.placement import uses_gpus
+from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import (
+    cluster_resources,
     configure_logging,
-    hide_serve_port,
-    in_words,
-    wants_gpus,
+    start_failure,
 )
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.stats import EngineStats, WorkerInfo
@@ -26,11 +27,11 @@ from penstock.workers.worker import Worker
 
 
 class WorkerReplica:
-    """A Worker under Serve's supervision."""
+    """A Worker that Ray Serve supervises."""
 
     def __init__(self, config: ServeConfig, host: str | None):
         configure_logging(config)
-        hide_serve_port()
+        keep_serve_port_local()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
@@ -52,11 +53,11 @@ class WorkerReplica:
                 self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
                 self._store.warm()
         except Exception as error:
-            self._registry.call_now("failed", in_words("a worker", error))
+            self._registry.call_now("failed", start_failure("a worker", error))
             raise
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
-        """Tell the registry, and the expert store of this node, that this worker lives."""
+        """Send heartbeats to the registry and to the expert store of this node."""
         if self._store is not None and stats.experts is not None:
             await self._store.heartbeat(info.epoch, stats.experts)
         await self._registry.worker_beat(info, stats)
@@ -65,7 +66,7 @@ class WorkerReplica:
         self._worker.check_health()
 
     def __del__(self) -> None:
-        """Serve takes this replica away: what runs here may end first."""
+        """Serve stops this replica: requests in flight may end first."""
         worker = getattr(self, "_worker", None)
         if worker is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
@@ -74,11 +75,11 @@ class WorkerReplica:
 
 
 def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
-    """The expert store of this node, where the model's experts are to come from one."""
+    """The expert store of this node, if the experts are to come from one."""
     engine = config.engine
     if engine.expert_cache_gb is None:
         return None
-    device = "cuda" if wants_gpus(config) else "cpu"
+    device = "cuda" if uses_gpus(config, cluster_resources()) else "cpu"
     spec = StoreSpec(
         config.app_name,
         engine.model,

@@ -16,18 +16,18 @@ from penstock.workers.worker import Worker
 
 
 class StoreHeartbeat:
-    """A worker's second line: once a second it tells the store how its cache does, and follows it
-    to another epoch. Whatever happens to the store, `beat` returns."""
+    """Once a second, sends the store this worker's cache statistics, and switches to the store's
+    new epoch when there is one. `heartbeat` never raises, whatever happens to the store."""
 
     def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
-        """`epoch`: of the expert file that the worker began with."""
+        """`epoch`: of the expert file that the worker started with."""
         self._epoch = epoch
         self._client = client
         self._worker = worker
         self._was_there = True
 
     def warm(self) -> None:
-        """Have the experts come that other workers needed most."""
+        """Load the experts that other workers used most."""
         with contextlib.suppress(RayError, TimeoutError):
             self._worker.warm_experts(self._client.call_now("hints"))
 
@@ -42,11 +42,14 @@ class StoreHeartbeat:
             self._was_there = True
         except (RayError, TimeoutError, ValueError, LoadError) as error:
             if self._was_there:
-                log.warning("no expert store, the map serves on: %s", type(error).__name__)
+                log.warning(
+                    "the expert store does not answer (%s); serving from the mapped file",
+                    type(error).__name__,
+                )
             self._was_there = False
 
     def _change_over(self) -> None:
         manifest = self._client.manifest()
         self._worker.use_experts(manifest)
         self._epoch = manifest.epoch
-        log.info("experts come from epoch %d of the store now", manifest.epoch)
+        log.info("experts are now loaded from epoch %d of the store", manifest.epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -17,15 +18,14 @@ from ray.serve.schema import ServeDeploySchema
 import penstock.deployments
 from penstock.deployments.config import (
     ServeConfig,
-    check_before_start,
-    check_cores,
-    check_model,
     config_from,
     read_api_keys,
     read_config,
     settings,
+    settings_by_group,
 )
-from penstock.workers.config import EngineConfig
+from penstock.deployments.preflight import check_before_start, check_cores, check_model
+from penstock.workers.config import ContextOptions, EngineConfig, KvOptions
 from penstock.workers.errors import ConfigError
 from tests.deployments.ports import free_port
 
@@ -183,10 +183,10 @@ def test_the_cluster_file_is_one_that_ray_up_takes():
         ({}, None),
         ({"compute_cores": 2}, None),
         ({"compute_cores": "2-3", "num_workers": 2}, None),
-        ({"compute_cores": "0-3"}, ["compute_cores 0-3", "0, 1, 2, 3", "leave one"]),
+        ({"compute_cores": "0-3"}, ["compute_cores 0-3", "0, 1, 2, 3", "leave at least one"]),
         ({"compute_cores": "2,7"}, ["compute_cores 2,7", "0, 1, 2, 3"]),
         ({"compute_cores": "2-3", "threads": 2, "num_workers": 2}, ["2 cores for 4 threads"]),
-        ({"compute_cores": "2", "ray_address": "auto"}, ["compute_cores", "started here"]),
+        ({"compute_cores": "2", "ray_address": "auto"}, ["compute_cores", "existing cluster"]),
     ],
 )
 def test_cores_are_checked_before_anything_starts(values, words, monkeypatch):
@@ -201,5 +201,27 @@ def test_cores_are_checked_before_anything_starts(values, words, monkeypatch):
 
 def test_where_no_thread_can_be_kept_on_a_core(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
-    with pytest.raises(ConfigError, match=r"compute_cores cannot be kept.*Linux"):
+    with pytest.raises(ConfigError, match=r"compute_cores cannot be reserved.*Linux"):
         check_cores(config_from({"compute_cores": "0"}))
+
+
+def test_every_group_is_a_part_of_the_configuration_and_its_settings_are_flat():
+    config = EngineConfig(kv="int8", sinks=4)
+    assert isinstance(config, KvOptions) and isinstance(config, ContextOptions)
+    assert (config.kv, config.sinks) == ("int8", 4)
+    titles = list(settings_by_group())
+    assert titles[0] == "model" and len(titles) == len(set(titles))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks must be at least 1; got 0"),
+        ({"kv_cache_gb": 0.0}, "kv_cache_gb must be positive; got 0.0"),
+        ({"moe_keep": 1.5}, "moe_keep must lie in (0, 1]; got 1.5"),
+        ({"activation_memory": "head"}, "activation_memory must be one of tail, separate"),
+    ],
+)
+def test_an_error_names_the_setting_the_bound_and_the_value(value, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig(**value)

@@ -16,7 +16,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 @pytest.fixture
 def starts(monkeypatch):
-    """Stands in for `ray.init`: leaves a process behind each time, and fails so many times."""
+    """Replaces `ray.init`: leaves a process behind each time, and fails `num_failures` times."""
     begun = []
 
     def of(num_failures, error):
@@ -44,7 +44,7 @@ def test_one_miss_is_forgiven(starts, caplog):
     assert "trying once more" in caplog.text
 
 
-def test_two_misses_are_told(starts):
+def test_two_misses_are_an_error(starts):
     begun, made = starts(2, Exception("30 s")), Cluster(ServeConfig())
     with pytest.raises(StartError, match="Ray did not start in time"):
         made.start_ray()
@@ -52,14 +52,14 @@ def test_two_misses_are_told(starts):
     assert len(begun) == 2
 
 
-def test_another_ones_cluster_is_tried_once(starts):
+def test_an_existing_cluster_is_tried_once(starts):
     begun = starts(1, Exception("30 s"))
     with pytest.raises(StartError, match="Ray did not start in time"):
         Cluster(ServeConfig(ray_address="10.0.0.1:6379")).start_ray()
     assert len(begun) == 1
 
 
-def test_what_will_not_go_away_is_told_at_once(starts):
+def test_an_error_that_will_not_go_away_is_raised_at_once(starts):
     begun, made = starts(1, ConnectionError("no")), Cluster(ServeConfig())
     with pytest.raises(StartError, match="Ray did not start: no"):
         made.start_ray()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.replay import Program, record
-from penstock.workers.memory.arena import KvLayer
+from penstock.kernels.types import PagedKv
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
@@ -39,7 +39,7 @@ class DecodeReplay:
     """
 
     def __init__(
-        self, model: Decoder, kv_layers: Sequence[KvLayer], max_rows: int, max_blocks: int
+        self, model: Decoder, kv_layers: Sequence[PagedKv], max_rows: int, max_blocks: int
     ):
         """For steps of up to `max_rows` rows, whose tables have up to `max_blocks` entries."""
         self._model = model

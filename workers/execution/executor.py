@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.types import PagedKv
 from penstock.workers.device_copy import Mark, to_device
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
@@ -28,7 +29,6 @@ from penstock.workers.execution.step import (
 )
 from penstock.workers.execution.timing import Clock
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.memory.arena import KvLayer
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
@@ -43,7 +43,7 @@ class Executor:
     def __init__(
         self,
         model: Decoder,
-        kv_layers: Seq[KvLayer],
+        kv_layers: Seq[PagedKv],
         block_size: int,
         memory: StepMemory,
         replay: DecodeReplay | None = None,

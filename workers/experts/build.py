@@ -1,10 +1,7 @@
-"""The routed experts of one checkpoint behind a cache, opened as configured.
+"""Builds the expert cache of one checkpoint from its settings.
 
-Ties expert file, slots, scores and routing together; does the work of none of them.
-
-How many expert slots a budget of device memory holds.
-
-Knows sizes; nothing of who comes into a slot.
+Creates the expert file or opens the store's, sizes the slots from the memory budget, and loads
+neuron thresholds where they are needed.
 """
 
 from __future__ import annotations
@@ -38,26 +35,26 @@ log = logging.getLogger("penstock.experts")
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
-    """How the experts of a model are kept. `num_slots` overrides `cache_gb`; one of them is set."""
+    """Settings of the expert cache. `num_slots` overrides `cache_gb`; one of the two is set."""
 
     cache_gb: float | None = None
     num_slots: int | None = None
     prefetch: bool = True
-    mode: str = "exact"  # the least exact that rows may be
+    mode: str = "exact"  # the least exact mode that a request may have
     keep: float = 0.5  # sparse: the share of neurons
     score: str = "product"
-    thresholds: str | None = None  # the file; None: beside the model, if neurons are chosen
-    manifest: Manifest | None = None  # of the node's store; None: a file of this process's own
-    folder: str = "/dev/shm"  # where that is written
-    source: RowSource | None = None  # of a store on another node, which `manifest` is of
-    is_fair: bool = True
-    bytes_per_s: float | None = None  # imitates a slow link, for benchmarks and tests
+    thresholds: str | None = None  # a file; None: the one in the model's folder, if needed
+    manifest: Manifest | None = None  # of the node's store; None: this process writes its own file
+    folder: str = "/dev/shm"  # of the file that this process writes
+    source: RowSource | None = None  # for a store on another node: reads rows of `manifest`
+    is_fair: bool = True  # layers that hold more than their share of slots are evicted from first
+    bytes_per_s: float | None = None  # simulates a slow host link, for benchmarks and tests
 
 
 def settings_of(
     config: EngineConfig, manifest: Manifest | None = None, source: RowSource | None = None
 ) -> ExpertSettings | None:
-    """As configured; None where experts are like other weights."""
+    """The settings of `config`; None if experts are loaded like other weights."""
     if config.expert_cache_gb is None:
         return None
     return ExpertSettings(
@@ -83,9 +80,9 @@ def build_experts(
 ) -> tuple[RoutedExperts, set[str]]:
     """The experts of the checkpoint in `folder` behind a cache, and the names of their tensors.
 
-    `weights` is the format that they are served in, and `config` says in which dtype the model
-    computes. Raises ConfigError for a dense model, a budget that is too small or a mode that the
-    format does not have, and LoadError if the store's expert file is another checkpoint's.
+    `weights` is the format that they are served in; the model computes in `config.dtype`. Raises
+    ConfigError for a dense model, a budget that is too small or a mode that the format does not
+    support, and LoadError if the store's expert file belongs to another checkpoint.
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors, weights, device.type)
@@ -111,15 +108,16 @@ def build_experts(
 def _row_source(
     settings: ExpertSettings, experts: CheckpointExperts, compute: torch.dtype
 ) -> RowSource:
-    """The store's, or one of this process. Raises LoadError if it is not of these experts."""
+    """The store's rows, or those of a file that this process writes. Raises LoadError if the store
+    holds other experts."""
     needs_int8_copies = settings.mode == "quantized"
     if settings.manifest is None:
         return _own_expert_file(experts, compute, Path(settings.folder), needs_int8_copies)
     _check_manifest(settings.manifest, experts, compute, is_remote=settings.source is not None)
     if needs_int8_copies and not settings.manifest.has_int8_copies:
         raise LoadError(
-            f"the expert store {settings.manifest.path} has no int8 copies, and moe_mode quantized "
-            "needs them; restart the cluster"
+            f"moe_mode quantized needs int8 copies of the experts, and the expert store "
+            f"{settings.manifest.path} has none; restart the cluster"
         )
     return settings.source or ExpertFile(settings.manifest)
 
@@ -135,7 +133,7 @@ def _cache_of(
         expert_file, num_slots, layout, is_fair=settings.is_fair, bytes_per_s=settings.bytes_per_s
     )
     log.info(
-        "%d of %d experts fit into their cache: %d slots of %.2f MiB",
+        "expert cache: %d of %d experts fit, %d slots of %.2f MiB",
         cache.num_slots,
         num_experts,
         cache.num_slots,
@@ -147,37 +145,37 @@ def _cache_of(
 def _check_manifest(
     manifest: Manifest, experts: CheckpointExperts, compute: torch.dtype, is_remote: bool
 ) -> None:
-    """Raise LoadError unless it is of the same checkpoint: the same files, or, where they lie on
-    another node, the same routers."""
+    """Raise LoadError unless `manifest` is of the same checkpoint: the same files, or, if they lie
+    on another node, the same routers."""
     if is_remote:
         is_ours = manifest.routers == experts.routers()
     else:
         is_ours = manifest.checkpoint == experts.identity(compute, manifest.has_int8_copies)
     if not is_ours:
         raise LoadError(
-            f"the expert store {manifest.path} was made of other files than those in "
-            f"{experts.folder}; have the store reload, or restart the cluster"
+            f"the expert store {manifest.path} was made from other files than those in "
+            f"{experts.folder}; restart the cluster to reload the store"
         )
 
 
 def _neuron_selector(
     settings: ExpertSettings, experts: CheckpointExperts, source: RowSource, device: torch.device
 ) -> NeuronSelector:
-    """By thresholds of the model's own. Raises LoadError if there are none, ConfigError for a
-    checkpoint without routers."""
+    """A selector with the model's own thresholds. Raises LoadError if there are none, ConfigError
+    for a checkpoint without routers."""
     path = experts.folder / FILE_NAME
     if settings.thresholds is not None:
         path = Path(settings.thresholds).expanduser()
     if not path.is_file():
         raise LoadError(
-            f"{path} is not there, and neurons are chosen by its thresholds; write it with: "
+            f"{path} is missing, and sparse experts need its neuron thresholds; write it with: "
             "penstock calibrate MODEL, or name another file with moe_thresholds"
         )
     calibration = Calibration.load(path)
     calibration.check(path, experts.routers())
     scores = NeuronScores(source, settings.score, calibration.format, device)
     log.info(
-        "%.1f MiB of %s copies tell neurons' %s scores",
+        "neuron scores: %.1f MiB of %s copies, score %s",
         scores.num_bytes / 2**20,
         calibration.format,
         settings.score,
@@ -188,7 +186,7 @@ def _neuron_selector(
 def _own_expert_file(
     experts: CheckpointExperts, compute: torch.dtype, folder: Path, has_int8_copies: bool
 ) -> ExpertFile:
-    """Of this process alone: its file has no name any more, so nothing is left behind."""
+    """A file for this process alone; unlinked at once, so that none is left when it ends."""
     path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
     try:
         return ExpertFile(
@@ -198,17 +196,17 @@ def _own_expert_file(
         remove_expert_file(path)
 
 
-MIN_SLOTS = 2  # one in use, one on its way
+MIN_SLOTS = 2  # one in use, one loading
 
 
 def slots_within(gigabytes: float, slot_bytes: int, num_experts: int) -> int:
-    """How many slots of `slot_bytes` a budget of GiB gives, at most one for each of `num_experts`.
-    Raises ConfigError below two."""
+    """The slots of `slot_bytes` that fit into `gigabytes` GiB, at most one for each of
+    `num_experts`. Raises ConfigError below two."""
     num_slots = min(int(gigabytes * 2**30 // slot_bytes), num_experts)
     if num_slots < min(MIN_SLOTS, num_experts):
         raise ConfigError(
             f"expert_cache_gb {gigabytes:g} holds {num_slots} of the {num_experts} experts of this "
-            f"model, which take {slot_bytes / 2**30:.4f} GiB each: {MIN_SLOTS} are the least; "
+            f"model, which take {slot_bytes / 2**30:.4f} GiB each; at least {MIN_SLOTS} must fit: "
             f"raise it to {MIN_SLOTS * slot_bytes / 2**30:.4f}"
         )
     return num_slots

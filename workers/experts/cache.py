@@ -1,9 +1,9 @@
-"""Experts of all layers in a few slots of device memory: hits, misses, evictions, prefetch.
+"""The expert cache: experts of all layers in a few slots of device memory.
 
-One thread at a time asks (the engine's); the copier's thread fills slots beside it. An expert is
-handed out only when all that is wanted of it is there, in the bits of the checkpoint: what was
-predicted, prefetched or evicted changes when a result comes and never what it is.
-Knows nothing of routers or of how predictions are made.
+Handles hits, misses, evictions and prefetches. One thread at a time calls it (the engine's); the
+copier's thread fills slots in parallel. An expert is yielded only when all rows that are needed of
+it are present, in the bits of the checkpoint: prediction, prefetching and eviction change when a
+result is ready, never its value.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.workers.experts.slots import Key, Slot, SlotLoad, SlotTable, make_
 
 log = logging.getLogger("penstock.experts")
 
-PinnedExperts = deque[tuple[int, Slot]]  # experts in use or waited for
+PinnedExperts = deque[tuple[int, Slot]]  # experts in use or waited for: never evicted
 ALL: NeededRows = {}
-CHECK_S = 5.0  # while an expert is waited for, between two looks at who loads it
+CHECK_S = 5.0  # interval between checks that the copier's thread is alive, while waiting for it
 
 
 class ExpertCache:
@@ -44,10 +44,10 @@ class ExpertCache:
         bytes_per_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ):
-        """`num_slots`, at least 1, are at most as many as there are experts; `form` says how those
-        of `source` lie in them. With `is_fair`, layers that have more than their share of the slots
-        lose some first; else the least recently used expert of all goes. `bytes_per_s` imitates a
-        slow link."""
+        """`num_slots`, at least 1, is capped at the number of experts; `layout` says how experts of
+        `source` lie in a slot. With `is_fair`, layers that hold more than their share of the slots
+        are evicted from first; else the least recently used expert of all layers is evicted.
+        `bytes_per_s` simulates a slow host link."""
         facts = source.manifest
         assert num_slots >= 1
         num_slots = min(num_slots, facts.num_all)
@@ -58,9 +58,9 @@ class ExpertCache:
         self.counts = CacheCounts()
         self._known = set(facts.digests())
         self._changed = threading.Condition()
-        # To prefetch as soon as there is room.
+        # To be prefetched as soon as a slot is free or evictable.
         self._prefetch_queue: deque[tuple[Key, RowIndices | None]] = deque()
-        self._predicted: set[Key] = set()  # those and the others that were to be there next
+        self._predicted: set[Key] = set()  # all experts predicted for the next layer: not evicted
         self._pinned: list[Slot] = []
         self.copier = ExpertCopier(
             source,
@@ -83,12 +83,12 @@ class ExpertCache:
         meanwhile: Callable[[], None] | None = None,
         needed_rows: NeededRows = ALL,
     ) -> Iterator[tuple[int, Expert]]:
-        """Each of the `needed` experts of a layer once, those that are there first.
+        """Yields each of the `needed` experts of a layer once, resident ones first.
 
-        Of an expert that `wanted` has, these rows are there; what lies in the place of others is
-        no part of it: zeros, or rows of whoever had the slot before. `meanwhile` is called once,
-        when all misses that have room are on their way. An expert is in use until the next one is
-        asked for. Raises what the copier met: CorruptedExpert names it.
+        For an expert in `needed_rows`, only these rows are loaded; the slot's other rows hold zeros
+        or rows of an earlier expert. `meanwhile` is called once, after loads have been submitted
+        for all misses that have a slot. An expert is pinned until the next one is requested. Raises
+        the copier's error; CorruptedExpert names the expert.
         """
         waiting = deque(needed)
         pinned: PinnedExperts = deque()
@@ -111,11 +111,11 @@ class ExpertCache:
                 self._start_prefetches()
 
     def prefetch(self, layer: int, experts: Sequence[int], needed_rows: NeededRows = ALL) -> None:
-        """Load these experts of `layer` if there is room, the first ones first; of those that
-        `wanted` has, these rows.
+        """Load these experts of `layer` in order, if there is room; for an expert in `needed_rows`,
+        these rows only.
 
-        Only warms the cache: nothing that is in use or on its way gives way to it, and nothing is
-        evicted for it before the link has time for it. On a link that never rests, it does nothing.
+        This only warms the cache: experts that are in use or loading are not evicted for it, and
+        nothing is evicted before the host link is idle. If the link is never idle, it does nothing.
         """
         with self._changed:
             self._clear_prefetch_queue()
@@ -132,25 +132,25 @@ class ExpertCache:
             self._start_prefetches()
 
     def warm(self, keys: Sequence[Key]) -> None:
-        """Fill free slots with these experts, the first ones first: before there is work."""
+        """Fill free slots with these experts, in order: before the first request."""
         with self._changed:
             for key in keys:
                 if key in self._known and self.table.get(key) is None and self.table.num_free:
                     self._begin_prefetch(key, self.table.take(key))
 
     def use_source(self, source: RowSource) -> None:
-        """Load from `source` from now on. Raises LoadError unless it holds the same experts."""
+        """Load from `source` from now on. Raises LoadError if it holds other experts."""
         if source.manifest.digests() != self.manifest.digests():
             raise LoadError(
                 f"{source.manifest.path} (epoch {source.manifest.epoch}) holds other experts than "
-                "this worker began with; restart it to serve those"
+                "this worker started with; restart the worker to serve them"
             )
         with self._changed:
             self.manifest = source.manifest
             self.copier.source = source
 
     def close(self) -> None:
-        """End the copier's thread; the next load starts another one."""
+        """Stop the copier's thread; the next load starts another one."""
         with self._changed:
             self._clear_prefetch_queue()
             thread = self.copier.close()
@@ -158,20 +158,20 @@ class ExpertCache:
             thread.join()
 
     def check(self) -> None:
-        """Assert that the tables are whole."""
+        """Assert that the tables are consistent."""
         with self._changed:
             self.table.check()
             assert all(slot.num_users for slot in self._pinned)
 
-    # -- all below with the lock held
+    # -- all methods below: with the lock held
 
     def _unpin_abandoned(self) -> None:
-        """What an earlier visit that was broken off still held."""
+        """Unpin slots that an earlier visit left pinned when it was abandoned."""
         for slot in list(self._pinned):
             self._release(slot)
 
     def _drop_stale(self, layer: int, needed: set[int]) -> None:
-        """The routing is known: what was prefetched for nothing stops."""
+        """Cancel prefetches that the routing, now known, does not need."""
         self._clear_prefetch_queue()
         for load in self.copier.prefetches:
             if load.key[0] == layer and load.key[1] not in needed:
@@ -189,7 +189,7 @@ class ExpertCache:
     def _claim_residents(
         self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
     ) -> None:
-        """Hold the experts that have slots, and ask for what is missing of them."""
+        """Pin the experts that have slots, and load the rows that are missing."""
         for expert in list(waiting):
             slot = self.table.get((layer, expert))
             if slot is None:
@@ -201,7 +201,7 @@ class ExpertCache:
     def _claim_misses(
         self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
     ) -> None:
-        """Slots for the others, as far as there are any."""
+        """Give the others slots while there are any, and load them."""
         while waiting:
             key = (layer, waiting[0])
             slot = self.table.get(key) or self.table.take(key)
@@ -225,7 +225,7 @@ class ExpertCache:
     def _next_ready(
         self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
     ) -> tuple[int, Slot]:
-        """The next expert that has all that is wanted of it; waits for one if there is none."""
+        """The next expert whose needed rows are all present; waits if there is none."""
         began_s = None
         while True:
             for place, (expert, slot) in enumerate(pinned):
@@ -235,7 +235,7 @@ class ExpertCache:
                     if began_s is not None:
                         self.counts.stall_s += time.perf_counter() - began_s
                     return expert, slot
-                if slot.load is None:  # it has ended, and not all is there
+                if slot.load is None:  # the load has ended, and rows are still missing
                     self._ask_again(slot, rows)
             if not pinned:  # every slot is taken by prefetches
                 for load in self.copier.prefetches:
@@ -245,7 +245,7 @@ class ExpertCache:
                     continue
             began_s = began_s or time.perf_counter()
             if not self._changed.wait(CHECK_S) and not self.copier.is_alive:
-                raise RuntimeError("the thread that loads experts has ended")
+                raise RuntimeError("the thread that loads experts has died")
 
     def _ask_again(self, slot: Slot, rows: RowIndices | None) -> None:
         error, slot.error = slot.error, None
@@ -262,7 +262,7 @@ class ExpertCache:
             slot.last_use.record(torch.cuda.current_stream(self.layout.device))
 
     def _start_prefetches(self) -> None:
-        """Begin the next prefetch, if the link is idle and there is room."""
+        """Begin the next prefetch, if the host link is idle and there is a slot."""
         while self._prefetch_queue and not self.copier.is_busy:
             key, rows = self._prefetch_queue[0]
             slot = self.table.get(key)

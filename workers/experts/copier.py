@@ -1,14 +1,10 @@
-"""Whether the link to host memory has time to spare, from what has gone over it.
+"""The expert copier: a thread that copies rows of experts from host memory into slots.
 
-A copy that is made ahead is free only while nothing else wants the link. Where demands alone keep
-it busy, each wrong guess delays one. Knows counters and a clock; nothing of experts.
-
-A background copier: rows of experts from host memory into slots, what is waited for first.
-
-Rows go over in chunks: gathered into a staging buffer, copied once, and written to the slot. A
-demand begins at the next chunk, whatever prefetch is under way. Knows nothing of who is evicted or
-what will be needed. The path over CUDA (pinned staging, a stream of its own) has not yet been run
-on a GPU.
+Rows are copied in chunks: gathered into a staging buffer, copied once, and written to the slot.
+Demand loads go before prefetches, and begin at the next chunk. `TransferMeter` tells whether the
+host link has time to spare: a prefetch costs nothing only while no demand load needs the link, and
+where demand loads alone keep it busy, each wrong prefetch delays one. The CUDA path (pinned
+staging, its own stream) has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,34 +31,35 @@ from penstock.workers.experts.layouts import ExpertLayout
 from penstock.workers.experts.slots import SlotLoad
 from penstock.workers.memory.copier import Throttle
 
-WINDOW_S = 0.25  # of work, over which the share is taken
-PAUSE_S = 0.5  # longer between two looks: nobody was at work
-SATURATED = 0.5  # a gain is bounded by the time the link rests, a loss by the time it works
+WINDOW_S = 0.25  # of computing, over which the share is averaged
+PAUSE_S = 0.5  # a longer interval between two calls counts as idle
+SATURATED = 0.5  # the gain is bounded by the time the link is idle, the loss by the time it is busy
 
 
 @dataclass(slots=True)
 class TransferCounts:
-    """What has gone over the link so far."""
+    """Transfers over the host link so far."""
 
     demand_bytes: int = 0
     prefetch_bytes: int = 0
     busy_s: float = 0.0
-    demand_busy_s: float = 0.0  # of that, with what a step waited for
-    num_corrupted: int = 0  # experts that did not match their digest, each time
+    demand_busy_s: float = 0.0  # of that, with demand loads
+    num_corrupted: int = 0  # loads of experts that did not match their digest
 
 
 @dataclass(slots=True)
 class TransferMeter:
-    """The share of the time at work that demands take of the link, over the last full window."""
+    """The share of the computing time in which demand loads occupy the host link, over the last
+    full window."""
 
     counts: TransferCounts
     clock: Callable[[], float] = time.monotonic
     share: float = 0.0
-    _last: tuple[float, float] | None = None  # when it was looked at, and how busy it had been
-    _window: tuple[float, float] = 0.0, 0.0  # so far: seconds of work, and of demands
+    _last: tuple[float, float] | None = None  # time of the last call, and demand_busy_s then
+    _window: tuple[float, float] = 0.0, 0.0  # so far: seconds of computing, and of demand loads
 
     def is_saturated(self) -> bool:
-        """Whether copying ahead would cost more than it can give. Asked at every layer or so."""
+        """Whether prefetching would cost more than it can gain. Called at every MoE layer."""
         now_s, busy_s = self.clock(), self.counts.demand_busy_s
         if self._last is not None and now_s - self._last[0] <= PAUSE_S:
             worked_s = self._window[0] + now_s - self._last[0]
@@ -75,27 +72,28 @@ class TransferMeter:
 
 log = logging.getLogger("penstock.experts")
 
-CHUNK_BYTES = 512 * 1024  # what a demand waits for at most
+CHUNK_BYTES = 512 * 1024  # the most that a demand load waits for
 
 
 @dataclass(slots=True)
 class ExpertCopier:
-    """`changed` is the cache's lock: all methods are called while it is held."""
+    """Queues of loads, and the thread that works them off. `changed` is the cache's lock: callers
+    hold it."""
 
     source: RowSource
     facts: Manifest  # of the rows
     layout: ExpertLayout
     changed: threading.Condition
-    bytes_per_s: float | None = None  # slows the copies down to that, for benchmarks and tests
+    bytes_per_s: float | None = None  # slows copies down to this rate, for benchmarks and tests
     chunk_bytes: int = CHUNK_BYTES
-    on_idle: Callable[[], None] = lambda: None  # the link has nothing to do; with the lock held
+    on_idle: Callable[[], None] = lambda: None  # called when no load is queued, with the lock held
     counts: TransferCounts = field(default_factory=TransferCounts)
     _demands: deque[SlotLoad] = field(default_factory=deque)
     _prefetches: deque[SlotLoad] = field(default_factory=deque)
     _thread: threading.Thread | None = None
 
     def submit(self, load: SlotLoad) -> None:
-        """Begin; `changed` is notified whenever a load has ended."""
+        """Queue a load; `changed` is notified whenever a load has ended."""
         assert load.slot.load is None
         load.slot.load, load.slot.error = load, None
         (self._demands if load.is_demand else self._prefetches).append(load)
@@ -105,9 +103,9 @@ class ExpertCopier:
         self.changed.notify_all()
 
     def promote(self, load: SlotLoad, missing: RowIndices) -> None:
-        """Somebody waits for these rows now: behind the chunk under way, they go and no others.
+        """Make `load` a demand load of the rows `missing` alone, after the chunk in progress.
 
-        `missing`, at least one, are not there yet.
+        `missing`: at least one row that is not present.
         """
         load.is_cancelled = False
         begun = load.row_indices[: load.num_done + load.num_active]
@@ -118,7 +116,7 @@ class ExpertCopier:
             self._demands.append(load)
 
     def cancel(self, load: SlotLoad) -> None:
-        """Copy no more of it than the chunk that is under way; then, or now, it has ended."""
+        """Stop `load` after the chunk in progress; at once if there is none."""
         load.is_cancelled = True
         if not load.num_active:
             self._end(load)
@@ -136,9 +134,9 @@ class ExpertCopier:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> threading.Thread | None:
-        """Cancel what is left, and have the thread end; join what is returned without the lock.
+        """Cancel all loads and stop the thread, which the caller joins without the lock.
 
-        The next `submit` starts another one.
+        The next `submit` starts another thread.
         """
         for load in [*self._demands, *self._prefetches]:
             self.cancel(load)
@@ -173,7 +171,7 @@ class ExpertCopier:
     def _next_parts(
         self, buffers: StagingBuffers, is_remote: bool
     ) -> list[tuple[SlotLoad, RowIndices]]:
-        """What goes over next: a chunk of the first load; from afar, one of each that waits."""
+        """The next chunks: one of the first load; for a remote source, one of each queued load."""
         loads = list(self._demands or self._prefetches)
         parts = []
         for load in loads if is_remote else loads[:1]:
@@ -185,7 +183,7 @@ class ExpertCopier:
     def _fetch(
         self, buffers: StagingBuffers, source: RowSource, parts: list[tuple[SlotLoad, RowIndices]]
     ) -> None:
-        """One question for all parts; then each is unpacked."""
+        """Fetch all parts with one call, then unpack each."""
         began_s = time.perf_counter()
         found: list[Bytes] | Exception
         try:
@@ -205,11 +203,11 @@ class ExpertCopier:
     def _do(
         self, load: SlotLoad, part: RowIndices, copy: Callable[[], None], before_s: float = 0.0
     ) -> None:
-        """Run `copy`, and note how it ended; `before_s` were spent on it already."""
+        """Run `copy` and record the result; `before_s` were spent on it already."""
         began_s, error = time.perf_counter(), None
         try:
             copy()
-        except Exception as met:  # of whoever waits for the expert; other loads go on
+        except Exception as met:  # raised where the expert is waited for; other loads go on
             log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
             error = met
         with self.changed:
@@ -237,7 +235,7 @@ class ExpertCopier:
 
 
 class StagingBuffers:
-    """The buffers of one copier thread."""
+    """The host and device staging buffers of one copier thread."""
 
     def __init__(self, copier: ExpertCopier):
         self._copier = copier
@@ -261,8 +259,8 @@ class StagingBuffers:
         return max(1, self._copier.chunk_bytes // self._copier.facts.row_bytes_of(load.key[1]))
 
     def copy(self, rows: Bytes, part: RowIndices, load: SlotLoad) -> None:
-        """Of `rows`, those of `part` into their slot; they are there when it returns."""
-        part = np.sort(part)  # memory is read in one direction, whatever was the most urgent
+        """Copy the rows `part` of `rows` into their slot; done when it returns."""
+        part = np.sort(part)  # memory is read in ascending order, whatever the priorities
         gathered, until_s = self._staging(len(part), rows.shape[1])
         first = int(part[0])
         if int(part[-1]) - first + 1 == len(part):  # neighbours
@@ -272,13 +270,13 @@ class StagingBuffers:
         self._send(gathered, part, load, until_s)
 
     def unpack(self, rows: Bytes, part: RowIndices, load: SlotLoad) -> None:
-        """The same, where `rows` are those alone, in ascending order."""
+        """As `copy`, where `rows` holds only the rows `part`, in ascending order."""
         gathered, until_s = self._staging(*rows.shape)
         np.copyto(gathered.numpy(), rows)
         self._send(gathered, part, load, until_s)
 
     def _staging(self, num_rows: int, row_bytes: int) -> tuple[Tensor, float]:
-        """Memory for rows, and the time before which an imitated link has not sent them."""
+        """Staging memory for rows, and the time at which a simulated link would have sent them."""
         num_bytes = num_rows * row_bytes
         wait_s = 0.0 if self._throttle is None else self._throttle.delay_s(num_bytes)
         return self._host_bytes[:num_bytes].view(num_rows, row_bytes), time.monotonic() + wait_s

@@ -1,11 +1,10 @@
-"""Which experts the next MoE layer will want, guessed while the one before it computes.
+"""Predicts which experts the next MoE layer will need, while the current layer computes.
 
-The residual stream changes little from layer to layer. So the next layer's own norm and router are
-asked what they would choose for this layer's state, with the model's whole selection rule; what the
-shared expert gave, which is known by then, is added before. (The published predictors ask the next
-router about this layer's normed state: arXiv 2312.17238, section 3.2.) A guess only warms a cache.
-How often it was right is counted by layer, beside a baseline: the experts of the previous token.
-Knows nothing of slots or copies.
+The residual stream changes little from layer to layer. So the next layer's norm and router, with
+the model's whole selection rule, are applied to this layer's state, after the shared expert's
+output, which is known by then, has been added. (The published predictors apply the next router to
+this layer's normed state: arXiv 2312.17238, section 3.2.) A prediction only warms the cache. Its
+accuracy is counted by layer, next to a baseline: the experts of the previous token.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Active = Callable[[int, int, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedLayer:
-    """What a guess needs of a layer: its index, the norm before its router, and its whole rule."""
+    """What a prediction needs of a layer: its index, the norm before its router, and the rule."""
 
     layer: int
     norm: Tensor
@@ -37,19 +36,19 @@ class RoutedLayer:
 
 @dataclass(slots=True)
 class PredictionCounts:
-    """How many of the experts that tokens went through had been guessed, of one layer."""
+    """How many of the experts that tokens were routed to had been predicted, for one layer."""
 
-    num_routed: int = 0  # tokens that there was a guess for, times experts of a token
+    num_routed: int = 0  # tokens with a prediction, times experts of a token
     num_right: int = 0
-    num_repeated_routed: int = 0  # tokens that came alone, after one that came alone; times experts
-    num_repeated: int = 0  # of their experts, those of the token before
-    num_neurons: int = 0  # that steps wanted of experts whose neurons had been guessed
-    num_neurons_right: int = 0  # of those, the ones that had been
+    num_repeated_routed: int = 0  # tokens of one-row steps that follow one another, times experts
+    num_repeated: int = 0  # of their experts, those of the previous token
+    num_neurons: int = 0  # that steps needed of experts whose neurons had been predicted
+    num_neurons_right: int = 0  # of those, the predicted ones
 
 
 @dataclass(slots=True, eq=False)
 class ExpertPredictor:
-    """Guesses for the layer behind each MoE layer."""
+    """Predictions for the layer after each MoE layer, and how accurate they were."""
 
     layers: Sequence[RoutedLayer]
     num_experts: int
@@ -60,24 +59,24 @@ class ExpertPredictor:
     _predicted_neurons: dict[int, dict[int, RowIndices]] = field(
         default_factory=dict
     )  # by layer and expert
-    _before: dict[int, list[int]] = field(default_factory=dict)  # the last lone token's experts
+    _before: dict[int, list[int]] = field(default_factory=dict)  # experts of the last one-row step
 
     def __post_init__(self) -> None:
         self.accuracy = {each.layer: PredictionCounts() for each in self.layers}
 
     def next_of(self, layer: int) -> int | None:
-        """The MoE layer behind `layer`; None behind the last one."""
+        """The MoE layer after `layer`; None after the last one."""
         return next((each.layer for each in self.layers if each.layer > layer), None)
 
     def predict_ids(self, state: Tensor, layer: int) -> Tensor:
         """The experts that `layer` would choose for residual states [T, hidden]: ids int64 [T, k].
 
-        With the layer's own state it is its routing, exactly: the control of what is counted here.
+        For the layer's own state this is exactly its routing: the control for the accuracy counts.
         """
         return self._facts(layer).route(self._normed(state, layer))[1]
 
     def predict_experts(self, state: Tensor, layer: int) -> list[int]:
-        """The experts that `layer` is likely to want for all of the rows, the likeliest first."""
+        """The experts that `layer` is likely to need for these rows, the likeliest first."""
         ids = self.predict_ids(state, layer)
         self._predicted_ids[layer] = ids
         counts = torch.bincount(ids.reshape(-1), minlength=self.num_experts)
@@ -85,8 +84,8 @@ class ExpertPredictor:
         return order[: int((counts > 0).sum())].tolist()
 
     def predict_neurons(self, state: Tensor, layer: int, active: Active) -> dict[int, RowIndices]:
-        """Of the experts that were just foreseen, the neurons that would be `active` for the rows
-        that are likely to go there."""
+        """By expert that was just predicted: the neurons that would be `active` for the rows that
+        are likely to be routed to it."""
         ids, normed = self._predicted_ids[layer], self._normed(state, layer)
         self._predicted_neurons[layer] = {}
         for expert in ids.unique().tolist():
@@ -95,19 +94,19 @@ class ExpertPredictor:
         return self._predicted_neurons[layer]
 
     def forget(self, *layers: int | None) -> None:
-        """There is no guess for these layers."""
+        """Discard the predictions for these layers."""
         for layer in layers:
             if layer is not None:
                 self._predicted_ids.pop(layer, None)
                 self._predicted_neurons.pop(layer, None)
 
     def needs_all_experts(self, num_rows: int) -> bool:
-        """Whether so many tokens, routed evenly, would leave out less than a quarter of the
+        """Whether `num_rows` tokens, routed evenly, would leave out less than a quarter of the
         experts: (1 - k/E)^T <= 1/4."""
         return (1 - self.top_k / self.num_experts) ** num_rows <= 0.25
 
     def observe(self, layer: int, ids: Tensor) -> None:
-        """Count what the routing [T, k] of a layer says of its guess, and of the baseline."""
+        """Compare the routing [T, k] of a layer with its prediction and with the baseline."""
         counts, guessed = self.accuracy[layer], self._predicted_ids.pop(layer, None)
         if guessed is not None and guessed.shape == ids.shape:
             counts.num_routed += ids.numel()
@@ -123,7 +122,7 @@ class ExpertPredictor:
         self._before[layer] = now
 
     def observe_neurons(self, layer: int, expert: int, row_indices: RowIndices) -> None:
-        """Count how many of the neurons that a layer wants of an expert had been guessed."""
+        """Count how many of the neurons that a layer needs of an expert had been predicted."""
         guessed = self._predicted_neurons.get(layer, {}).get(expert)
         if guessed is not None:
             self.accuracy[layer].num_neurons += len(row_indices)

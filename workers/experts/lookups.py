@@ -1,7 +1,4 @@
-"""What became of a cache's lookups and prefetches, in counts.
-
-Knows tables and numbers; decides nothing.
-"""
+"""Counters of the expert cache: hits, misses, and which prefetches were used."""
 
 from __future__ import annotations
 
@@ -11,21 +8,21 @@ from dataclasses import dataclass, field
 from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.slots import Key, Residence, SlotTable
 
-NeededRows = Mapping[int, RowIndices]  # rows by expert; of those that it lacks, all are wanted
+NeededRows = Mapping[int, RowIndices]  # rows by expert; of an expert that it lacks, all rows
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Lookups by experts that had tokens, and what became of prefetches."""
+    """Lookups of experts that had tokens, and the fate of prefetches."""
 
-    num_hits: int = 0  # all rows were there
+    num_hits: int = 0  # all needed rows were present
     num_partial: int = 0  # some were
     num_misses: int = 0
     num_rows_wanted: int = 0  # neurons, or pieces of packed experts
     num_rows_there: int = 0
-    num_prefetched: int = 0  # experts that a prefetch was begun for
-    num_prefetch_used: int = 0  # of those, asked for before they were evicted
-    stall_s: float = 0.0  # time that computing waited for experts
+    num_prefetched: int = 0  # experts for which a prefetch began
+    num_prefetch_used: int = 0  # of those, used before they were evicted
+    stall_s: float = 0.0  # time that the computation waited for experts
     uses: dict[Key, int] = field(default_factory=dict)  # steps that needed an expert
 
     def look_up(
@@ -36,8 +33,8 @@ class CacheCounts:
         needed_rows: NeededRows,
         num_rows: int,
     ) -> None:
-        """Count what `table` has of the `needed` experts of a layer, `num_rows` each, before
-        anything is done about it."""
+        """Count how much `table` holds of the `needed` experts of a layer, `num_rows` each, before
+        any load begins."""
         for expert in needed:
             key, rows = (layer, expert), needed_rows.get(expert)
             self.uses[key] = self.uses.get(key, 0) + 1

@@ -1,13 +1,11 @@
-"""How exact the experts of a request are, and of each row of a step.
+"""The accuracy modes of experts (`moe_mode`), by request and by row of a step.
 
-exact      what the plain model does, bit for bit.
-quantized  every row of the request goes through the int8 copies of its experts.
-sparse     rows of the answer leave out the neurons that matter little to them; the prompt is exact
-           (TEAL, arXiv 2408.14690, keeps most of prefill dense too). A row's neurons are its own
-           choice, so what it gets does not depend on its batch-mates; and its place, not the step,
-           says whether it is of the answer: what is computed again comes out the same.
-
-Knows rows and counts; nothing of experts, slots or thresholds.
+exact      what the plain model computes, bit for bit.
+quantized  every row of the request uses the int8 copies of its experts.
+sparse     rows of the answer leave out neurons with low scores; the prompt is exact (TEAL, arXiv
+           2408.14690, keeps most of prefill dense too). Neurons are selected for each row alone, so
+           a result does not depend on the rest of the batch; and a row's position, not the step,
+           decides whether it is part of the answer, so recomputation gives the same result.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Span = tuple[str, int, int, int]
 def mode_for(asked: str | None, served: str) -> str:
     """The mode of a request that asks for `asked` where `served` is configured.
 
-    Raises RequestError unless it is that, or exact.
+    Raises RequestError unless `asked` is None, exact or `served`.
     """
     if asked is None:
         return served
@@ -38,8 +36,8 @@ def mode_for(asked: str | None, served: str) -> str:
     if asked not in ("exact", served):
         allowed = "exact" if served == "exact" else f"exact or {served}"
         raise RequestError(
-            f"moe_mode can only be made more exact by a request: this model has {served}, and "
-            f"{asked!r} was asked for; ask for {allowed}",
+            f"a request can only make moe_mode more exact: this model is served with {served}, and "
+            f"the request has {asked!r}; ask for {allowed}",
             param="moe_mode",
         )
     return asked
@@ -47,16 +45,16 @@ def mode_for(asked: str | None, served: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """Of the T rows of one step: which are not exact, and what has been left out for them."""
+    """Which of the T rows of one step are not exact, and how many neurons they left out."""
 
     quantized: Tensor | None  # bool [T]; None: no row is
     sparse: Tensor | None
-    num_neurons: Tensor  # int64 [T]: of the experts that sparse rows went through so far
+    num_neurons: Tensor  # int64 [T]: of the experts that sparse rows were routed to so far
     num_skipped: Tensor  # int64 [T]: of those, the ones left out
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> StepRows | None:
-        """For rows one span behind the other; None where all are exact."""
+        """For the rows of consecutive spans; None if all rows are exact."""
         if all(mode == "exact" for mode, *_ in spans):
             return None
         quantized = np.concatenate([np.full(n, mode == "quantized") for mode, _, _, n in spans])

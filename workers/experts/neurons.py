@@ -1,10 +1,9 @@
-"""Which neurons of an expert matter to a token, told by a low-bit copy of the matrices that decide.
+"""Scores an expert's neurons for a token, from a low-bit copy of its gate and up matrices.
 
 y = sum_j a_j * Wd[:, j] with a_j = silu(Wg[j].x) * (Wu[j].x): a neuron whose a_j is small can be
 left out. Its score is |silu(Wg[j].x)| (gate), |Wu[j].x| (up; FloE, arXiv 2505.05950) or |a_j|
-(product). Computing that takes a third of the expert or two; so a copy of those in int8 or int4
-(int2 in FloE) stays on the device, of all experts. Only scores come from it, never a result.
-Knows rows of experts; nothing of slots, thresholds' origin or modes.
+(product). Computing it takes one or two thirds of the expert; so a copy of these matrices in int8
+or int4 (int2 in FloE) stays on the device, for all experts. It gives scores only, never a result.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class NeuronScores:
     """Scores of all experts' neurons, `kind` of them, from copies in `format`."""
 
     def __init__(self, source: RowSource, kind: str, format: WeightFormat, device: torch.device):
-        """Reads every expert of `source`, of neurons, once. Raises CorruptedExpert."""
+        """Reads every expert of `source`, whose rows are neurons, once. Raises CorruptedExpert."""
         facts = source.manifest
         assert not facts.is_packed
         self.kind, self.format, self.inner = kind, format, facts.inner
@@ -52,7 +51,7 @@ class NeuronScores:
     def of(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """Normed states [n, hidden] -> fp32 [n, inner], none negative.
 
-        A row's scores have the same bits whatever rows come with it, on the native path.
+        On the native path, a row's scores have the same bits whatever other rows are in `x`.
         """
         found = linear(x, self._copies[layer, expert]).float()
         if self.kind == "up":
@@ -61,13 +60,13 @@ class NeuronScores:
         return gate.abs() if self.kind == "gate" else gate.mul_(found[:, self.inner :]).abs_()
 
     def all_of(self, layer: int, expert: int, x: Tensor) -> dict[str, Tensor]:
-        """The same by kind: for calibration, from copies of the kind `product`."""
+        """Scores of every kind, for calibration; needs copies of the kind `product`."""
         assert self.kind == "product"
         return all_scores(linear(x, self._copies[layer, expert]).float())
 
 
 def all_scores(gate_up: Tensor) -> dict[str, Tensor]:
-    """Of what gate and up give, [n, 2 * inner]: each kind of score, [n, inner]."""
+    """Each kind of score, [n, inner], from the outputs of gate and up, [n, 2 * inner]."""
     gate, up = gate_up.chunk(2, dim=1)
     gate = silu(gate)
     return {"gate": gate.abs(), "up": up.abs(), "product": (gate * up).abs()}
@@ -75,12 +74,11 @@ def all_scores(gate_up: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeuronSelector:
-    """Scores, and what each expert's must reach."""
+    """Scores, and the threshold for each expert."""
 
     scores: NeuronScores
     thresholds: Mapping[Key, float]
 
     def active(self, layer: int, expert: int, x: Tensor) -> Tensor:
-        """The neurons of an expert that matter to each of normed states [n, hidden]: bool [n,
-        inner]."""
+        """The selected neurons of an expert for normed states [n, hidden]: bool [n, inner]."""
         return self.scores.of(layer, expert, x) >= self.thresholds[layer, expert]

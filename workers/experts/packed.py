@@ -1,9 +1,8 @@
-"""Quantised experts as an expert file keeps them: each as the bytes that its device multiplies.
+"""Quantised experts in the expert file: stored as the bytes that the device multiplies.
 
-What makes an expert of a checkpoint is what makes it without a cache: the same codes, from the same
-weights, packed by the same function. So a copy of the bytes gives the same bits. Codes of a down
-matrix share scales across neurons, so that an expert is cut into pieces of equal size, not into
-neurons. Knows checkpoints and pieces; nothing of files, slots, or who reads them.
+An expert is packed as it would be without a cache: the same codes, from the same weights, by the
+same function; so results have the same bits. Codes of a down matrix share scales across neurons:
+therefore an expert is cut into pieces of equal size, not into neurons.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ ZEROS = (".qzeros", ".weight_zero_point")  # stored beside the codes of an int4 
 
 @dataclass(eq=False)
 class PackedExperts:
-    """`experts` for models that compute in `compute`. Raises LoadError as reading does."""
+    """Packs `experts` for models that compute in `compute`. Raises LoadError for a checkpoint that
+    cannot be read."""
 
     experts: CheckpointExperts
     compute: torch.dtype
-    image: ExpertImage = field(init=False)  # of every one of them
+    image: ExpertImage = field(init=False)  # the byte layout, the same for every expert
 
     def __post_init__(self) -> None:
         experts, config = self.experts, self.experts.config
@@ -51,7 +51,7 @@ class PackedExperts:
         self.image = ExpertImage(self._first)
 
     def packed(self, layer: int, expert: int) -> Expert:
-        """One expert as the loader would pack it."""
+        """One expert, packed as the loader would."""
         device = torch.device(self.experts.device)
         gate_up, down = (
             pack_for(self._uniform(planned(weight, self._format, self.compute)), device)
@@ -60,8 +60,8 @@ class PackedExperts:
         return gate_up, down
 
     def rows(self, layer: int, expert: int) -> Bytes:
-        """Its bytes in pieces, [num_rows, PIECE_BYTES]; zeros behind the end. Raises LoadError for
-        an expert that is stored otherwise than the first one."""
+        """The bytes of an expert in pieces, [num_rows, PIECE_BYTES], padded with zeros. Raises
+        LoadError for an expert that is stored in another format than the first one."""
         packed = self._first
         if (layer, expert) != (self.experts.layers[0], 0):
             packed = self.packed(layer, expert)
@@ -69,22 +69,22 @@ class PackedExperts:
             image = self.image.bytes_of(packed)
         except ValueError as error:
             raise LoadError(
-                f"{self.experts.folder}: layer {layer}, expert {expert} is {error}; a cache takes "
-                "experts that are all stored alike: leave expert_cache_gb out, or quantise the "
-                "original checkpoint with penstock quantize"
+                f"{self.experts.folder}: layer {layer}, expert {expert} is {error}; an expert "
+                "cache needs experts that are all stored in the same format: leave expert_cache_gb "
+                "out, or quantise the original checkpoint with penstock quantize"
             ) from error
         spare = -self.image.num_bytes % PIECE_BYTES
         return torch.nn.functional.pad(image, (0, spare)).view(-1, PIECE_BYTES).numpy()
 
     def check(self, manifest: Manifest) -> None:
-        """Raise LoadError unless the expert file of `manifest` holds what would be packed here."""
+        """Raise LoadError unless the expert file holds the bytes that would be packed here."""
         layer = self.experts.layers[0]
         known = manifest.digests().get((layer, 0))
         if manifest.packed_bytes != self.image.num_bytes or digest_of(self.rows(layer, 0)) != known:
             raise LoadError(
                 f"the expert store {manifest.path} packed its experts for another CPU or another "
-                f"release than this one: a worker here reads {self.image}; restart the cluster, "
-                "with expert_store each if its nodes are not alike"
+                f"release: this worker reads {self.image}; restart the cluster, with "
+                "expert_store each if its nodes differ"
             )
 
     def _weights(self, layer: int, expert: int) -> tuple[Tensor | QuantizedWeight, ...]:
@@ -97,7 +97,7 @@ class PackedExperts:
         return joined(found[:2]), found[2]
 
     def _uniform(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-        """With zero points of its own, if some experts have them: 8 is what no zero point means."""
+        """With explicit zero points if some experts have them: a missing one means 8."""
         if not self._has_zeros or isinstance(weight, Tensor) or weight.format != "int4":
             return weight
         if weight.zeros is not None:

@@ -23,13 +23,13 @@ from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
-WHOLE_SHARE = 0.75  # of an expert's neurons: if more are wanted, all of them come in one piece
+WHOLE_SHARE = 0.75  # of an expert's neurons: if more are needed, the whole expert is loaded
 
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
 
 
 class RoutedExperts:
-    """What a decoder with an expert cache has instead of packed experts."""
+    """The routed experts of a decoder that has an expert cache."""
 
     def __init__(
         self,
@@ -39,34 +39,34 @@ class RoutedExperts:
         prefetch: bool = False,
         selector: NeuronSelector | None = None,
     ):
-        """`choice` of neurons: for sparse rows, and of what is prefetched."""
+        """`selector`: selects the neurons of sparse rows, and those that are prefetched."""
         self.cache = cache
         self.prefetch = prefetch
         self.selector = selector
-        self.rows: StepRows | None = None  # of the step under way; None: all of them are exact
+        self.rows: StepRows | None = None  # of the current step; None: all rows are exact
         self.watch: Watcher | None = None
         self.meter = TransferMeter(cache.copier.counts)
         self.num_sparse_neurons = self.num_skipped_neurons = 0
-        self.num_withheld = 0  # times that nothing was prefetched because the link had no time
-        self.predictor: ExpertPredictor | None = None  # until the layers are there
+        self.num_withheld = 0  # prefetches withheld because the host link was saturated
+        self.predictor: ExpertPredictor | None = None  # None until the layers are loaded
         self._config = config
 
     def layer(self, layer: int) -> CachedExperts:
         return CachedExperts(self, layer)
 
     def look_ahead_by(self, layers: Sequence[RoutedLayer]) -> None:
-        """All routers are there: predict with them."""
+        """Predict with the routers of these layers."""
         facts = self._config
         self.predictor = ExpertPredictor(
             layers, facts.num_experts, facts.num_experts_per_token, facts.rms_norm_eps
         )
 
     def look_ahead(self, layer: int, ids: Tensor, state: Callable[[], Tensor]) -> None:
-        """Behind what `layer` waits for, have the experts of the next one come.
+        """Prefetch experts of the next layer, after the loads that `layer` waits for.
 
-        A step of so many rows that all experts are wanted streams whole layers (rows that want some
-        neurons only do not count). For others, what comes is a guess, and is only made if asked
-        for, and while the link has time for it.
+        A step with enough rows to need all experts streams whole layers (sparse rows do not count).
+        For smaller steps the prefetch is a prediction, made only if `prefetch` is on and the host
+        link is not saturated.
         """
         predictor = self.predictor
         if predictor is None:
@@ -97,24 +97,26 @@ class RoutedExperts:
         return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
 
     def _shift(self) -> int:
-        """From an expert's number to its int8 copy's, if that is what all rows of the step take."""
+        """The offset from an expert's id to its int8 copy's, if all rows of the step use copies."""
         if self.rows is None or self.rows.quantized is None or not bool(self.rows.quantized.all()):
             return 0
         return self.cache.manifest.num_experts
 
     def _foreseen_neurons(self, state: Tensor, layer: int) -> NeededRows:
-        """Of the experts that `layer` is likely to want, the neurons; all, without a choice."""
+        """The neurons that `layer` is likely to need of the predicted experts; all, without a
+        selector."""
         if self.selector is None or self.predictor is None:
             return {}
         return self.predictor.predict_neurons(state, layer, self.selector.active)
 
     def count_neurons(self, num_neurons: int, num_skipped: int) -> None:
-        """Of a step: neurons of the experts that sparse rows went through, and those left out."""
+        """Count for a step: neurons of the experts that sparse rows were routed to, and those left
+        out."""
         self.num_sparse_neurons += num_neurons
         self.num_skipped_neurons += num_skipped
 
     def stats(self) -> ExpertStats:
-        """A snapshot; from the thread that computes."""
+        """A snapshot; called from the thread that computes."""
         cache, counts, link = self.cache, self.cache.counts, self.cache.copier.counts
         accuracy = self.predictor.accuracy if self.prefetch and self.predictor else {}
         return ExpertStats(
@@ -152,7 +154,7 @@ class RoutedExperts:
         )
 
     def hottest(self, at_most: int) -> list[tuple[int, int, int]]:
-        """(layer, expert, steps that needed it), the most wanted first; from any thread."""
+        """(layer, expert, steps that needed it), the most used first; from any thread."""
         uses = sorted(self.cache.counts.uses.copy().items(), key=lambda item: -item[1])
         return [(*key, count) for key, count in uses[:at_most]]
 
@@ -162,7 +164,7 @@ class RoutedExperts:
 
 @dataclass(slots=True)
 class SelectedNeurons:
-    """Of one layer and step: the neurons that count for whom, and those that must be there."""
+    """The selected neurons of one layer in one step, and the rows that the cache must hold."""
 
     active: dict[int, Tensor] = field(default_factory=dict)  # by expert, bool [its tokens, inner]
     needed_rows: dict[int, RowIndices] = field(default_factory=dict)
@@ -170,14 +172,14 @@ class SelectedNeurons:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedExperts:
-    """The experts of one layer, each of them in device memory while it is used."""
+    """The experts of one layer, each in device memory while it is used."""
 
     routed: RoutedExperts
     layer: int
 
     def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
-        """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
-        residual stream [T, hidden], with all that is known of this layer's output."""
+        """The routing for `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` returns the
+        residual stream [T, hidden], including the part of this layer's output that is known."""
         routed, rows = self.routed, self.routed.rows
         if routed.watch is not None:
             routed.watch(self.layer, x, ids)
@@ -200,10 +202,10 @@ class CachedExperts:
     def _select_neurons(
         self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor
     ) -> SelectedNeurons:
-        """The neurons of each expert that has sparse rows, and what is left out, counted."""
+        """Select the neurons of each expert that has sparse rows, and count those left out."""
         selector, selected = self.routed.selector, SelectedNeurons()
         assert selector is not None, "sparse rows need thresholds"
-        if len(ids) == 1:  # what is asked for most, without a gather
+        if len(ids) == 1:  # the common case, without a gather
             for expert in ids[0].tolist():
                 kept = selector.active(self.layer, expert, x)
                 selected.active[expert] = kept
@@ -226,7 +228,7 @@ class CachedExperts:
         return selected
 
     def _want(self, expert: int, kept: Tensor, selected: SelectedNeurons) -> None:
-        """What all of an expert's rows together need of it is all that need be there."""
+        """The cache must hold the union of the neurons that an expert's rows need."""
         union = kept[0] if len(kept) == 1 else kept.any(0)
         row_indices: RowIndices = union.nonzero()[:, 0].cpu().numpy()
         if self.routed.predictor is not None:

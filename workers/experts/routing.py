@@ -1,4 +1,4 @@
-"""What a layer's router decided, and the interface of experts that are not all in device memory."""
+"""The routing of a layer, and the interface of experts that are not all in device memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from penstock.kernels.moe import Expert, Visit
 
 @dataclass(frozen=True, slots=True)
 class LayerRouting:
-    """Which of how many experts each token goes through: the layer's own, or those and others that
-    stand in for them; and how to come by them."""
+    """The experts of each token, and how to obtain them."""
 
-    ids: Tensor  # int64 [T, k]
-    num_experts: int
-    experts: Sequence[Expert] | Visit
+    ids: Tensor  # int64 [T, k]; ids from the model's num_experts on are int8 copies
+    num_experts: int  # int8 copies included
+    experts: Sequence[Expert] | Visit  # all experts, or a function that yields those needed
 
 
 class ExpertSource(Protocol):
     """Experts that are not all in device memory."""
 
     def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
-        """For the routing `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` gives the
-        residual stream [T, hidden], with all that is known of this layer's output."""
+        """The routing for `ids` int64 [T, k] of normed states `x` [T, hidden]; `state` returns the
+        residual stream [T, hidden], including the part of this layer's output that is known."""

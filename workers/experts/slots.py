@@ -1,6 +1,6 @@
-"""The expert slots of a device: fixed memory, who is in which, and which neurons are there.
+"""The expert slots of a device: which expert is in which slot, and which of its rows are present.
 
-Tables only: no thread, no copy, no clock. Whoever uses them holds the cache's lock.
+Tables only: no thread, no copy, no clock. Callers hold the cache's lock.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Key = tuple[int, int]  # layer, expert
 
 
 class Residence(Enum):
-    """What a lookup finds of the neurons that are wanted of an expert."""
+    """The result of a lookup of the needed rows of an expert."""
 
-    WHOLE = "all of them are there"
-    PARTIAL = "the expert has a slot, but some of them are missing"
+    WHOLE = "all needed rows are present"
+    PARTIAL = "the expert has a slot, but some needed rows are missing"
     ABSENT = "the expert has no slot"
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Device memory of one expert. It may be given to another one only while it `is_idle`."""
+    """Device memory of one expert. It may be given to another expert only while it `is_idle`."""
 
     memory: torch.Tensor  # uint8
     expert: Expert  # the packed weights in it, always in the same place
-    has: npt.NDArray[np.bool_]  # which rows are there: neurons, or pieces of a packed expert
+    has: npt.NDArray[np.bool_]  # which rows are present: neurons, or pieces of a packed expert
     key: Key | None = None
     num_has: int = 0
     num_users: int = 0
-    load: SlotLoad | None = None  # what is on its way into it
-    was_prefetched: bool = False  # and nobody has asked for it yet
-    error: Exception | None = None  # with which the last load ended
-    last_use: torch.cuda.Event | None = None  # kernels up to there may read it
+    load: SlotLoad | None = None  # the load in progress
+    was_prefetched: bool = False  # and not used yet
+    error: Exception | None = None  # of the last load
+    last_use: torch.cuda.Event | None = None  # kernels launched before it may read the slot
 
     @property
     def is_whole(self) -> bool:
@@ -54,11 +54,11 @@ class Slot:
         return not self.num_users and self.load is None
 
     def holds(self, needed_rows: RowIndices | None = None) -> bool:
-        """Whether these neurons are there; None: all of them."""
+        """Whether these rows are present; None: all rows."""
         return self.is_whole if needed_rows is None else bool(self.has[needed_rows].all())
 
     def missing(self, needed_rows: RowIndices | None = None) -> RowIndices:
-        """Neurons that are not there: of `wanted`, or of all."""
+        """Rows that are not present: of `needed_rows`, or of all."""
         if needed_rows is None:
             return np.flatnonzero(~self.has)
         return needed_rows[~self.has[needed_rows]]
@@ -70,14 +70,14 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class SlotLoad:
-    """Neurons of one expert on their way into its slot."""
+    """A load in progress: rows of one expert into its slot."""
 
     slot: Slot
     key: Key
     row_indices: RowIndices  # the first ones go first
     is_demand: bool
     num_done: int = 0
-    num_active: int = 0  # neurons of the chunk that is being copied
+    num_active: int = 0  # rows of the chunk that is being copied
     is_cancelled: bool = False
 
 
@@ -86,7 +86,9 @@ class SlotTable:
     """Slots by key, the least recently used first."""
 
     slots: Sequence[Slot]
-    layer_share: int | None = None  # slots that a layer keeps while others have more; None: no such
+    layer_share: int | None = (
+        None  # slots that a layer keeps while others hold more; None: plain LRU
+    )
     _by_key: OrderedDict[Key, Slot] = field(default_factory=OrderedDict)
     _free: list[Slot] = field(init=False)
     _of_layer: dict[int, int] = field(default_factory=dict)  # occupied slots
@@ -107,22 +109,22 @@ class SlotTable:
     def lookup(
         self, key: Key, needed_rows: RowIndices | None = None
     ) -> tuple[Residence, Slot | None]:
-        """Which of the three cases holds for the `wanted` neurons (None: all) of an expert."""
+        """The residence of the needed rows (None: all) of an expert, and its slot."""
         slot = self._by_key.get(key)
         if slot is None:
             return Residence.ABSENT, None
         return (Residence.WHOLE if slot.holds(needed_rows) else Residence.PARTIAL), slot
 
     def touch(self, key: Key) -> None:
-        """It is the most recently used one now."""
+        """Mark the expert as the most recently used."""
         self._by_key.move_to_end(key)
 
     def take(self, key: Key, keep: Set[Key] = frozenset()) -> Slot | None:
-        """A slot for the expert `key`, which has none: a free one, or that of the least recently
-        used expert that is idle and not among `keep`; with nothing in it. None if there is none.
+        """An empty slot for the expert `key`, which has none: a free slot, or the slot of the least
+        recently used expert that is idle and not in `keep`. None if there is none.
 
-        With a layer share, one of the same layer goes if that has its share, or else one of a layer
-        that has more; any other only if there is no such.
+        With a layer share, the victim is of the same layer if that layer has its share, or of a
+        layer that holds more than its share; another expert is evicted only if there is neither.
         """
         slot = self._free.pop() if self._free else self._victim(key[0], keep)
         if slot is None:
@@ -137,14 +139,14 @@ class SlotTable:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Nothing of use is in it."""
+        """Free a slot that holds nothing of use."""
         assert slot.is_idle and slot.key is not None
         self._leave(slot)
         slot.key = None
         self._free.append(slot)
 
     def check(self) -> None:
-        """Assert that each slot is in one place, and what it holds is what the tables say."""
+        """Assert that each slot is free or in use, and that its contents match the tables."""
         assert len(self._by_key) + len(self._free) == len(self.slots)
         assert not {id(s) for s in self._free} & {id(s) for s in self._by_key.values()}
         for key, slot in self._by_key.items():

@@ -1,8 +1,8 @@
-"""Thresholds of neuron scores: gathered from scores seen, kept in a file, read for a keep fraction.
+"""Thresholds of neuron scores: computed from histograms, kept in a file, read for a keep fraction.
 
-A threshold is a quantile of one expert's scores over the tokens that were routed to it, all its
-neurons alike, so that a share `keep` of them is kept on average (CATS, arXiv 2404.08763; TEAL,
-arXiv 2408.14690). An expert that saw few tokens has its layer's. Knows numbers; nothing of weights.
+A threshold is a quantile of one expert's scores over the tokens that were routed to it, the same
+for all its neurons, so that a share `keep` of them is kept on average (CATS, arXiv 2404.08763;
+TEAL, arXiv 2408.14690). An expert that saw few tokens uses its layer's histogram.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.workers.config import MOE_SCORES
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_json
 
-FILE_NAME = "neuron_thresholds.json"  # beside the model
+FILE_NAME = "neuron_thresholds.json"  # in the model's folder
 KEEPS = tuple(i / 20 for i in range(21))  # the fractions that thresholds are stored for
 MIN_TOKENS = 1000  # of an expert; with fewer, its layer's scores count
 LOWEST, BINS_PER_OCTAVE, NUM_BINS = -24, 32, 40 * 32  # scores from 2^-24 to 2^16
@@ -30,7 +30,7 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]  # [layers][experts][len(KEEPS
 
 
 class ScoreHistograms:
-    """How often each expert's scores fell into which bin, by score and by place of its layer.
+    """Histograms of each expert's scores, by kind of score and by index among the MoE layers.
 
     Bins are 1/32 octave wide; the lowest one also counts zeros.
     """
@@ -60,10 +60,10 @@ class ScoreHistograms:
 
 
 def _thresholds(counts: Tensor) -> tuple[float, ...]:
-    """The scores that shares KEEPS of what was counted reach, by interpolation inside a bin."""
+    """The scores that a share of each of KEEPS reaches, interpolated inside a bin."""
     total = int(counts.sum())
     if not total:
-        return tuple(0.0 for _ in KEEPS)  # nobody came: nothing is known, and all is kept
+        return tuple(0.0 for _ in KEEPS)  # no token was routed here: keep all neurons
     above = counts.flip(0).cumsum(0).flip(0).double()  # scores in this bin or a higher one
     found = []
     for keep in KEEPS:
@@ -81,11 +81,11 @@ def _thresholds(counts: Tensor) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What `penstock calibrate` found out about one model. Plain values: it is a JSON file."""
+    """The result of `penstock calibrate` for one model. Plain values: stored as a JSON file."""
 
-    routers: str  # whose it is: a digest of the model's routers
+    routers: str  # identifies the model: a digest of its routers
     format: WeightFormat  # of the low-bit copy that the scores came from
-    text: str  # on what
+    text: str  # names the calibration text
     num_tokens: int
     layers: tuple[int, ...]  # those that have experts
     num_experts: int
@@ -119,22 +119,23 @@ class Calibration:
             assert all(_shape(table) == shape for table in made.thresholds.values())
         except (ConfigError, OSError, TypeError, KeyError, ValueError, AssertionError) as error:
             raise LoadError(
-                f"{path} is no file of neuron thresholds; write one with: penstock calibrate MODEL"
+                f"{path} is not a file of neuron thresholds; write one with: "
+                "penstock calibrate MODEL"
             ) from error
         return made
 
     def check(self, path: Path, routers: str) -> None:
-        """Raise LoadError unless it is of the model whose routers have this digest."""
+        """Raise LoadError unless this is the calibration of the model with these routers."""
         if self.routers != routers:
             raise LoadError(
-                f"{path} is of another model (its routers differ); calibrate this one with: "
+                f"{path} belongs to another model (its routers differ); calibrate this one with: "
                 "penstock calibrate MODEL"
             )
 
     def at(self, kind: str, keep: float) -> dict[tuple[int, int], float]:
         """Thresholds by layer and expert: a score that reaches its own is kept.
 
-        Between the stored fractions by interpolation of logarithms.
+        Interpolates logarithms between the stored fractions.
         """
         table = self.thresholds[kind]
         return {

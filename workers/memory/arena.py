@@ -8,11 +8,11 @@ sequences, reference counts or who uses which block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import KvScales, PagedKv
 
 BLOCK_ALIGN_BYTES = 512
 SCALE = torch.float16
@@ -65,7 +65,7 @@ class BlockLayout:
     def _num_groups(self) -> int:
         return 0 if self.group is None else self.head_dim // self.group
 
-    def layer_views(self, memory: torch.Tensor, num_blocks: int) -> list[KvLayer]:
+    def layer_views(self, memory: torch.Tensor, num_blocks: int) -> list[PagedKv]:
         """Each layer's K and V of `num_blocks` blocks from the start of `memory`, uint8."""
         half, scale_half = self.half_bytes, self.half_scale_bytes
         scales_from = 2 * half * self.num_layers
@@ -76,14 +76,14 @@ class BlockLayout:
                 for side in (0, 1)
             )
             if self.group is None:
-                layers.append(KvLayer(k, v))
+                layers.append(PagedKv(k, v))
                 continue
             offsets = [scales_from + (2 * layer + side) * scale_half for side in (0, 1)]
             of_k, of_v = (
                 self._view(memory, num_blocks, SCALE, self._num_groups, offset)
                 for offset in offsets
             )
-            layers.append(KvLayer(k, v, KvScales(of_k, of_v)))
+            layers.append(PagedKv(k, v, KvScales(of_k, of_v)))
         return layers
 
     def _view(
@@ -94,24 +94,6 @@ class BlockLayout:
         strides = (self.block_bytes // dtype.itemsize, self.block_size * width, width, 1)
         flat = memory.view(dtype)
         return flat.as_strided(shape, strides, flat.storage_offset() + offset // dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayer:
-    """K and V of one layer: views [num_blocks, num_kv_heads, block_size, head_dim], with scales
-    where they are codes. `scratch`: K and V of the scratch blocks, which all layers share and whose
-    ids come after; `scales` holds their scales, too."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    scales: KvScales | None = None
-    scratch: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def with_scratch(self, scratch: KvLayer) -> KvLayer:
-        scales = self.scales
-        if scales is not None and scratch.scales is not None:
-            scales = replace(scales, scratch=(scratch.scales.k, scratch.scales.v))
-        return KvLayer(self.k, self.v, scales, (scratch.k, scratch.v))
 
 
 class Arena:
@@ -135,7 +117,7 @@ class Arena:
     def num_bytes(self) -> int:
         return self.storage.numel()
 
-    def kv_layers(self) -> list[KvLayer]:
+    def kv_layers(self) -> list[PagedKv]:
         """K and V of each layer in all blocks: strided views."""
         return self.layout.layer_views(self.storage, self.num_blocks)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
-from penstock.kernels.types import PackedLinear
+from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.memory.arena import KvLayer
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
@@ -61,7 +60,7 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         inputs: AttentionInputs,
-        kv_layers: Sequence[KvLayer],
+        kv_layers: Sequence[PagedKv],
         workspace: Workspace | None = None,
         moe_rows: StepRows | None = None,
     ) -> Tensor:
@@ -97,7 +96,7 @@ class Decoder:
         torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
 
     def run_layers(
-        self, inputs: AttentionInputs, kv_layers: Sequence[KvLayer], ws: Workspace
+        self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
     ) -> Tensor:
         """The rest of `forward`, behind `begin`: `ws.normed` [T, hidden]."""
         eps, hidden = self.config.rms_norm_eps, ws.residual

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.kernels.types import PagedKv
 from penstock.workers.config import EngineConfig
-from penstock.workers.memory.arena import BlockLayout, KvLayer
+from penstock.workers.memory.arena import BlockLayout
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import WEIGHT_FORMATS, device_named
 from penstock.workers.planning.roofline import Roofline
@@ -137,7 +138,7 @@ def scratch_bytes(config: EngineConfig, layout: BlockLayout) -> int:
     return num_scratch_blocks(config) * _of_one_layer(layout).block_bytes
 
 
-def scratch_views(config: EngineConfig, layout: BlockLayout, memory: torch.Tensor) -> KvLayer:
+def scratch_views(config: EngineConfig, layout: BlockLayout, memory: torch.Tensor) -> PagedKv:
     """K and V of the scratch blocks, from the start of `memory`, uint8."""
     return _of_one_layer(layout).layer_views(memory, num_scratch_blocks(config))[0]
 

@@ -1,9 +1,10 @@
 """Loads of the simulator: who asks for what, when, and how long the answers become.
 
 Lengths come from traces (Azure's chat service; the 1,024 requests with text of PPL's benchmark) or,
-for long reasoning, from a log-normal law. Arrivals are drawn anew: Poisson, or Gamma with a higher
-coefficient of variation. `max_tokens` is what a client writes and has nothing to do with the true
-length, but cuts it. No prompt with text comes twice in a run: a predictor would know it by heart.
+for long reasoning, from a log-normal distribution. Arrivals are drawn anew: Poisson, or
+Gamma with a higher coefficient of variation. `max_tokens` is what a client writes and has
+nothing to do with the true length, but cuts it. No prompt with text comes
+twice in a run: a predictor would know it by heart.
 Knows nothing of workers or policies.
 """
 

@@ -216,7 +216,7 @@ class Gated(Policy):
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings, seed=self.seed)
         self.predictor = LengthPredictor()
-        self.told_after: float | None = None  # seconds that the last one refused is to stay away
+        self.retry_after_s: float | None = None  # seconds that the last one refused is to stay away
         self.jobs: dict[str, Job] = {}
         self.watches: dict[str, Watch] = {}
         self.indices = {f"worker-{each.index}": each.index for each in self.workers}
@@ -233,14 +233,14 @@ class Gated(Policy):
     def arrive(self, job: Job, now: float) -> str | None:
         self.jobs[job.job_id] = job
         if self.oracle:
-            law = LengthDistribution(FLAT, job.length, min_tokens=job.length)
-            holding = law
+            length = LengthDistribution(FLAT, job.length, min_tokens=job.length)
+            holding = length
         else:
-            law = self.predictor.predict(job.features)
+            length = self.predictor.predict(job.features)
             holding = self.predictor.predict(job.features, with_cancels=True)
         request = GateRequest(job.job_id, job.prompt, job.tenant)
-        refusal = self.gate.offer(request, law, now, holding=holding)
-        self.told_after = None if refusal is None else refusal.retry_after_s
+        refusal = self.gate.offer(request, length, now, holding=holding)
+        self.retry_after_s = None if refusal is None else refusal.retry_after_s
         return None if refusal is None else refusal.reason
 
     def would_wait(self, job: Job, now: float) -> float:
@@ -265,7 +265,7 @@ class Gated(Policy):
         self.gate.declined(job.job_id, now)
 
     def completed(self, job: Job, now: float) -> None:
-        self.gate.completed(job.job_id, job.generated, now)
+        self.gate.finished(job.job_id, job.generated, now)
         watch = self.watches.pop(job.job_id, None)
         self.predictor.observe(job.features, job.generated, job.ended, watch)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.deployments.ingress.core.logprobs import ScoredToken
+from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
 from penstock.workers.request import FinishReason, SamplingParams
 
@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class RequestTimings:
     """Where the time of one answer went, in seconds. None: it did not come so far.
 
     `queue_s` and `prefill_s` are the worker's; `first_token_s` also has what lies between the
@@ -98,7 +98,7 @@ class Timings:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache.
 
     `reasoning_tokens` of the answer came up to the end of the reasoning, its marks included.
@@ -112,11 +112,11 @@ class Usage:
     moe_mode: str = ""  # how exact the experts were, if not exact, or if that was asked for
     neurons: int = 0  # sparse: of the experts that tokens of the answer had
     skipped_neurons: int = 0  # of those, the ones left out
-    timings: Timings | None = None  # with the last piece, where wanted
+    timings: RequestTimings | None = None  # with the last piece, where wanted
     shares_prompt: bool = False  # with another answer of the same call, which counts it
 
     @classmethod
-    def total(cls, usages: Iterable[Usage]) -> Usage:
+    def total(cls, usages: Iterable[TokenUsage]) -> TokenUsage:
         """Of all answers of a call; a prompt that some of them share is counted once."""
         sums = cls(0)
         for usage in usages:
@@ -152,18 +152,18 @@ class TextDelta:
     `text` may be empty while a character, or what may become a stop string, is incomplete.
     `reasoning` comes before all text of the answer.
     `stop_reason` is the stop string or the stop token that ended the answer, if one did.
-    `scores`, where asked for, are of the tokens whose text is out with this piece; in the end there
-    is one for every token that is counted, and with echo for the prompt's before. `prompt_scores`,
-    where asked for, come with the first piece.
+    `logprobs`, where asked for, are of the tokens whose text this piece completes; over the whole
+    answer there is one for every counted token, after those of the prompt with echo.
+    `prompt_logprobs`, where asked for, come with the first piece.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    usage: Usage | None = None
-    scores: list[ScoredToken] = field(default_factory=list)
-    prompt_scores: list[ScoredToken] | None = None
+    usage: TokenUsage | None = None
+    logprobs: list[DecodedLogprob] = field(default_factory=list)
+    prompt_logprobs: list[DecodedLogprob] | None = None
     reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
     ends_in_tool_calls: bool = False  # the last piece, where the answer stopped and made some

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, Usage
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
-    ScoredToken,
-    ScoreQueue,
+    DecodedLogprob,
+    LogprobQueue,
     TokenBytes,
-    scored,
-    scored_prompt,
+    decode_logprob,
+    decode_prompt_logprobs,
 )
 from penstock.deployments.ingress.core.request_metrics import RequestTimes
 from penstock.deployments.ingress.core.streams import Alarm
 from penstock.deployments.ingress.core.tool_parser import ToolCallReader
-from penstock.deployments.ingress.core.validation import scores_only
+from penstock.deployments.ingress.core.validation import is_scoring_only
 from penstock.workers.request import Delta, FinishReason, Request, RequestError, TokenLogprob
 from penstock.workers.text.detokenizer import Detokenizer, StopChecker
 from penstock.workers.text.reasoning import ReasoningReader
@@ -47,7 +47,9 @@ class Generation:
         self.call = call
         self.first = first
         self.times = RequestTimes(start_s)
-        self.usage = Usage(prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None)
+        self.usage = TokenUsage(
+            prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None
+        )
         self.alarm = Alarm(call.deadline_s)
         self.is_cancelled = False
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
@@ -57,9 +59,9 @@ class Generation:
         self._reasoning = reasoning
         self._thoughts: list[str] = []  # of the piece that is being made
         self._stops = StopChecker(request.params.stop)
-        self._scores = None if call.params.logprobs is None else ScoreQueue()
+        self._logprobs = None if call.params.logprobs is None else LogprobQueue()
         # What its tokens spell is the answer, with nothing to look for in it or to tell of it.
-        self._is_plain = not request.params.stop and reasoning is None and self._scores is None
+        self._is_plain = not request.params.stop and reasoning is None and self._logprobs is None
         self._num_sent = 0  # characters
         self._is_first_delta = True
         tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
@@ -104,13 +106,13 @@ class Generation:
         self._is_first_delta = False
         self.prompt_logprobs = (self.first or self).prompt_logprobs or delta.prompt_logprobs
         echo = self._echo() if self.call.echo else ""
-        if scores_only(self.call) and delta.finish_reason is not FinishReason.ABORT:
+        if is_scoring_only(self.call) and delta.finish_reason is not FinishReason.ABORT:
             text = echo + self._detokenizer.finish()
             piece = self._last(text, [], FinishReason.LENGTH, None)
         else:
             piece = self._answer(delta, echo)
         if self.call.params.prompt_logprobs is not None:
-            piece.prompt_scores = self._prompt_scores(self.call.params.prompt_logprobs)
+            piece.prompt_logprobs = self._decoded_prompt(self.call.params.prompt_logprobs)
         return piece
 
     def _take_moe(self, last: Delta) -> None:
@@ -130,9 +132,11 @@ class Generation:
             is_rendered = not is_stop or self.call.include_stop_str_in_output
             self.usage.completion_tokens += 1
             added = self._detokenizer.feed([token_id]) if is_rendered else ""
-            if self._scores is not None:
+            if self._logprobs is not None:
                 num_top = self.call.params.logprobs or 0
-                self._scores.add(scored(delta.logprobs[i], num_top, self._token_bytes), added)
+                self._logprobs.add(
+                    decode_logprob(delta.logprobs[i], num_top, self._token_bytes), added
+                )
             text, stop = self._check(self._without_reasoning(added))
             texts.append(text)
             if stop is not None:
@@ -152,13 +156,13 @@ class Generation:
     def _echo(self) -> str:
         """The text of the prompt, before which no text was; an unfinished character waits."""
         texts = [self._detokenizer.feed([token_id]) for token_id in self.request.prompt_ids]
-        if self._scores is not None:
-            for score, text in zip(self._prompt_scores(self.call.params.logprobs or 0), texts):
-                self._scores.add(score, text)
+        if self._logprobs is not None:
+            for score, text in zip(self._decoded_prompt(self.call.params.logprobs or 0), texts):
+                self._logprobs.add(score, text)
         return "".join(texts)
 
-    def _prompt_scores(self, num_top: int) -> list[ScoredToken]:
-        return scored_prompt(
+    def _decoded_prompt(self, num_top: int) -> list[DecodedLogprob]:
+        return decode_prompt_logprobs(
             self.request.prompt_ids, self.prompt_logprobs, num_top, self._token_bytes
         )
 
@@ -191,16 +195,16 @@ class Generation:
         num_out = self._num_sent
         if self._reasoning is not None:
             num_out += self._reasoning.num_taken
-        scores = [] if self._scores is None else self._scores.release(num_out)
+        logprobs = [] if self._logprobs is None else self._logprobs.release(num_out)
         thought = "".join(self._thoughts)
         self._thoughts.clear()
-        return TextDelta(text, token_ids, scores=scores, reasoning=thought)
+        return TextDelta(text, token_ids, logprobs=logprobs, reasoning=thought)
 
     def _last(
         self, text: str, token_ids: list[int], reason: FinishReason, stop: str | int | None
     ) -> TextDelta:
         piece = self._piece(text, token_ids)
         piece.finish_reason, piece.stop_reason, piece.usage = reason, stop, self.usage
-        if self._scores is not None:
-            piece.scores += self._scores.release_all(self._num_sent)
+        if self._logprobs is not None:
+            piece.logprobs += self._logprobs.release_all(self._num_sent)
         return piece

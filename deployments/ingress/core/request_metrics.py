@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.deployments.ingress.core.call import Timings, Usage
+from penstock.deployments.ingress.core.call import RequestTimings, TokenUsage
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes
 from penstock.workers.stats import Histogram
 
@@ -55,10 +55,10 @@ class RequestTimes:
     engine: str = ""
     counts: EngineCounts | None = None  # once it has a token: where it is counted
 
-    def timings(self, now_s: float) -> Timings:
+    def timings(self, now_s: float) -> RequestTimings:
         """The phases so far, with `now_s` as the end."""
         first_s, on_worker = self.first_token_s, self.on_worker
-        return Timings(
+        return RequestTimings(
             queue_s=None if on_worker is None else on_worker.queue_s,
             prefill_s=None if on_worker is None else on_worker.prefill_s,
             first_token_s=None if first_s is None else first_s - self.start_s,
@@ -100,7 +100,7 @@ class RequestMetrics:
         self._clock = clock
 
     def count_tokens(
-        self, times: RequestTimes, delta: Delta, num_tokens: int, usage: Usage
+        self, times: RequestTimes, delta: Delta, num_tokens: int, usage: TokenUsage
     ) -> None:
         """`delta` has brought `num_tokens` > 0 tokens of the answer.
 
@@ -119,7 +119,7 @@ class RequestMetrics:
         times.last_token_s = now_s
         counts.num_generated_tokens += num_tokens
 
-    def count_end(self, times: RequestTimes, finish: str, usage: Usage) -> None:
+    def count_end(self, times: RequestTimes, finish: str, usage: TokenUsage) -> None:
         """A request has ended: `finish` is a finish reason, DISCONNECT, or the code of an error."""
         counts = times.counts or self._of(times.engine)
         if finish == DISCONNECT:

@@ -132,7 +132,7 @@ def check_extras(call: Call) -> None:
         )
 
 
-def scores_only(call: Call) -> bool:
+def is_scoring_only(call: Call) -> bool:
     """Whether the prompt is to be scored and echoed, with no answer to it."""
     return call.echo and call.params.max_tokens == 0
 
@@ -140,7 +140,7 @@ def scores_only(call: Call) -> bool:
 def engine_params(call: Call) -> SamplingParams:
     """What the engine is asked for: it makes a token always, and scores a prompt that is echoed."""
     params = call.params
-    if scores_only(call):
+    if is_scoring_only(call):
         params = replace(params, max_tokens=1)
     if call.echo and params.logprobs is not None:
         asked = params.prompt_logprobs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Breaker:
+class CircuitBreaker:
     """Closed: ask. Open: do not, until `until`; then one probe decides."""
 
     most_faults: int = 3

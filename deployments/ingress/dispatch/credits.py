@@ -17,7 +17,7 @@ MARGIN = 64  # tokens for what blocks leave empty
 
 
 @dataclass(slots=True)
-class Passes:
+class Credits:
     """Tokens and slots by worker, named by its epoch."""
 
     _given: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -20,10 +20,10 @@ import grpc
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
 from penstock.deployments.ingress.core.admission_request import AskedRequest
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.dispatch.circuit_breaker import Breaker
-from penstock.deployments.ingress.dispatch.credits import Passes
+from penstock.deployments.ingress.dispatch.circuit_breaker import CircuitBreaker
+from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
-from penstock.deployments.ingress.dispatch.pending_admission import Asking
+from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission
 from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.stats import Histogram
@@ -52,15 +52,15 @@ class GateClient:
         answer_s: float = ANSWER_S,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.figures = pb.Figures()  # as the gate last told
         self.waits = Histogram(WAIT_BOUNDS)  # seconds, of those that asked and came in
-        self.num_passed = self.num_asked = self.num_ticketed = self.num_fallback = 0
+        self.num_on_credit = self.num_asked = self.num_ticketed = self.num_fallback = 0
         self._where = where
         self._answer_s = answer_s
         self._clock = clock
-        self._asking: dict[str, Asking] = {}
-        self._passes = Passes()
+        self._pending: dict[str, PendingAdmission] = {}
+        self._credits = Credits()
         self._outbox = GateOutbox(ingress_id)
         self._is_connected = False
         self._num_silent_ticks = 0
@@ -77,7 +77,7 @@ class GateClient:
     @property
     def num_waiting(self) -> int:
         """Requests of this ingress that wait at the gate."""
-        return len(self._asking)
+        return len(self._pending)
 
     async def admit(
         self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
@@ -92,22 +92,22 @@ class GateClient:
             self.num_fallback += 1
             return None
         if not again:
-            epoch = self._passes.take(request, epochs, self._outbox.next_number, now)
+            epoch = self._credits.take(request, epochs, self._outbox.next_number, now)
             if epoch is not None:
-                self.num_passed += 1
-                self._outbox.entered(request, epoch)
+                self.num_on_credit += 1
+                self._outbox.admitted_on_credit(request, epoch)
                 return epoch
         self.num_asked += 1
-        asking = self._asking[request.request_id] = Asking()
+        pending = self._pending[request.request_id] = PendingAdmission()
         try:
-            if not await self._ask(request, asking, again):
+            if not await self._ask(request, pending, again):
                 self.breaker.fault(self._clock())
                 self.num_fallback += 1
                 self.ended(request.request_id, 0)
                 return None
-            epoch = await asking.decided
+            epoch = await pending.decided
         finally:
-            del self._asking[request.request_id]
+            del self._pending[request.request_id]
         if epoch is None:
             self.num_fallback += 1
         else:
@@ -117,7 +117,7 @@ class GateClient:
 
     def ended(self, request_id: str, num_generated: int) -> None:
         """A request is over, whatever became of it: its memory is free."""
-        is_awaited = bool(self._asking or self.figures.num_waiting or not self._passes.has_any)
+        is_awaited = bool(self._pending or self.figures.num_waiting or not self._credits.has_any)
         self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
 
     def learn(self, request: AskedRequest, length: int, ended: str) -> None:
@@ -131,12 +131,12 @@ class GateClient:
     def lost(self, epoch: int) -> None:
         """A worker is no longer connected."""
         self._outbox.lost(epoch)
-        self._passes.drop(epoch)
+        self._credits.drop(epoch)
 
     def release(self) -> None:
         """Nobody waits at the gate any more: all that did go their own way."""
-        for asking in self._asking.values():
-            asking.decide(None)
+        for pending in self._pending.values():
+            pending.decide(None)
 
     async def explain(self, limit: int) -> pb.ExplainResponse | None:
         """Who waits, and why; None while the gate is away."""
@@ -177,31 +177,31 @@ class GateClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    async def _ask(self, request: AskedRequest, asking: Asking, again: bool) -> bool:
+    async def _ask(self, request: AskedRequest, pending: PendingAdmission, again: bool) -> bool:
         """Whether the gate says a word in time.
 
         Where it had room when it last told, there may be some for this one, whatever its text says:
         it is asked without, and the text is read while it answers.
         """
-        if self._passes.has_any and not again:
+        if self._credits.has_any and not again:
             self._outbox.ask(request, text_follows=True)
             await asyncio.sleep(0)  # it goes out
             self._outbox.read_text(request)
-            if not await self._hears(asking):
+            if not await self._hears(pending):
                 return False
-            if asking.decided.done():
-                if not asking.decided.exception() and (epoch := asking.decided.result()):
+            if pending.decided.done():
+                if not pending.decided.exception() and (epoch := pending.decided.result()):
                     self._outbox.tell_text(request, epoch)
                 return True
-            asking.answered.clear()
+            pending.answered.clear()
         self._outbox.ask(request, declined=again)
-        return await self._hears(asking)
+        return await self._hears(pending)
 
-    async def _hears(self, asking: Asking) -> bool:
+    async def _hears(self, pending: PendingAdmission) -> bool:
         """Whether the gate says a word in time."""
         try:
             async with asyncio.timeout(self._answer_s):
-                await asking.answered.wait()
+                await pending.answered.wait()
         except TimeoutError:
             return False
         return True
@@ -252,31 +252,31 @@ class GateClient:
         raise TimeoutError
 
     def _take(self, message: pb.ToIngress) -> None:
-        if message.HasField("passes"):
-            told = message.passes
-            given = dict(zip(told.epochs, zip(told.tokens, told.slots)))
-            self._passes.renew(told.as_of, given, self._clock())
+        if message.HasField("credits"):
+            credits = message.credits
+            given = dict(zip(credits.epochs, zip(credits.tokens, credits.slots)))
+            self._credits.renew(credits.as_of, given, self._clock())
         if message.HasField("figures"):
             self.figures = message.figures
         if message.queued or message.expired or message.tickets or message.refusals:
             self.breaker.success()
         for name in message.queued:
-            if (asking := self._asking.get(name)) is not None:
-                asking.answered.set()
+            if (pending := self._pending.get(name)) is not None:
+                pending.answered.set()
         for ticket in message.tickets:
-            if (asking := self._asking.get(ticket.request_id)) is not None:
-                asking.decide(ticket.epoch)
+            if (pending := self._pending.get(ticket.request_id)) is not None:
+                pending.decide(ticket.epoch)
         for name in message.expired:
-            if (asking := self._asking.get(name)) is not None:
-                asking.fail(ServiceError("deadline_exceeded"))
+            if (pending := self._pending.get(name)) is not None:
+                pending.fail(ServiceError("deadline_exceeded"))
         for refusal in message.refusals:
-            if (asking := self._asking.get(refusal.request_id)) is not None:
-                asking.refuse(refusal)
+            if (pending := self._pending.get(refusal.request_id)) is not None:
+                pending.refuse(refusal)
 
     def _break(self) -> None:
         self._is_connected = False
         self._outbox.close()
-        self._passes = Passes()
+        self._credits = Credits()
         self.release()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:

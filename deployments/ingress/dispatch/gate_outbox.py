@@ -35,7 +35,7 @@ class GateOutbox:
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._report_timer: asyncio.TimerHandle | None = None
-        self._entered: list[tuple[AskedRequest, int]] = []  # with a pass; the gate is to be told
+        self._credited: list[tuple[AskedRequest, int]] = []  # with a pass; the gate is to be told
         self._unread: list[tuple[AskedRequest, int]] = []  # came in; what the text says is to come
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs of which the gate has not the newest
@@ -66,7 +66,7 @@ class GateOutbox:
 
     def take(self) -> pb.FromIngress:
         """The message as it is; the next one is begun."""
-        self._tell_entered()
+        self._offer_credited()
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -76,16 +76,16 @@ class GateOutbox:
         message.number = self._number
         return message
 
-    def entered(self, request: AskedRequest, epoch: int) -> None:
+    def admitted_on_credit(self, request: AskedRequest, epoch: int) -> None:
         """It came in with a pass. Nothing is made of it before the request itself has gone."""
-        self._entered.append((request, epoch))
+        self._credited.append((request, epoch))
         self._go_soon()
 
     def ask(
         self, request: AskedRequest, *, text_follows: bool = False, declined: bool = False
     ) -> None:
         """May it come in? `declined`: a worker sent it back."""
-        self._tell_entered()  # before this one: it must be judged beside them
+        self._offer_credited()  # before this one: it must be judged beside them
         if declined:
             self._message.declined.append(request.request_id)
         self._offer(request, text_follows=text_follows)
@@ -103,7 +103,7 @@ class GateOutbox:
 
     def ended(self, request_id: str, num_generated: int, *, is_awaited: bool) -> None:
         """A request is over. `is_awaited`: somebody may wait for its memory."""
-        self._tell_entered()  # an end behind its beginning
+        self._offer_credited()  # an end behind its beginning
         self._tell_texts()
         if self._is_open:
             self._message.ended.add(request_id=request_id, generated=num_generated)
@@ -142,9 +142,9 @@ class GateOutbox:
         self._fresh = set()
         self._due.set()
 
-    def _tell_entered(self) -> None:
-        entered, self._entered = self._entered, []
-        for request, epoch in entered:
+    def _offer_credited(self) -> None:
+        credited, self._credited = self._credited, []
+        for request, epoch in credited:
             self._offer(request, epoch, text_follows=True)
             self.tell_text(request, epoch)
 
@@ -155,7 +155,7 @@ class GateOutbox:
             self._go_soon()
 
     def _offer(
-        self, request: AskedRequest, entered: int | None = None, *, text_follows: bool = False
+        self, request: AskedRequest, credit_epoch: int | None = None, *, text_follows: bool = False
     ) -> None:
         if not self._is_open:
             return
@@ -167,7 +167,7 @@ class GateOutbox:
             priority=-request.priority,
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
-            entered=entered,
+            credit_epoch=credit_epoch,
             prefix=request.prefix,
             text_follows=text_follows,
         )

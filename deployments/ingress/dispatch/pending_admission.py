@@ -16,7 +16,7 @@ OVER_SHARE = "displaced"
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class PendingAdmission:
     """What the gate has said of one request. Lives on one event loop."""
 
     answered: asyncio.Event = field(default_factory=asyncio.Event)  # anything at all was said

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from penstock.deployments.gate.prefix_affinity import PrefixBook
+from penstock.deployments.gate.prefix_affinity import PrefixAffinity
 from penstock.deployments.ingress.core.admission_request import AskedRequest
 from penstock.deployments.ingress.dispatch.in_flight import RunningCall
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink
@@ -49,7 +49,7 @@ class WorkerPool:
         self._links: dict[int, WorkerLink] = {}  # by epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._turn = itertools.count(1)
-        self._prefixes: PrefixBook[int] = PrefixBook()  # by epoch
+        self._prefixes: PrefixAffinity[int] = PrefixAffinity()  # by epoch
 
     def update(self, workers: Iterable[WorkerInfo]) -> None:
         """Take the registry's newest list: connect with new workers.

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import pydantic_core
 
-from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt, TextDelta, Usage
-from penstock.deployments.ingress.core.logprobs import ScoredToken
+from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt, TextDelta, TokenUsage
+from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import MAX_TOOLS, Tool, Toolset, only_one
 from penstock.deployments.ingress.core.validation import MAX_BAD_WORD_STRINGS, MAX_MESSAGES
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -200,10 +200,10 @@ _PHASES = [field.name for field in pb.Timings.DESCRIPTOR.fields]
 def answer_message(kind: type[AnswerT], choice: int, piece: TextDelta) -> AnswerT:
     """All of `piece` but its usage, which is that of the whole call."""
     answer = kind(text=piece.text, token_ids=piece.token_ids, choice=choice)
-    if piece.scores:
-        answer.logprobs.extend(map(_logprob, piece.scores))
-    if piece.prompt_scores:
-        answer.prompt_logprobs.extend(map(_logprob, piece.prompt_scores))
+    if piece.logprobs:
+        answer.logprobs.extend(map(_logprob, piece.logprobs))
+    if piece.prompt_logprobs:
+        answer.prompt_logprobs.extend(map(_logprob, piece.prompt_logprobs))
     if piece.reasoning:
         assert isinstance(answer, pb.ChatResponse), "only conversations have it apart"
         answer.reasoning = piece.reasoning
@@ -223,9 +223,9 @@ def answer_message(kind: type[AnswerT], choice: int, piece: TextDelta) -> Answer
     return answer
 
 
-def usage_message(usages: Sequence[Usage]) -> pb.Usage:
+def usage_message(usages: Sequence[TokenUsage]) -> pb.Usage:
     """What all answers of a call used."""
-    total = Usage.total(usages)
+    total = TokenUsage.total(usages)
     message = pb.Usage(
         prompt_tokens=total.prompt_tokens,
         completion_tokens=total.completion_tokens,
@@ -246,14 +246,14 @@ def usage_message(usages: Sequence[Usage]) -> pb.Usage:
     return message
 
 
-def _logprob(score: ScoredToken) -> pb.TokenLogprob:
+def _logprob(score: DecodedLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token_id=score.token_id,
         logprob=score.logprob,
-        token=score.spelling,
+        token=score.token_bytes,
         rank=score.rank,
         top=[
-            pb.TopLogprob(token_id=each.token_id, logprob=each.logprob, token=each.spelling)
+            pb.TopLogprob(token_id=each.token_id, logprob=each.logprob, token=each.token_bytes)
             for each in score.top
         ],
     )

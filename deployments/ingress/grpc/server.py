@@ -14,8 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock.deployments.ingress.core.call import Call, Usage
-from penstock.deployments.ingress.core.logprobs import num_spelt
+from penstock.deployments.ingress.core.call import Call, TokenUsage
+from penstock.deployments.ingress.core.logprobs import num_listed_tokens
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES, RequestCore, beside_the_loop
 from penstock.deployments.ingress.grpc import health as grpc_health
 from penstock.deployments.ingress.grpc import open_inference as oip_ingress
@@ -171,12 +171,12 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         """Write the answer as it comes; every layer of generators less is felt at each token."""
         num_choices = request.n if request.HasField("n") else 1
         generations = await self._core.prepare_choices(call, num_choices)
-        usages: list[Usage] = []
+        usages: list[TokenUsage] = []
         is_first = True
         async with aclosing(self._core.run_many(generations)) as pieces:
             async for index, piece in pieces:
-                if piece.scores or piece.prompt_scores:
-                    size = num_spelt(piece.scores, piece.prompt_scores)
+                if piece.logprobs or piece.prompt_logprobs:
+                    size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
                     answer = await beside_the_loop(size, answer_message, kind, index, piece)
                 else:
                     answer = answer_message(kind, index, piece)

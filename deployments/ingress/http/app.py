@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP interface: routes, and how they map to the request core.
 
 Knows nothing of workers or tokens: what a body means is for openai_types, what happens for the
-core, and what fails inside is answered by the FrontDoor.
+core, and what fails inside is answered by the EdgeMiddleware.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from penstock.deployments.ingress.core.call import Call, TextDelta, Usage
+from penstock.deployments.ingress.core.call import Call, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.logprobs import num_spelt
+from penstock.deployments.ingress.core.logprobs import num_listed_tokens
 from penstock.deployments.ingress.core.service import RequestCore, beside_the_loop
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.http import middleware as asgi
 from penstock.deployments.ingress.http import tokenize as http_tokens
 from penstock.deployments.ingress.http.anthropic import routes as http_messages
 from penstock.deployments.ingress.http.anthropic.routes import add_message_routes
-from penstock.deployments.ingress.http.body import called
+from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.call_context import SCHEMA_REF, about, read_body, takes
 from penstock.deployments.ingress.http.console import Workers, add_console_routes
 from penstock.deployments.ingress.http.docs_page import CONTENT_SECURITY_POLICY, DOCS_PAGE
 from penstock.deployments.ingress.http.errors import server_sent
-from penstock.deployments.ingress.http.openai.rendering import AnswerShape, Collected
+from penstock.deployments.ingress.http.openai.rendering import ChatRenderer, CompletedChoice
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -83,7 +83,7 @@ def build_app(
         redirect_slashes=False,
     )
     short_ways: dict[str, asgi.Answerer] = {}
-    app.add_middleware(asgi.FrontDoor, keys=ApiKeys(api_keys), short_ways=short_ways)
+    app.add_middleware(asgi.EdgeMiddleware, keys=ApiKeys(api_keys), short_ways=short_ways)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation_routes(app, core, short_ways)
     add_message_routes(app, core)
@@ -107,7 +107,7 @@ def _add_generation_routes(
         body = parse(ChatCompletionRequest, await read_body(request))
         call = Call(body.prompt(), body.params(), **body.options(), **about(request))
         newer = body.max_completion_tokens is not None
-        with called({"max_tokens": "max_completion_tokens"} if newer else {}):
+        with renamed_fields({"max_tokens": "max_completion_tokens"} if newer else {}):
             generations = await core.prepare_choices(call, body.num_choices)
         return _answer(core, body, generations)
 
@@ -196,7 +196,7 @@ class AnswerResponse(Response):
         self,
         core: RequestCore,
         generations: Sequence[Generation],
-        shape: AnswerShape,
+        shape: ChatRenderer,
         *,
         streams: bool,
     ):
@@ -215,7 +215,7 @@ class AnswerResponse(Response):
         await asgi.until_disconnect(receive, work)
 
     async def _send_whole(self, send: asgi.Send) -> None:
-        choices = [Collected() for _ in self._generations]
+        choices = [CompletedChoice() for _ in self._generations]
         async with aclosing(self._core.run_many(self._generations)) as pieces:
             async for index, piece in pieces:
                 choices[index].add(piece)
@@ -223,7 +223,7 @@ class AnswerResponse(Response):
         await asgi.send_json(send, 200, await beside_the_loop(size, self._shape.whole, choices))
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        usages: list[Usage] = []
+        usages: list[TokenUsage] = []
         opened: set[int] = set()
         async with aclosing(self._core.run_many(self._generations)) as pieces:
             async for index, piece in pieces:
@@ -231,8 +231,8 @@ class AnswerResponse(Response):
                 if self._shape.is_chat and index not in opened:
                     opened.add(index)
                     event = server_sent(self._shape.opening(index))
-                if piece.scores or piece.prompt_scores:
-                    size = num_spelt(piece.scores, piece.prompt_scores)
+                if piece.logprobs or piece.prompt_logprobs:
+                    size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
                     event += await beside_the_loop(size, self._written, index, piece)
                 else:
                     event += self._written(index, piece)
@@ -253,7 +253,7 @@ def _answer(
     generations: Sequence[Generation],
 ) -> AnswerResponse:
     call = generations[0].call
-    shape = AnswerShape(
+    shape = ChatRenderer(
         call.request_id.partition("-")[0],
         core.model(call.model).name,
         is_chat=isinstance(body, ChatCompletionRequest),

@@ -94,7 +94,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def known_only(
+def drop_ignored_fields(
     values: Mapping[str, Any],
     fields: Collection[str],
     unsupported: Mapping[str, tuple[Any, ...]],
@@ -152,7 +152,7 @@ def validated_at(path: str, kind: type[ModelT], values: Mapping[str, Any]) -> Mo
 
 
 @contextlib.contextmanager
-def called(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals of the request core name fields as this API calls them: `names` has core's first."""
     try:
         yield
@@ -213,7 +213,7 @@ LIMITS: dict[str, tuple[int, str]] = {
 }
 
 
-def within_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[int, str]]) -> None:
+def check_sizes(values: Mapping[str, Any], limits: Mapping[str, tuple[int, str]]) -> None:
     """Raise RequestError for the first list or object that has too many entries."""
     for name, (most, noun) in limits.items():
         value = values.get(name)
@@ -221,7 +221,7 @@ def within_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[int, str
             raise RequestError(f"{name} takes at most {most} {noun}", param=name)
 
 
-def few_parts(conversation: Any, param: str) -> None:
+def check_num_parts(conversation: Any, param: str) -> None:
     """Raise RequestError for a conversation of too many parts; looks at no more than may be there.
 
     What a call was given (`input`) is the model's matter, and not looked into.

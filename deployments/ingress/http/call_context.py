@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
 from penstock.deployments.ingress.http import middleware as asgi
-from penstock.deployments.ingress.http.errors import dialect_of
+from penstock.deployments.ingress.http.errors import error_format_of
 from penstock.workers.request import RequestError
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
@@ -82,9 +82,9 @@ def whole(body: Awaitable[dict[str, Any]]) -> WhileConnected:
 def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> WhileConnected:
     """Server-sent events as they come, in the words of the path."""
     request_id = request.scope["state"]["request_id"]
-    dialect = dialect_of(request.scope["path"])
+    error_format = error_format_of(request.scope["path"])
 
     async def work(send: asgi.Send) -> None:
-        await asgi.send_events(send, events, request_id, dialect)
+        await asgi.send_events(send, events, request_id, error_format)
 
     return WhileConnected(work)

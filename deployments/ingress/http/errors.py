@@ -28,7 +28,7 @@ _ANTHROPIC_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ErrorFormat:
     """The words of one API. `failure` takes the error and the id of the request."""
 
     status: Callable[[ApiError], int]
@@ -81,9 +81,9 @@ def _openai_status(error: ApiError) -> int:
     return error.entry.http_status
 
 
-OPENAI = Dialect(_openai_status, _openai_failure, last_event=b"data: [DONE]\n\n")
-RESPONSES = Dialect(_openai_status, _openai_failure, failure_event="error")
-ANTHROPIC = Dialect(
+OPENAI = ErrorFormat(_openai_status, _openai_failure, last_event=b"data: [DONE]\n\n")
+RESPONSES = ErrorFormat(_openai_status, _openai_failure, failure_event="error")
+ANTHROPIC = ErrorFormat(
     _anthropic_status,
     _anthropic_failure,
     failure_event="error",
@@ -91,9 +91,9 @@ ANTHROPIC = Dialect(
 )
 
 
-def dialect_of(path: str) -> Dialect:
-    """The dialect in which a client of this path wants its failures."""
-    for root, dialect in ((ANTHROPIC_PATH, ANTHROPIC), (RESPONSES_PATH, RESPONSES)):
+def error_format_of(path: str) -> ErrorFormat:
+    """The error_format in which a client of this path wants its failures."""
+    for root, error_format in ((ANTHROPIC_PATH, ANTHROPIC), (RESPONSES_PATH, RESPONSES)):
         if path == root or path.startswith(f"{root}/"):
-            return dialect
+            return error_format
     return OPENAI

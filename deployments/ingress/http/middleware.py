@@ -23,7 +23,12 @@ from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import ApiError, describe
 from penstock.deployments.ingress.core.validation import is_client_id
 from penstock.deployments.ingress.http import static as console_files
-from penstock.deployments.ingress.http.errors import OPENAI, Dialect, dialect_of, json_bytes
+from penstock.deployments.ingress.http.errors import (
+    OPENAI,
+    ErrorFormat,
+    error_format_of,
+    json_bytes,
+)
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
@@ -43,7 +48,7 @@ class ClientGone(Exception):
     """The client left before it had said what it wants: nobody is there to be answered."""
 
 
-class FrontDoor:
+class EdgeMiddleware:
     """The outermost app: names each request, checks its key, and answers for whatever fails inside.
 
     Sets `request_id`, `client_id` and `principal` in the scope's state, and echoes the ids. Default
@@ -68,8 +73,8 @@ class FrontDoor:
         request_id = new_request_id()
         ids = (header(scope, name) for name in CLIENT_ID_HEADERS)
         client_id = next((each for each in ids if each and is_client_id(each)), None)
-        dialect = dialect_of(scope["path"])
-        named: Headers = [(name, request_id.encode()) for name in dialect.id_headers]
+        error_format = error_format_of(scope["path"])
+        named: Headers = [(name, request_id.encode()) for name in error_format.id_headers]
         if client_id is not None:
             named.append((b"x-client-request-id", client_id.encode()))
 
@@ -87,7 +92,7 @@ class FrontDoor:
             refusal = RequestError(
                 "this server wants a key: 'Authorization: Bearer <key>'", code="invalid_api_key"
             )
-            await send_error(send_named, describe(refusal, request_id), request_id, dialect)
+            await send_error(send_named, describe(refusal, request_id), request_id, error_format)
             return
         scope.setdefault("state", {}).update(
             request_id=request_id, client_id=client_id, principal=principal or ""
@@ -105,7 +110,7 @@ class FrontDoor:
             failure = describe(error, request_id)
             if not started:
                 named += scope["state"].get("error_headers", ())
-                await send_error(send_named, failure, request_id, dialect)
+                await send_error(send_named, failure, request_id, error_format)
 
 
 def _offered_key(scope: Scope) -> str | None:
@@ -175,9 +180,9 @@ async def send_events(
     send: Send,
     events: AsyncGenerator[bytes, None],
     request_id: str,
-    dialect: Dialect = OPENAI,
+    error_format: ErrorFormat = OPENAI,
 ) -> None:
-    """Server-sent events, each flushed at once, and the dialect's own (such as [DONE]) at the end.
+    """Server-sent events, each flushed at once, and at the end the API's last one (such as [DONE]).
 
     A failure before the first event is an ordinary error answer; after it, an event that holds the
     error, and nothing behind it.
@@ -193,12 +198,12 @@ async def send_events(
         except Exception as error:
             failure = describe(error, request_id)
             if not started:
-                await send_error(send, failure, request_id, dialect)
+                await send_error(send, failure, request_id, error_format)
                 return
-            await send_chunk(send, dialect.failure_frame(failure, request_id))
+            await send_chunk(send, error_format.failure_frame(failure, request_id))
         else:
-            if dialect.last_event:
-                await send_chunk(send, dialect.last_event)
+            if error_format.last_event:
+                await send_chunk(send, error_format.last_event)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -225,7 +230,9 @@ async def send_json(
     await send({"type": "http.response.body", "body": content})
 
 
-async def send_error(send: Send, error: ApiError, request_id: str, dialect: Dialect) -> None:
+async def send_error(
+    send: Send, error: ApiError, request_id: str, error_format: ErrorFormat
+) -> None:
     headers: Headers = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
@@ -233,4 +240,6 @@ async def send_error(send: Send, error: ApiError, request_id: str, dialect: Dial
         headers.append((b"retry-after", RETRY_AFTER_S))
     if error.entry.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send_json(send, dialect.status(error), dialect.failure(error, request_id), headers)
+    await send_json(
+        send, error_format.status(error), error_format.failure(error, request_id), headers
+    )

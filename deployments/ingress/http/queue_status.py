@@ -69,7 +69,7 @@ def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> No
             admission=admission,
             breaker="closed" if gate is None else gate.breaker_state,
             num_waiting=0 if told is None else told.num_waiting,
-            num_passed=0 if gate is None else gate.num_passed,
+            num_passed=0 if gate is None else gate.num_on_credit,
             num_asked=0 if gate is None else gate.num_asked,
             num_fallback=0 if gate is None else gate.num_fallback,
             num_learnt=0 if gate is None else gate.figures.num_learnt,
@@ -98,7 +98,7 @@ def _wait(wait: pb.Wait) -> WaitBody:
     )
 
 
-def _book(book: pb.WorkerBook) -> BookBody:
+def _book(book: pb.WorkerAccount) -> BookBody:
     return BookBody(
         worker=book.worker,
         num_held=book.num_held,

@@ -13,7 +13,12 @@ from pydantic import BaseModel, Field
 
 from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.http.body import Strict, json_object, known_only, validated
+from penstock.deployments.ingress.http.body import (
+    Strict,
+    drop_ignored_fields,
+    json_object,
+    validated,
+)
 from penstock.deployments.ingress.http.call_context import about, read_body, takes
 from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody
@@ -79,7 +84,7 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
             token_ids = list(await core.prompt_ids(call))
         else:
             fields = TokenizeRequest.model_fields
-            asked = validated(TokenizeRequest, known_only(values, fields, {}, ()))
+            asked = validated(TokenizeRequest, drop_ignored_fields(values, fields, {}, ()))
             token_ids = await core.tokenize(
                 asked.prompt,
                 model=asked.model,
@@ -105,7 +110,7 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
         """The text of token ids."""
         values = json_object(await read_body(request))
         fields = DetokenizeRequest.model_fields
-        asked = validated(DetokenizeRequest, known_only(values, fields, {}, ()))
+        asked = validated(DetokenizeRequest, drop_ignored_fields(values, fields, {}, ()))
         try:
             text = await core.detokenize(
                 asked.tokens,

@@ -67,7 +67,7 @@ GATE_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
 )
 
 ADMISSIONS: tuple[tuple[str, _Of], ...] = (
-    ("pass", lambda g: g.num_passed),
+    ("pass", lambda g: g.num_on_credit),
     ("ticket", lambda g: g.num_ticketed),
     ("fallback", lambda g: g.num_fallback),
 )

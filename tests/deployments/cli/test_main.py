@@ -20,10 +20,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.deployments.cli.main import GROUPS, build_parser, main
+from penstock.deployments.cli.main import build_parser, main
 from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.client import Client
-from penstock.deployments.config import settings
+from penstock.deployments.config import settings, settings_by_group
 from penstock.deployments.supervision.processes import descendants, is_running
 from penstock.workers.stats import EngineStats
 from penstock.workers.weights.hub import resolve_model
@@ -278,8 +278,11 @@ def test_a_signal_while_starting_ends_it_at_once(folder):
 
 
 def test_every_setting_has_its_flag():
-    named = [name for names in GROUPS.values() for name in names]
-    assert sorted([*named, "model"]) == sorted(setting.name for setting in settings())
+    named = [setting.name for group in settings_by_group().values() for setting in group]
+    assert sorted(named) == sorted(setting.name for setting in settings())
+    serve = build_parser()._subparsers._group_actions[0].choices["serve"]
+    flags = {action.dest for action in serve._actions}
+    assert flags == {*named, "help", "config"}
     args = build_parser().parse_args(["serve", "m", "--no-prefix-cache", "--max-model-len", "4k"])
     assert (args.model, args.prefix_cache, args.max_model_len) == ("m", False, "4k")
 

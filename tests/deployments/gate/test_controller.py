@@ -35,13 +35,13 @@ from tests.deployments.gate.test_sampled_forecast import quantile
 HAZARDS = cumulative_hazard(np.full(NUM_BINS, 0.2))
 
 
-def law(max_tokens=40, min_tokens=0):
+def distribution(max_tokens=40, min_tokens=0):
     return LengthDistribution(HAZARDS, max_tokens, min_tokens=min_tokens)
 
 
 def certain(length):
-    """The law of an answer whose length is known."""
-    return law(length, min_tokens=length)
+    """The distribution of an answer whose length is known."""
+    return distribution(length, min_tokens=length)
 
 
 def ask(name, prompt=10, **changes):
@@ -83,7 +83,7 @@ class World:
             deadline=rng.choice((None, now + rng.randint(1, 40))),
             ceiling=rng.choice((None, None, 24)),
         )
-        refusal = self.gate.offer(request, law(rng.choice((10, 40, 90))), now)
+        refusal = self.gate.offer(request, distribution(rng.choice((10, 40, 90))), now)
         if refusal is not None:
             self.note(refusal)
 
@@ -110,7 +110,7 @@ class World:
         self.end(name, "admitted")
         if fate > 0.15:  # else the ingress lost it
             self.gate.started(name, now)
-            limit = self.gate._admitted[name][1].demand.law.max_tokens
+            limit = self.gate._admitted[name][1].demand.length.max_tokens
             self.running[name] = [ticket.worker, 0, self.rng.randint(1, limit)]
 
     def step(self, now):
@@ -119,7 +119,7 @@ class World:
             each[1] += 1
             if each[1] == each[2]:
                 del self.running[name]
-                self.gate.completed(name, each[2], now)
+                self.gate.finished(name, each[2], now)
         for worker, ledger in self.gate.ledgers.items():
             if self.rng.random() < 0.5:
                 continue
@@ -134,7 +134,7 @@ class World:
 
 
 def held_by(gate, now):
-    """(used, futures, ceiling) of all on each worker, law by law and number by number."""
+    """(used, futures, ceiling) of all on each worker, one sample at a time."""
     books = {}
     for name, ledger in gate.ledgers.items():
         books[name] = [
@@ -145,8 +145,8 @@ def held_by(gate, now):
 
 
 def future_of(demand, generated, block_size):
-    law = demand.law.given(generated)
-    ends = [max(law.sample(float(u)) - generated, 1) for u in demand.u]
+    distribution = demand.length.given(generated)
+    ends = [max(distribution.sample(float(u)) - generated, 1) for u in demand.uniforms]
     ceiling = UNBOUNDED if demand.ceiling is None else demand.ceiling
     return min(demand.prompt_tokens + generated + block_size - 1, ceiling), ends, ceiling
 
@@ -283,7 +283,7 @@ def test_those_that_pass_do_not_delay_the_first(there, first, others):
         now = float(second)
         for name, (since, length) in list(lives.items()):
             if since is not None and now - since >= length:
-                gate.completed(name, length, now)
+                gate.finished(name, length, now)
                 del lives[name]
         gate.report("w0", Report("1", second + 1, listed(lives, now), 1.0), now)
         if "first" in tick(now):
@@ -299,7 +299,7 @@ def listed(lives, now):
 
 
 def test_small_ones_pass_a_big_one_but_not_for_ever():
-    gate = gate_with(100, max_passes=3)
+    gate = gate_with(100, max_backfills=3)
     gate.offer(ask("old", 50), certain(40), 0.0)
     assert [t.request_id for t in gate.tick(0.0)] == ["old"]
     gate.offer(ask("big", 60, priority=1), certain(30), 0.0)
@@ -308,7 +308,7 @@ def test_small_ones_pass_a_big_one_but_not_for_ever():
     passed = [t.request_id for t in gate.tick(0.0)]
     assert passed == ["s0", "s1", "s2"]
     for name in passed:
-        gate.completed(name, 1, 1.0)
+        gate.finished(name, 1, 1.0)
     assert gate.tick(1.0) == []
     why = gate.explain(1.0)
     assert (why[0].request_id, why[0].reason, why[0].worker) == ("big", "memory", "w0")
@@ -316,7 +316,7 @@ def test_small_ones_pass_a_big_one_but_not_for_ever():
     assert why[0].expected_s == pytest.approx(40 * 0.03)
     assert [w.reason for w in why[1:]] == ["behind"] * 6
     assert all(a.expected_s <= b.expected_s for a, b in pairwise(why))
-    gate.completed("old", 40, 2.0)
+    gate.finished("old", 40, 2.0)
     assert gate.tick(2.0)[0].request_id == "big"
 
 
@@ -344,11 +344,11 @@ def test_with_somebody_waiting_more_is_risked():
         """Beside answers that may be long, a prompt of 50: when it comes in."""
         gate = gate_with(100, level=1.0, pressed_level=pressed_level, num_samples=32)
         for name in ("a", "b"):
-            gate.offer(ask(name, prompt=18), law(), 0.0)
+            gate.offer(ask(name, prompt=18), distribution(), 0.0)
         assert len(gate.tick(0.0)) == 2
         for name in ("a", "b"):
             gate.started(name, 0.0)
-        gate.offer(ask("c", prompt=50), law(), 1.0)
+        gate.offer(ask("c", prompt=50), distribution(), 1.0)
         return next((now for now in range(1, 60) if gate.tick(float(now))), None)
 
     assert (admitted_at(0.3), admitted_at(1.0)) == (3, None)
@@ -364,7 +364,7 @@ def test_no_starvation():
         now = float(second)
         for name in [n for n, since in lives.items() if now - since >= 10]:
             del lives[name]
-            gate.completed(name, 10, now)
+            gate.finished(name, 10, now)
         for _ in range(3):
             number += 1
             gate.offer(ask(f"s{number}", 10, tenant="s", priority=1), certain(10), now)
@@ -389,7 +389,7 @@ def test_a_flood_leaves_other_tenants_their_share():
         now = float(second)
         for name in [n for n, since in lives.items() if now - since >= 10]:
             del lives[name]
-            gate.completed(name, 10, now)
+            gate.finished(name, 10, now)
         if second % 5 == 0:
             gate.offer(ask(f"calm{second}", 10, tenant="calm"), certain(10), now)
         for ticket in gate.tick(now):
@@ -409,7 +409,7 @@ def test_retry_after_rises_with_the_queue():
     asked = []
     number = 0
     for _ in range(30):
-        refusal = gate.offer(ask("probe", 20), law(40), 0.0)
+        refusal = gate.offer(ask("probe", 20), distribution(40), 0.0)
         if refusal is None:
             assert not asked  # once too long, always too long
             gate.cancel("probe", 0.0)
@@ -418,20 +418,20 @@ def test_retry_after_rises_with_the_queue():
             asked.append(refusal.retry_after_s)
         for _ in range(20):  # others are let in by a more patient gate
             number += 1
-            patient.offer(ask(f"x{number}", 20), law(40), 0.0)
+            patient.offer(ask(f"x{number}", 20), distribution(40), 0.0)
     assert len(asked) > 15 and asked == sorted(asked) and asked[0] > 0.0
     assert asked[-1] > 3 * asked[0]
 
 
 def test_never_fits():
     gate = gate_with(64, 100, block_size=16)
-    refusal = gate.offer(ask("a", 60), law(40), 0.0)
+    refusal = gate.offer(ask("a", 60), distribution(40), 0.0)
     assert refusal is not None and refusal.reason == "never_fits"
     assert refusal.retry_after_s is None and "prompt_tokens (60)" in refusal.message
-    assert gate.offer(ask("b", 56), law(40), 0.0) is None  # 96 in whole blocks
-    assert gate.offer(ask("c", 500, ceiling=32), law(4000), 0.0) is None  # its cache rolls
+    assert gate.offer(ask("b", 56), distribution(40), 0.0) is None  # 96 in whole blocks
+    assert gate.offer(ask("c", 500, ceiling=32), distribution(4000), 0.0) is None  # its cache rolls
     assert {t.request_id: t.worker for t in gate.tick(0.0)} == {"b": "w1", "c": "w0"}
-    gate.offer(ask("d", 56), law(40), 0.0)
+    gate.offer(ask("d", 56), distribution(40), 0.0)
     assert gate.remove_worker("w1") == ["b"]
     [out] = gate.tick(0.0)
     assert (out.request_id, out.reason) == ("d", "never_fits")
@@ -439,7 +439,7 @@ def test_never_fits():
 
 def test_no_worker_yet():
     gate = gate_with()
-    assert gate.offer(ask("a"), law(), 0.0) is None
+    assert gate.offer(ask("a"), distribution(), 0.0) is None
     assert gate.tick(0.0) == [] and gate.explain(0.0)[0].reason == "no_worker"
     gate.add_worker(WorkerSpec("w", "1", 100))
     assert [t.worker for t in gate.tick(1.0)] == ["w"]
@@ -483,20 +483,20 @@ def test_one_that_a_worker_runs_already_is_granted_once():
     gate.report("w0", Report("1", 1, (Running("a", 3, 10, 10),), 0.03), 0.1)
     [ticket] = gate.tick(0.2)
     assert ticket.request_id == "a" and len(gate.ledgers["w0"]) == 1
-    gate.completed("a", 10, 0.5)
+    gate.finished("a", 10, 0.5)
     assert len(gate.ledgers["w0"]) == 0 and not gate.is_admitted("a")
 
 
 def test_what_was_charged_is_trued_up():
     gate = gate_with(100)
-    gate.offer(ask("a", tenant="t"), law(40), 0.0)
+    gate.offer(ask("a", tenant="t"), distribution(40), 0.0)
     gate.tick(0.0)
-    assert gate.queue.counters["t"] == pytest.approx(10 + 2 * law(40).mean)
-    gate.completed("a", 7, 1.0)
+    assert gate.queue.counters["t"] == pytest.approx(10 + 2 * distribution(40).mean)
+    gate.finished("a", 7, 1.0)
     assert gate.queue.counters["t"] == pytest.approx(10 + 2 * 7)
-    gate.completed("a", 7, 1.0)  # told twice
+    gate.finished("a", 7, 1.0)  # told twice
     assert gate.queue.counters["t"] == pytest.approx(10 + 2 * 7)
-    gate.offer(ask("lost", tenant="t"), law(40), 1.0)
+    gate.offer(ask("lost", tenant="t"), distribution(40), 1.0)
     gate.tick(1.0)
     gate.tick(3.0)  # its lease ran out
     assert gate.queue.counters["t"] == pytest.approx(10 + 2 * 7)
@@ -511,34 +511,36 @@ def test_a_new_gate_learns_from_reports_what_runs():
         gate.offer(ask("x"), certain(10), 0.0)
     gate.offer(ask("a", 30), certain(10), 0.0)
     assert gate.tick(0.0) == []
-    gate.completed("x", 10, 1.0)
+    gate.finished("x", 10, 1.0)
     assert [t.request_id for t in gate.tick(1.0)] == ["a"]
 
 
 def test_with_room_whatever_happens_one_comes_in_unseen():
     gate = gate_with(100)
-    assert gate.let_in(ask("long", 10), 91, 0.0) is None  # it fits nowhere at its longest
-    assert gate.let_in(ask("a", 10), 39, 0.0).worker == "w0"
-    assert gate.let_in(ask("a", 10), 1, 0.0) is None  # it is here
-    assert gate.let_in(ask("b", 10), 40, 0.0) is None  # 49 + 50 and their last blocks
-    assert gate.let_in(ask("b", 10), 37, 0.0).worker == "w0"
-    gate.entered(ask("a", 10), certain(5), "w0", 0.1)  # its own law: no more than 15 tokens
+    assert gate.admit(ask("long", 10), 91, 0.0) is None  # it fits nowhere at its longest
+    assert gate.admit(ask("a", 10), 39, 0.0).worker == "w0"
+    assert gate.admit(ask("a", 10), 1, 0.0) is None  # it is here
+    assert gate.admit(ask("b", 10), 40, 0.0) is None  # 49 + 50 and their last blocks
+    assert gate.admit(ask("b", 10), 37, 0.0).worker == "w0"
+    gate.confirm(
+        ask("a", 10), certain(5), "w0", 0.1
+    )  # its own distribution: no more than 15 tokens
     assert gate.spare()["w0"][0] == 100 - 16 - 48
-    gate.completed("b", 3, 0.2)
+    gate.finished("b", 3, 0.2)
     gate.offer(ask("waits", 90), certain(5), 0.3)
-    assert gate.let_in(ask("c", 1), 1, 0.3) is None  # nobody goes before one that waits
+    assert gate.admit(ask("c", 1), 1, 0.3) is None  # nobody goes before one that waits
 
 
 def test_one_that_came_in_unseen_ends_like_others():
     gate = gate_with(100)
     for end in ("completed", "declined", "lease", "worker"):
-        assert gate.let_in(ask(end, 10), 40, 0.0) is not None
+        assert gate.admit(ask(end, 10), 40, 0.0) is not None
         assert gate.spare()["w0"][0] < 100 and gate.is_admitted(end)
         if end == "completed":
-            gate.completed(end, 3, 0.1)
+            gate.finished(end, 3, 0.1)
         elif end == "declined":
             assert not gate.declined(end, 0.1)  # it does not wait: it has not been judged
-            assert gate.let_in(ask("other", 1), 1, 0.1) is None  # until that worker reports
+            assert gate.admit(ask("other", 1), 1, 0.1) is None  # until that worker reports
             gate.report("w0", Report("1", 1, (), 1.0), 0.2)
         elif end == "lease":
             gate.tick(2.1)
@@ -550,23 +552,23 @@ def test_one_that_came_in_unseen_ends_like_others():
 
 def test_the_books_hear_of_one_with_a_pass_before_its_law():
     gate = gate_with(100)
-    assert gate.hold(ask("a", 10), 40, "w0", 0.0)
+    assert gate.admit_on_credit(ask("a", 10), 40, "w0", 0.0)
     assert gate.spare()["w0"][0] == 100 - 51
-    assert gate.hold(ask("a", 10), 40, "w0", 0.0)  # told twice, held once
-    assert not gate.hold(ask("b", 10), 40, "gone", 0.0)
-    gate.entered(ask("a", 10), certain(5), "w0", 0.1)
-    assert not gate.hold(ask("a", 10), 40, "w0", 0.2)  # judged by now
+    assert gate.admit_on_credit(ask("a", 10), 40, "w0", 0.0)  # told twice, held once
+    assert not gate.admit_on_credit(ask("b", 10), 40, "gone", 0.0)
+    gate.confirm(ask("a", 10), certain(5), "w0", 0.1)
+    assert not gate.admit_on_credit(ask("a", 10), 40, "w0", 0.2)  # judged by now
     assert gate.spare()["w0"][0] == 100 - 16
 
 
 def test_the_same_id_twice():
     gate = gate_with(100)
-    gate.offer(ask("a"), law(), 0.0)
+    gate.offer(ask("a"), distribution(), 0.0)
     with pytest.raises(ValueError, match="'a' is already here"):
-        gate.offer(ask("a"), law(), 0.0)
+        gate.offer(ask("a"), distribution(), 0.0)
     gate.tick(0.0)
     with pytest.raises(ValueError, match="'a' is already here"):
-        gate.offer(ask("a"), law(), 0.0)
+        gate.offer(ask("a"), distribution(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +580,7 @@ def test_the_same_id_twice():
         ({"num_samples": 0}, "num_samples"),
         ({"lease_s": 0.0}, "lease_s"),
         ({"longest_wait_s": float("nan")}, "longest_wait_s"),
-        ({"max_passes": -1}, "max_passes"),
+        ({"max_backfills": -1}, "max_backfills"),
         ({"retry_s": (3.0, 1.0)}, "retry_s"),
     ],
 )

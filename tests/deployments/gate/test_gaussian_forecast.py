@@ -7,7 +7,7 @@ import pytest
 
 from penstock.deployments.gate.gaussian_forecast import HORIZONS
 from penstock.deployments.gate.ledger import Ledger
-from penstock.deployments.gate.placement import Choice
+from penstock.deployments.gate.placement import WorkerShortlist
 from penstock.deployments.gate.types import Demand, GateSettings, WorkerSpec
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.hazards import length_prior
@@ -34,30 +34,30 @@ def test_both_rules_see_about_the_same_peak():
     shares = []
     for num in (5, 20, 60):
         candidate = demand("new").candidate(16)
-        sampled = book(num).room(0.0, 0.95, 64).peak_with(candidate)
-        shares.append(book(num).room(0.0, 0.95, 64, 1.645).peak_with(candidate) / sampled)
+        sampled = book(num).forecast(0.0, 0.95, 64).peak_with(candidate)
+        shares.append(book(num).forecast(0.0, 0.95, 64, 1.645).peak_with(candidate) / sampled)
     assert 0.5 < shares[0] < shares[-1] < 1.05
     assert shares[-1] > 0.85
 
 
 def test_the_grid_room_joins_and_waits_like_a_room():
     ledger, candidate = book(12, capacity=9000), demand("new", 6900).candidate(16)
-    room = ledger.room(0.0, 0.95, 64, 1.645)
-    assert not room.admits(candidate) and room.peak_with(candidate) > room.limit
-    steps = room.fits_after(candidate)
+    forecast = ledger.forecast(0.0, 0.95, 64, 1.645)
+    assert not forecast.admits(candidate) and forecast.peak_with(candidate) > forecast.limit
+    steps = forecast.fits_after(candidate)
     assert steps is not None and steps > 0 and steps in HORIZONS
-    assert room.admits_after(steps, candidate)
-    joined = room.joined_by(demand("new", 10).candidate(16))
-    assert (joined.num, joined.slots) == (room.num + 1, room.slots - 1)
-    assert joined.peak_with(candidate) > room.peak_with(candidate)
-    assert room.fits_after(demand("huge", 8000).candidate(16)) is None  # 8,000 + 2,000 > 9,000
+    assert forecast.admits_after(steps, candidate)
+    joined = forecast.joined_by(demand("new", 10).candidate(16))
+    assert (joined.num, joined.slots) == (forecast.num + 1, forecast.slots - 1)
+    assert joined.peak_with(candidate) > forecast.peak_with(candidate)
+    assert forecast.fits_after(demand("huge", 8000).candidate(16)) is None  # 8,000 + 2,000 > 9,000
 
 
 def test_an_empty_grid_room_takes_whoever_fits_at_his_longest():
-    room = book(0, capacity=2112).room(0.0, 0.95, 64, 1.645)
-    assert room.admits(demand("a", 100).candidate(16))
-    assert not room.admits(demand("a", 120).candidate(16))
-    assert book(3, slots=3).room(0.0, 0.95, 64, 1.645).fits_after(demand("a").candidate(16)) > 0
+    forecast = book(0, capacity=2112).forecast(0.0, 0.95, 64, 1.645)
+    assert forecast.admits(demand("a", 100).candidate(16))
+    assert not forecast.admits(demand("a", 120).candidate(16))
+    assert book(3, slots=3).forecast(0.0, 0.95, 64, 1.645).fits_after(demand("a").candidate(16)) > 0
 
 
 def test_of_many_workers_the_least_loaded_are_looked_at():
@@ -66,18 +66,20 @@ def test_of_many_workers_the_least_loaded_are_looked_at():
         ledgers[f"w{i}"] = Ledger(WorkerSpec(f"w{i}", "1", 4000 if i else 40_000, 16, 99))
         for j in range(30 - i if i else 90):
             ledgers[f"w{i}"].lease(demand(f"{i}-{j:02d}"), 1e9)
-    choice = Choice(ledgers, GateSettings(max_choices=3), 0.0)
-    assert sorted(choice.near(demand("new"))) == ["w27", "w28", "w29"]
-    assert "w0" in choice.near(demand("big", 10_000))  # nobody else could ever take it
+    choice = WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0)
+    assert sorted(choice.workers_for(demand("new"))) == ["w27", "w28", "w29"]
+    assert "w0" in choice.workers_for(demand("big", 10_000))  # nobody else could ever take it
     ledgers["w29"].is_open = False
-    assert "w29" not in Choice(ledgers, GateSettings(max_choices=3), 0.0).near(demand("new"))
+    assert "w29" not in WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0).workers_for(
+        demand("new")
+    )
     new = demand("new")
     for _ in range(4):  # each one that goes there makes it less attractive
-        name = choice.near(new)[0]
+        name = choice.workers_for(new)[0]
         ledgers[name].lease(new, 1e9)
         choice.grant(name, new.candidate(16))
         new = demand(f"new{_}")
-    assert len(Choice({"a": ledgers["w1"]}, GateSettings(), 0.0).near(new)) == 1
+    assert len(WorkerShortlist({"a": ledgers["w1"]}, GateSettings(), 0.0).workers_for(new)) == 1
 
 
 def test_the_load_is_what_answers_are_expected_to_hold():

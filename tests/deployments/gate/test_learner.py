@@ -9,7 +9,7 @@ import numpy as np
 from penstock.deployments.gate import server as gate
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.server import GateServer
-from penstock.deployments.gate.service import GateKeeper, GateSetup
+from penstock.deployments.gate.service import GateService, GateSetup
 from penstock.deployments.gate.types import Running
 from penstock.deployments.gate.wire import features_message
 from penstock.deployments.prediction.features import Features
@@ -65,26 +65,26 @@ def test_an_end_without_a_label_leaves_the_progress_and_nothing_else():
 
 def test_reports_of_workers_reach_the_predictor():
     sent = pb.ToIngress()
-    keeper = GateKeeper(GateSetup(), LengthPredictor(), lambda _: sent, 0.0)
-    keeper.joins("i")
+    service = GateService(GateSetup(), LengthPredictor(), lambda _: sent, 0.0)
+    service.ingress_joined("i")
     report = pb.WorkerReport(address="w", epoch=7)
     report.report.num_blocks, report.report.block_size, report.report.max_num_seqs = 500, 16, 8
-    offer = pb.Offer(request_id="a", features=features_message(FEATURES), entered=7)
-    keeper.take("i", pb.FromIngress(number=1, reports=[report], offers=[offer]), 0.0)
-    assert keeper.work(0.0) and not keeper.learner.learn()
+    offer = pb.Offer(request_id="a", features=features_message(FEATURES), credit_epoch=7)
+    service.receive("i", pb.FromIngress(number=1, reports=[report], offers=[offer]), 0.0)
+    assert service.judge_next(0.0) and not service.learner.learn()
     report.report.sequence, report.report.step_s = 1, 0.01
     for column, value in [("request_ids", "a"), ("generated", 200), ("prompt_tokens", 9)]:
         getattr(report.report, column).append(value)
     report.report.max_tokens.append(4000)
-    keeper.take("i", pb.FromIngress(number=2, reports=[report]), 1.0)
-    assert keeper.learner.learn() and at_risk(keeper.learner) > 10  # bins up to 199 tokens
-    keeper.leaves("i")
-    assert not keeper.learner._running
+    service.receive("i", pb.FromIngress(number=2, reports=[report]), 1.0)
+    assert service.learner.learn() and at_risk(service.learner) > 10  # bins up to 199 tokens
+    service.ingress_left("i")
+    assert not service.learner._running
 
 
 def same(one, other):
-    laws = [each.predict(FEATURES).cumulative for each in (one, other)]
-    return np.allclose(*laws, rtol=1e-5)  # weights of words are kept in fp32
+    distributions = [each.predict(FEATURES).cumulative for each in (one, other)]
+    return np.allclose(*distributions, rtol=1e-5)  # weights of words are kept in fp32
 
 
 def test_a_gate_that_starts_again_predicts_as_before(tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_gate_that_starts_again_predicts_as_before(tmp_path, monkeypatch):
     async def live(labels):
         server = GateServer()
         await server.where(setup)
-        learner = server.keeper.learner
+        learner = server.service.learner
         begins = [learner.predictor.predict(each).cumulative for each in asks]
         if labels:
             learner.watch("runs", FEATURES)

@@ -13,14 +13,14 @@ from penstock.deployments.prediction.distribution import LengthDistribution, cum
 from penstock.deployments.prediction.hazards import length_prior
 
 PRIOR = cumulative_hazard(length_prior())
-DICE = (np.arange(8) + 0.5) / 8
+UNIFORMS = (np.arange(8) + 0.5) / 8
 
 
 def demand(name="a", prompt=100, max_tokens=50, ceiling=None):
-    return Demand(name, prompt, LengthDistribution(PRIOR, max_tokens), DICE, ceiling)
+    return Demand(name, prompt, LengthDistribution(PRIOR, max_tokens), UNIFORMS, ceiling)
 
 
-def ledger(**changes):
+def make_ledger(**changes):
     return Ledger(WorkerSpec("w", "1", 1000, **changes), step_s=0.1)
 
 
@@ -29,8 +29,8 @@ def report(sequence, *running, epoch="1", step_s=0.1, preemptions=0):
     return Report(epoch, sequence, rows, step_s, preemptions)
 
 
-def room(book, now):
-    return book.room(now, 0.95, len(DICE))
+def forecast(ledger, now):
+    return ledger.forecast(now, 0.95, len(UNIFORMS))
 
 
 @given(
@@ -41,7 +41,7 @@ def room(book, now):
 )
 def test_a_demand_is_never_less_than_its_blocks(prompt, generated, block_size, blocks):
     ceiling = None if blocks is None else blocks * block_size
-    each = Demand("a", prompt, LengthDistribution(PRIOR, 301), DICE, ceiling)
+    each = Demand("a", prompt, LengthDistribution(PRIOR, 301), UNIFORMS, ceiling)
     held = -(-(prompt + generated) // block_size) * block_size
     most = -(-(prompt + 301) // block_size) * block_size
     if ceiling is not None:
@@ -51,95 +51,97 @@ def test_a_demand_is_never_less_than_its_blocks(prompt, generated, block_size, b
 
 
 def test_a_lease_holds_room_and_runs_out():
-    book = ledger()
-    book.lease(demand("a"), until=2.0)
-    book.lease(demand("b"), until=5.0)
-    assert room(book, 1.0).used.tolist() == [115, 115]
+    ledger = make_ledger()
+    ledger.lease(demand("a"), until=2.0)
+    ledger.lease(demand("b"), until=5.0)
+    assert forecast(ledger, 1.0).used.tolist() == [115, 115]
     with pytest.raises(ValueError, match="'a' already"):
-        book.lease(demand("a"), until=3.0)
-    book.started("b", 1.0)
-    assert book.expire(1.9) == []
-    assert book.expire(2.0) == ["a"]
-    assert book.expire(99.0) == [] and "b" in book
+        ledger.lease(demand("a"), until=3.0)
+    ledger.started("b", 1.0)
+    assert ledger.expire(1.9) == []
+    assert ledger.expire(2.0) == ["a"]
+    assert ledger.expire(99.0) == [] and "b" in ledger
 
 
 def test_progress_is_reckoned_between_reports():
-    book = ledger()
-    book.lease(demand("a"), until=2.0)
-    book.started("a", 0.0)
-    assert book.generated(9.0).tolist() == [0]  # its prompt is under way
-    book.report(report(1, ("a", 1)), 1.0, {})
-    assert book.generated(1.0).tolist() == [1]
-    assert book.generated(1.55).tolist() == [6]
-    assert book.generated(0.5).tolist() == [1]  # never back
-    early, late = room(book, 1.0), room(book, 3.0)
+    ledger = make_ledger()
+    ledger.lease(demand("a"), until=2.0)
+    ledger.started("a", 0.0)
+    assert ledger.generated(9.0).tolist() == [0]  # its prompt is under way
+    ledger.report(report(1, ("a", 1)), 1.0, {})
+    assert ledger.generated(1.0).tolist() == [1]
+    assert ledger.generated(1.55).tolist() == [6]
+    assert ledger.generated(0.5).tolist() == [1]  # never back
+    early, late = forecast(ledger, 1.0), forecast(ledger, 3.0)
     assert (early.remaining >= late.remaining).all()
     assert late.used.tolist() == [100 + 1 + 20 + 15]
     # It ends at its limit at the latest, and holds its memory until that was heard.
-    assert book.generated(1e6).tolist() == [49] and (room(book, 1e6).remaining == 1).all()
-    book.report(report(2, ("a", 50)), 1.0, {})
-    assert book.generated(1.0).tolist() == [50] and (room(book, 1.0).remaining == 1).all()
+    assert ledger.generated(1e6).tolist() == [49] and (forecast(ledger, 1e6).remaining == 1).all()
+    ledger.report(report(2, ("a", 50)), 1.0, {})
+    assert ledger.generated(1.0).tolist() == [50] and (forecast(ledger, 1.0).remaining == 1).all()
 
 
 def test_reports_correct_the_book():
-    book = ledger()
+    ledger = make_ledger()
     for name in ("a", "b", "c"):
-        book.lease(demand(name), until=2.0)
-    book.started("a", 0.0)
-    book.started("b", 0.0)
-    assert book.report(report(1, ("a", 3)), 0.1, {}) == []  # older than the start of b, perhaps
-    assert book.report(report(2, ("a", 4), ("b", 1)), 0.2, {}) == []
-    assert book.report(report(3, ("a", 5)), 0.3, {}) == ["b"]  # it was listed, and is no more
-    assert "c" in book  # promised; only time takes that back
-    assert book.report(report(3), 0.4, {}) == [] and "a" in book  # late
-    assert book.report(report(9, epoch="0"), 0.4, {}) == [] and "a" in book  # of an earlier life
+        ledger.lease(demand(name), until=2.0)
+    ledger.started("a", 0.0)
+    ledger.started("b", 0.0)
+    assert ledger.report(report(1, ("a", 3)), 0.1, {}) == []  # older than the start of b, perhaps
+    assert ledger.report(report(2, ("a", 4), ("b", 1)), 0.2, {}) == []
+    assert ledger.report(report(3, ("a", 5)), 0.3, {}) == ["b"]  # it was listed, and is no more
+    assert "c" in ledger  # promised; only time takes that back
+    assert ledger.report(report(3), 0.4, {}) == [] and "a" in ledger  # late
+    assert (
+        ledger.report(report(9, epoch="0"), 0.4, {}) == [] and "a" in ledger
+    )  # of an earlier life
 
 
 def test_what_ended_does_not_come_back_with_a_late_report():
-    book = ledger()
-    book.lease(demand("a"), until=2.0)
-    assert book.ended("a", 0.5) and not book.ended("a", 0.5)
+    ledger = make_ledger()
+    ledger.lease(demand("a"), until=2.0)
+    assert ledger.ended("a", 0.5) and not ledger.ended("a", 0.5)
     late = report(1, ("a", 7))
-    assert book.unknown(late) == []
-    book.report(late, 0.6, {})
-    assert len(book) == 0
-    book.expire(0.5 + Ledger.REMEMBER_S)
-    assert [each.request_id for each in book.unknown(report(2, ("a", 8)))] == ["a"]
+    assert ledger.unknown(late) == []
+    ledger.report(late, 0.6, {})
+    assert len(ledger) == 0
+    ledger.expire(0.5 + Ledger.REMEMBER_S)
+    assert [each.request_id for each in ledger.unknown(report(2, ("a", 8)))] == ["a"]
 
 
 def test_a_book_that_was_lost_is_rebuilt_from_a_report():
-    book = ledger()
+    ledger = make_ledger()
     heard = report(4, ("x", 20), ("y", 0))
-    names = [each.request_id for each in book.unknown(heard)]
+    names = [each.request_id for each in ledger.unknown(heard)]
     assert names == ["x", "y"]
-    book.report(heard, 10.0, {name: demand(name) for name in names})
-    assert room(book, 10.0).used.tolist() == [135, 115]
-    assert book.expire(1e9) == []
+    ledger.report(heard, 10.0, {name: demand(name) for name in names})
+    assert forecast(ledger, 10.0).used.tolist() == [135, 115]
+    assert ledger.expire(1e9) == []
 
 
 def test_no_slots_for_a_worker_that_refused():
-    book = ledger(slots=2)
-    assert room(book, 0.0).slots == 2
-    book.is_open = False
-    assert room(book, 0.0).slots == 0
-    book.report(report(1, ("x", 1)), 0.1, {"x": demand("x")})
-    assert room(book, 0.1).slots == 1
+    ledger = make_ledger(slots=2)
+    assert forecast(ledger, 0.0).slots == 2
+    ledger.is_open = False
+    assert forecast(ledger, 0.0).slots == 0
+    ledger.report(report(1, ("x", 1)), 0.1, {"x": demand("x")})
+    assert forecast(ledger, 0.1).slots == 1
 
 
 def test_headroom_follows_preemptions():
-    book = ledger()
+    ledger = make_ledger()
     for sequence in range(1, 51):  # 4 preemptions in 100 completions, 50 times
-        book.report(report(sequence, preemptions=4 * sequence), 0.0, {})
-        book.headroom.count(completions=Headroom.WINDOW)
-    assert book.headroom.share == pytest.approx(Headroom.LARGEST)
-    assert room(book, 0.0).limit == 700
+        ledger.report(report(sequence, preemptions=4 * sequence), 0.0, {})
+        ledger.headroom.count(completions=Headroom.WINDOW)
+    assert ledger.headroom.share == pytest.approx(Headroom.LARGEST)
+    assert forecast(ledger, 0.0).limit == 700
     for _ in range(10):
-        book.headroom.count(completions=99, preemptions=1)
-        book.headroom.count(completions=1)
-    assert book.headroom.share == pytest.approx(Headroom.LARGEST - 10 * Headroom.DOWN)
+        ledger.headroom.count(completions=99, preemptions=1)
+        ledger.headroom.count(completions=1)
+    assert ledger.headroom.share == pytest.approx(Headroom.LARGEST - 10 * Headroom.DOWN)
     for _ in range(200):
-        book.headroom.count(completions=100)
-    assert book.headroom.share == 0.0
+        ledger.headroom.count(completions=100)
+    assert ledger.headroom.share == 0.0
 
 
 @pytest.mark.parametrize("name", ["capacity", "block_size", "slots"])

@@ -111,15 +111,15 @@ def test_sweep_is_the_formula_where_nothing_waits_or_rolls():
 
 
 def test_grid_has_the_moments_of_sampled_futures():
-    """Mean and variance at each horizon against 20,000 drawn futures of the same laws."""
+    """Mean and variance at each horizon against 20,000 drawn futures of the same distributions."""
     rng = np.random.default_rng(1)
-    laws = [
+    distributions = [
         LengthDistribution(cumulative_hazard(rng.uniform(0.01, 0.2, NUM_BINS)), limit)
         for limit in (60, 300, 5000)
     ]
     used, ceilings, generated = [100, 40, 7], [None, 64, None], np.array([20, 0, 130])
     horizons = horizons_of(4000)
-    table = stack(laws)
+    table = stack(distributions)
     # Still there at step h: the answer's end is at h or later, so more than h - 1 tokens come.
     alive = table.survival_after(generated, horizons - 1)
     assert (alive[:, horizons == 0] == 1.0).all()
@@ -142,9 +142,9 @@ def test_grid_has_the_moments_of_sampled_futures():
 def test_grid_peak_is_the_largest_quantile_over_time():
     """A sum of many answers is nearly Gaussian; the quantile of the peak itself is above it."""
     rng = np.random.default_rng(2)
-    law = LengthDistribution(cumulative_hazard(length_prior()), 1500)
+    distribution = LengthDistribution(cumulative_hazard(length_prior()), 1500)
     generated, used = rng.integers(0, 200, 120), rng.integers(5, 60, 120)
-    table = stack([law] * 120)
+    table = stack([distribution] * 120)
     horizons = horizons_of(1500)
     grid = empty_grid(horizons)
     for a, alive in zip(used.tolist(), table.survival_after(generated, horizons - 1)):

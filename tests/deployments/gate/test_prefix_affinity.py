@@ -13,7 +13,12 @@ import torch
 
 from penstock.deployments.gate.controller import Gate
 from penstock.deployments.gate.placement import LEEWAY, best_of
-from penstock.deployments.gate.prefix_affinity import MAX_MARKS, SHORTEST, PrefixBook, prefix_marks
+from penstock.deployments.gate.prefix_affinity import (
+    MAX_MARKS,
+    SHORTEST,
+    PrefixAffinity,
+    prefix_marks,
+)
 from penstock.deployments.gate.types import GateRequest, GateSettings, WorkerSpec
 from penstock.deployments.ingress.core.admission_request import AskedRequest
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
@@ -21,10 +26,10 @@ from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import length_prior
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, SamplingParams
-from tests.deployments.gate.test_with_workers import ENGINE, Node, NoPasses, Run, collect, house
+from tests.deployments.gate.test_with_workers import ENGINE, NoCredits, Node, Run, collect, house
 
 CONFIG = replace(ENGINE, num_blocks=200)  # 3,200 tokens
-LAW = LengthDistribution(cumulative_hazard(length_prior()), 100)
+LENGTH = LengthDistribution(cumulative_hazard(length_prior()), 100)
 
 
 def tokens(seed: int, length: int) -> tuple[int, ...]:
@@ -43,7 +48,7 @@ def test_marks_of_a_common_beginning_are_shared():
 
 
 def test_the_longest_hit_of_each_place():
-    book: PrefixBook[str] = PrefixBook()
+    book: PrefixAffinity[str] = PrefixAffinity()
     marks = prefix_marks(tokens(1, 600))
     book.note(marks, "a", 600, 10_000)
     book.note(marks[:2], "b", 70, 10_000)
@@ -55,7 +60,7 @@ def test_the_longest_hit_of_each_place():
 
 
 def test_what_a_worker_was_sent_since_makes_it_forget():
-    book: PrefixBook[str] = PrefixBook()
+    book: PrefixAffinity[str] = PrefixAffinity()
     first, second = prefix_marks(tokens(1, 64)), prefix_marks(tokens(2, 64))
     book.note(first, "a", 100, 1000)
     book.note(second, "a", 900, 1000)
@@ -65,12 +70,12 @@ def test_what_a_worker_was_sent_since_makes_it_forget():
 
 
 def test_the_book_is_bounded():
-    book: PrefixBook[int] = PrefixBook(max_entries=20)
+    book: PrefixAffinity[int] = PrefixAffinity(max_entries=20)
     for seed in range(50):
         for place in range(10):
             book.note(prefix_marks(tokens(seed, 128)), place, 1, 1000)
     assert len(book._places) == 20
-    assert all(len(each) == PrefixBook.MAX_PLACES for each in book._places.values())
+    assert all(len(each) == PrefixAffinity.MAX_PLACES for each in book._places.values())
     assert book.hits(prefix_marks(tokens(0, 128))) == {}  # the oldest made way
 
 
@@ -90,7 +95,7 @@ def test_of_many_workers_the_one_with_the_prefix_is_looked_at():
     marks = prefix_marks(tokens(5, 300))
 
     def place(name: str, prefix: tuple[int, ...]) -> str:
-        assert gate.offer(GateRequest(name, 300, prefix=prefix), LAW, 0.0) is None
+        assert gate.offer(GateRequest(name, 300, prefix=prefix), LENGTH, 0.0) is None
         [ticket] = gate.tick(0.0)
         return ticket.worker
 
@@ -100,8 +105,8 @@ def test_of_many_workers_the_one_with_the_prefix_is_looked_at():
     assert {place(f"same{i}", marks) for i in range(3)} == {first}
     gate.remove_worker(first)
     gate.add_worker(WorkerSpec(first, "2", capacity=20_000))  # a new life has an empty cache
-    assert gate._places.hits(gate._admitted["other0"][1].prefix) == {}
-    assert first not in gate._places._prefixes.hits(marks)
+    assert gate._placement.hits(gate._admitted["other0"][1].prefix) == {}
+    assert first not in gate._placement._prefixes.hits(marks)
 
 
 def two_workers() -> Gate:
@@ -118,13 +123,15 @@ def test_an_answer_that_is_over_before_it_is_judged_has_left_its_beginning():
         gate = two_workers()
         asked = GateRequest("first", 300, prefix=marks)
         if came == "asked":
-            assert gate.let_in(asked, 4, 0.0) is not None
+            assert gate.admit(asked, 4, 0.0) is not None
         else:
-            assert gate.hold(asked, 4, "w0", 0.0)
-        [first] = gate._places.hits(marks)
-        gate.completed("first", 4, 0.0)
-        gate.hold(GateRequest("other", 200), 200, first, 0.0)  # a little fuller than the other
-        again = gate.let_in(GateRequest("again", 300, prefix=marks), 4, 0.0)
+            assert gate.admit_on_credit(asked, 4, "w0", 0.0)
+        [first] = gate._placement.hits(marks)
+        gate.finished("first", 4, 0.0)
+        gate.admit_on_credit(
+            GateRequest("other", 200), 200, first, 0.0
+        )  # a little fuller than the other
+        again = gate.admit(GateRequest("again", 300, prefix=marks), 4, 0.0)
         assert again is not None and again.worker == first
 
 
@@ -134,9 +141,11 @@ def test_each_token_counts_once_for_what_is_forgotten():
     for held in (False, True):
         gate = two_workers()
         if held:
-            assert gate.hold(asked, 4, "w0", 0.0) and gate.hold(asked, 4, "w0", 0.0)
-        gate.entered(replace(asked, prefix=marks), LAW, "w0", 0.1)
-        sent[held] = dict(gate._places._prefixes._sent)
+            assert gate.admit_on_credit(asked, 4, "w0", 0.0) and gate.admit_on_credit(
+                asked, 4, "w0", 0.0
+            )
+        gate.confirm(replace(asked, prefix=marks), LENGTH, "w0", 0.1)
+        sent[held] = dict(gate._placement._prefixes._sent)
     assert sent[False] == sent[True]
 
 
@@ -176,7 +185,7 @@ def test_a_repeated_prefix_goes_where_it_is_cached_unless_load_says_otherwise(
     async def scenario():
         async with house(*nodes) as made:
             if everybody_asks:
-                made.client._passes = NoPasses()
+                made.client._credits = NoCredits()
 
             async def ask(name, ids, max_tokens=4):
                 """Which node, and the cached tokens."""

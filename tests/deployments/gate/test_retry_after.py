@@ -5,23 +5,29 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-from penstock.deployments.gate.retry_after import HELD, LARGEST, MOST, SMALLEST, Returns
+from penstock.deployments.gate.retry_after import (
+    LARGEST,
+    MAX_WATCHED,
+    SMALLEST,
+    TARGET_SHARE,
+    RetryAfterModel,
+)
 
 
 def life(frees_after, rounds=600):
     """Refused ones that are told 10 s and would be let in `frees_after(n)` seconds later."""
     frees = {}
-    returns = Returns(lambda entry, now: 0.0 if now >= frees[id(entry)] else 99.0)
+    returns = RetryAfterModel(lambda entry, now: 0.0 if now >= frees[id(entry)] else 99.0)
     held = []
     for n in range(rounds):
         now = 1000.0 * n
         entry = SimpleNamespace(arrived=now)
         frees[id(entry)] = now + frees_after(n)
-        told_s = returns.factor * 10.0
-        held.append(frees_after(n) <= told_s)
-        returns.refused(entry, 10.0, 8.0)
+        quoted_s = returns.factor * 10.0
+        held.append(frees_after(n) <= quoted_s)
+        returns.watch(entry, 10.0, 8.0)
         for half in range(200):
-            returns.look(now + half / 2)
+            returns.update(now + half / 2)
     return returns.factor, held[rounds // 2 :]
 
 
@@ -29,7 +35,7 @@ def test_what_is_told_comes_to_be_right():
     factor, _ = life(lambda n: 4.0)
     assert math.isclose(factor, 0.4, rel_tol=0.15)
     factor, held = life(lambda n: 1.0 + n % 20)  # 1 to 20 s, alike
-    assert abs(sum(held) / len(held) - HELD) < 0.1 and 0.9 < factor < 1.6
+    assert abs(sum(held) / len(held) - TARGET_SHARE) < 0.1 and 0.9 < factor < 1.6
 
 
 def test_who_would_never_be_let_in_is_forgotten_in_the_end():
@@ -40,9 +46,9 @@ def test_who_would_never_be_let_in_is_forgotten_in_the_end():
 
 def test_few_are_remembered():
     asked = []
-    returns = Returns(lambda entry, now: asked.append(entry) or 99.0)
+    returns = RetryAfterModel(lambda entry, now: asked.append(entry) or 99.0)
     for _ in range(50):
-        returns.refused(SimpleNamespace(arrived=0.0), 10.0, 8.0)
-    returns.look(1.0)
-    returns.look(1.2)  # too soon
-    assert len(asked) == MOST
+        returns.watch(SimpleNamespace(arrived=0.0), 10.0, 8.0)
+    returns.update(1.0)
+    returns.update(1.2)  # too soon
+    assert len(asked) == MAX_WATCHED

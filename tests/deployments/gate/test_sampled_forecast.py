@@ -8,7 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate, Room, order_statistic
+from penstock.deployments.gate.sampled_forecast import (
+    UNBOUNDED,
+    Candidate,
+    SampledForecast,
+    order_statistic,
+)
 
 SAMPLES = 4
 LEVELS = (0.5, 0.75, 0.95, 1.0)
@@ -30,24 +35,26 @@ def quantile(values, level):
     )
 
 
-def futures_of(room, candidate, steps=0):
+def futures_of(forecast, candidate, steps=0):
     """Per sample, what is left of all answers after `steps`, and the candidate."""
     for s in range(SAMPLES):
         answers = []
-        for a, r, c in zip(room.used.tolist(), room.remaining[:, s].tolist(), room.ceilings):
+        for a, r, c in zip(
+            forecast.used.tolist(), forecast.remaining[:, s].tolist(), forecast.ceilings
+        ):
             if r > steps:
                 answers.append((max(a, min(a + steps, int(c))), r - steps, int(c)))
         yield answers, (candidate.used, int(candidate.remaining[s]), candidate.ceiling)
 
 
 @st.composite
-def rooms(draw):
+def shortlist(draw):
     num = draw(st.integers(0, 5))
     rolling = draw(st.booleans())
     ceiling = st.integers(1, 40) | st.just(UNBOUNDED) if rolling else st.just(UNBOUNDED)
     rng = np.random.default_rng(draw(st.integers(0, 999)))
     capacity = draw(st.integers(20, 150))
-    return Room(
+    return SampledForecast(
         capacity=capacity,
         limit=capacity - draw(st.integers(0, 10)),
         level=draw(st.sampled_from(LEVELS)),
@@ -73,55 +80,55 @@ def test_order_statistic(values, level):
 
 
 @settings(max_examples=300, deadline=None)
-@given(rooms(), candidates())
-def test_admits_by_a_walk_through_all_futures(room, candidate):
-    peaks = [walked([*answers, own]) for answers, own in futures_of(room, candidate)]
-    assert room.peak_with(candidate) == quantile(peaks, room.level)
-    fits = quantile(peaks, room.level) <= room.limit or len(room.used) == 0
-    assert room.admits(candidate) == (
-        fits and room.slots > 0 and candidate.longest <= room.capacity
+@given(shortlist(), candidates())
+def test_admits_by_a_walk_through_all_futures(forecast, candidate):
+    peaks = [walked([*answers, own]) for answers, own in futures_of(forecast, candidate)]
+    assert forecast.peak_with(candidate) == quantile(peaks, forecast.level)
+    fits = quantile(peaks, forecast.level) <= forecast.limit or len(forecast.used) == 0
+    assert forecast.admits(candidate) == (
+        fits and forecast.slots > 0 and candidate.longest <= forecast.capacity
     )
-    joined = room.joined_by(candidate)
-    again = [walked([*answers, own, own]) for answers, own in futures_of(room, candidate)]
-    assert joined.peak_with(candidate) == quantile(again, room.level)
-    assert joined.slots == room.slots - 1 and len(joined.used) == len(room.used) + 1
+    joined = forecast.joined_by(candidate)
+    again = [walked([*answers, own, own]) for answers, own in futures_of(forecast, candidate)]
+    assert joined.peak_with(candidate) == quantile(again, forecast.level)
+    assert joined.slots == forecast.slots - 1 and len(joined.used) == len(forecast.used) + 1
 
 
 @settings(max_examples=300, deadline=None)
-@given(rooms(), candidates(), st.integers(1, 14))
-def test_admits_after_by_a_walk_through_what_is_left(room, candidate, steps):
-    left = list(futures_of(room, candidate, steps))
+@given(shortlist(), candidates(), st.integers(1, 14))
+def test_admits_after_by_a_walk_through_what_is_left(forecast, candidate, steps):
+    left = list(futures_of(forecast, candidate, steps))
     peaks = [walked([*answers, own]) for answers, own in left]
-    free = [len(room.used) + room.slots - len(answers) for answers, _ in left]
-    expected = candidate.longest <= room.capacity
+    free = [len(forecast.used) + forecast.slots - len(answers) for answers, _ in left]
+    expected = candidate.longest <= forecast.capacity
     if all(not answers for answers, _ in left):
-        expected = expected and len(room.used) + room.slots > 0
+        expected = expected and len(forecast.used) + forecast.slots > 0
     else:
-        has_slot = sum(each >= 1 for each in free) >= room.level * SAMPLES - 1e-9
-        expected = expected and has_slot and quantile(peaks, room.level) <= room.limit
-    assert room.admits_after(steps, candidate) == expected
+        has_slot = sum(each >= 1 for each in free) >= forecast.level * SAMPLES - 1e-9
+        expected = expected and has_slot and quantile(peaks, forecast.level) <= forecast.limit
+    assert forecast.admits_after(steps, candidate) == expected
 
 
 @settings(max_examples=200, deadline=None)
-@given(rooms(), candidates())
-def test_the_time_until_it_fits(room, candidate):
-    steps = room.fits_after(candidate)
-    if candidate.longest > room.capacity or len(room.used) + room.slots == 0:
+@given(shortlist(), candidates())
+def test_the_time_until_it_fits(forecast, candidate):
+    steps = forecast.fits_after(candidate)
+    if candidate.longest > forecast.capacity or len(forecast.used) + forecast.slots == 0:
         assert steps is None
-    elif room.admits(candidate):
+    elif forecast.admits(candidate):
         assert steps == 0
     else:
-        assert steps in room.remaining
-        assert room.admits_after(steps, candidate)
+        assert steps in forecast.remaining
+        assert forecast.admits_after(steps, candidate)
 
 
 def test_many_ends_are_probed_at_a_few():
     """300 answers, 200 steps apart each: found by bisection over 64 of the ends."""
     ends = np.arange(1, 301)[:, None] * 200 + np.zeros((1, SAMPLES), np.int64)
     ones = np.full(300, 10)
-    room = Room(10**6, 10**6, 0.95, 1, ones, ends, np.full(300, UNBOUNDED))
+    forecast = SampledForecast(10**6, 10**6, 0.95, 1, ones, ends, np.full(300, UNBOUNDED))
     big = Candidate(950_000, np.full(SAMPLES, 10), longest=960_000)
-    steps = room.fits_after(big)
-    assert steps is not None and room.admits_after(steps, big)
-    first = next(e for e in ends[:, 0].tolist() if room.admits_after(e, big))
+    steps = forecast.fits_after(big)
+    assert steps is not None and forecast.admits_after(steps, big)
+    first = next(e for e in ends[:, 0].tolist() if forecast.admits_after(e, big))
     assert first <= steps <= first + 200 * math.ceil(300 / 63)

@@ -15,13 +15,13 @@ from penstock.deployments.gate.wait_queue import GateQueue, TenantCounters, Wait
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.hazards import length_prior
 
-LAW = LengthDistribution(cumulative_hazard(length_prior()), 100)
+LENGTH = LengthDistribution(cumulative_hazard(length_prior()), 100)
 MAX_WAIT_S = 30.0
 
 
 def waiting(number, tenant="t", **changes):
     prompt = changes.pop("prompt", 10)
-    demand = Demand(f"r{number}", prompt, LAW, np.full(2, 0.5))
+    demand = Demand(f"r{number}", prompt, LENGTH, np.full(2, 0.5))
     values = {"priority": 0, "arrived": 0.0, "expected": 5.0, "area": 1.0, **changes}
     return Waiting(demand=demand, tenant=tenant, number=number, **values)
 

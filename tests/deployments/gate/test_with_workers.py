@@ -24,7 +24,7 @@ from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.service import GateSetup
 from penstock.deployments.ingress.core.admission_request import AskedRequest
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.dispatch.credits import Passes
+from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.prediction.features import Features
@@ -67,7 +67,7 @@ class House:
     async def settle(self) -> None:
         """Until the gate knows all workers, and has handed out passes to them."""
         async with asyncio.timeout(20):
-            while len(self.client._passes._given) < len(self.nodes):
+            while len(self.client._credits._given) < len(self.nodes):
                 await asyncio.sleep(0.01)
 
 
@@ -118,7 +118,7 @@ def node(model: Any) -> Iterator[Node]:
     made.stop()
 
 
-class NoPasses(Passes):
+class NoCredits(Credits):
     def take(self, *_: Any) -> None:
         """None is taken."""
 
@@ -160,7 +160,7 @@ def test_more_than_fit_wait_at_the_gate_and_nobody_is_preempted(model, node, run
             most, waited = 0, 0
             while not all(each.done() for each in running):
                 most = max(most, node.thread.stats().num_running)
-                waited = max(waited, made.gate.keeper.num_waiting)
+                waited = max(waited, made.gate.service.num_waiting)
                 await asyncio.sleep(0.005)
             return [each.result() for each in running], most, waited, made.client
 
@@ -180,14 +180,14 @@ def test_with_room_nobody_waits_for_the_gate(node, run):
             for n in range(5):
                 await collect(made.pool, request(n, max_tokens=4))
             async with asyncio.timeout(5):
-                while made.gate.keeper.counts.completed < 5:
+                while made.gate.service.counts.completed < 5:
                     await asyncio.sleep(0.01)
-            return made.client, made.gate.keeper
+            return made.client, made.gate.service
 
-    client, keeper = run(scenario())
-    assert (client.num_passed, client.num_asked) == (5, 0)
-    assert keeper.counts.admitted == 5
-    assert not keeper.gate.ledgers or all(not len(each) for each in keeper.gate.ledgers.values())
+    client, service = run(scenario())
+    assert (client.num_on_credit, client.num_asked) == (5, 0)
+    assert service.counts.admitted == 5
+    assert not service.gate.ledgers or all(not len(each) for each in service.gate.ledgers.values())
 
 
 def test_who_leaves_while_waiting_leaves_nothing_behind(node, run):
@@ -200,15 +200,15 @@ def test_who_leaves_while_waiting_leaves_nothing_behind(node, run):
                 for n in range(1, 5)
             ]
             async with asyncio.timeout(10):
-                while made.gate.keeper.num_waiting < 3:
+                while made.gate.service.num_waiting < 3:
                     await asyncio.sleep(0.01)
             for each in [*late, long]:
                 each.cancel()
             await asyncio.gather(*late, long, return_exceptions=True)
             async with asyncio.timeout(10):
-                while made.gate.keeper.num_waiting or node.thread.stats().num_live_blocks:
+                while made.gate.service.num_waiting or node.thread.stats().num_live_blocks:
                     await asyncio.sleep(0.01)
-                while any(len(each) for each in made.gate.keeper.gate.ledgers.values()):
+                while any(len(each) for each in made.gate.service.gate.ledgers.values()):
                     await asyncio.sleep(0.01)
             return await collect(made.pool, request(9))
 
@@ -231,7 +231,7 @@ def test_an_expired_deadline_is_never_prefilled(node, run):
             assert not long.done()
             long.cancel()
             await asyncio.gather(long, return_exceptions=True)
-            return failure.value, spent, made.gate.keeper.counts
+            return failure.value, spent, made.gate.service.counts
 
     failure, spent, counts = run(scenario())
     assert failure.code in ("deadline_exceeded", "overloaded")  # or told at once that it would be
@@ -248,7 +248,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_again(node, run):
                 for n in range(2)
             ]
             async with asyncio.timeout(10):
-                while made.gate.keeper.num_waiting < 1:
+                while made.gate.service.num_waiting < 1:
                     await asyncio.sleep(0.01)
             with pytest.raises(ServiceError) as failure:
                 await collect(made.pool, request(2, max_tokens=600))
@@ -265,20 +265,20 @@ def test_a_full_queue_refuses_with_a_time_to_come_again(node, run):
 def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run, monkeypatch):
     """The gate's book is wrong on purpose: it thinks that the worker has twenty times the room."""
 
-    room = Ledger.room
+    forecast = Ledger.forecast
     monkeypatch.setattr(
         Ledger,
-        "room",
-        lambda *args, **named: replace(room(*args, **named), capacity=1 << 30, limit=1 << 30),
+        "forecast",
+        lambda *args, **named: replace(forecast(*args, **named), capacity=1 << 30, limit=1 << 30),
     )
 
     async def scenario():
         async with house(node) as made:
             big = [request(n, max_tokens=40, length=300) for n in range(6)]
             client = made.client
-            client._passes = NoPasses()  # everybody asks
+            client._credits = NoCredits()  # everybody asks
             answers = await asyncio.gather(*(collect(made.pool, each) for each in big))
-            return big, answers, made.gate.keeper.counts
+            return big, answers, made.gate.service.counts
 
     big, answers, counts = run(scenario())
     for each, (ids, last) in zip(big, answers):
@@ -287,14 +287,14 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
     assert counts.declined >= 1
 
 
-@pytest.mark.parametrize("where", ["tick", "work", "take"])
+@pytest.mark.parametrize("where", ["tick", "judge_next", "receive"])
 def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, caplog, where):
     async def scenario():
         async with house(node) as made:
-            made.client._passes = NoPasses()  # everybody asks
+            made.client._credits = NoCredits()  # everybody asks
             first = asyncio.ensure_future(collect(made.pool, request(0, max_tokens=8)))
             await first
-            broken, predictor = made.gate.keeper, made.gate.keeper.learner.predictor
+            broken, predictor = made.gate.service, made.gate.service.learner.predictor
 
             def fault(*_):
                 raise KeyError("a fault that a test made")
@@ -303,13 +303,13 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
             asked = [request(n, max_tokens=8) for n in range(1, 5)]
             answers = await asyncio.gather(*(collect(made.pool, each) for each in asked))
             async with asyncio.timeout(20):
-                while made.gate.keeper is broken:
+                while made.gate.service is broken:
                     await asyncio.sleep(0.01)
-                while not made.client.is_connected or not made.gate.keeper._workers:
+                while not made.client.is_connected or not made.gate.service._workers:
                     await asyncio.sleep(0.01)
-            new = made.gate.keeper
+            new = made.gate.service
             assert new is not broken and new.learner.predictor is predictor
-            made.client._passes = NoPasses()
+            made.client._credits = NoCredits()
             later = request(9, max_tokens=8)
             answer = await collect(made.pool, later)
             async with asyncio.timeout(20):
@@ -327,11 +327,11 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
 def test_a_gate_that_stands_still_is_gone_past(node, run):
     async def scenario():
         async with house(node, answer_s=0.02) as made:
-            client, keeper = made.client, made.gate.keeper
-            client._passes = NoPasses()  # everybody asks
-            keeper.work = keeper.tick = lambda now: False  # nothing is decided any more
-            keeper.told_waiting = lambda names, ingress: None
-            keeper.take = lambda ingress, message, now: None
+            client, service = made.client, made.gate.service
+            client._credits = NoCredits()  # everybody asks
+            service.judge_next = service.tick = lambda now: False  # nothing is decided any more
+            service.report_queued = lambda names, ingress: None
+            service.receive = lambda ingress, message, now: None
             took_s = []
             for n in range(5):
                 began_s = time.monotonic()
@@ -387,11 +387,11 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
             async with asyncio.timeout(10):
                 while node.thread.stats().num_generated_tokens < 3:
                     await asyncio.sleep(0.01)
-            old = made.gate.keeper
+            old = made.gate.service
             old.learner.predictor.observe(request(1).features, 7, "stop")
             made.gate.setup = GateSetup(host="127.0.0.1", max_queued=7)
             await made.gate.where(made.gate.setup)  # begins anew
-            new = made.gate.keeper
+            new = made.gate.service
             async with asyncio.timeout(10):
                 while not new.gate.ledgers or not made.client.is_connected:
                     await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Calibration on laws that are wrong in a known way."""
+"""Calibration on distributions that are wrong in a known way."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def geometric(mean):
 
 
 def test_reads_quantiles_at_the_tracked_levels():
-    law = geometric(300.0)
+    distribution = geometric(300.0)
     tracked = np.array([0.4, 0.97, 0.995])
-    got = LengthDistribution(calibrate(law, tracked))
+    got = LengthDistribution(calibrate(distribution, tracked))
     for level, at in zip(LEVELS, tracked):
         # Survival is linear inside a bin before and after, so the two meet exactly at knots only.
-        assert got.quantile(level) == pytest.approx(LengthDistribution(law).quantile(at), rel=0.04)
-    assert np.allclose(calibrate(law, fresh_levels()), law, rtol=1e-9)
+        assert got.quantile(level) == pytest.approx(
+            LengthDistribution(distribution).quantile(at), rel=0.04
+        )
+    assert np.allclose(calibrate(distribution, fresh_levels()), distribution, rtol=1e-9)
 
 
 def test_far_tail_keeps_its_shape():
@@ -49,63 +51,69 @@ def test_far_tail_keeps_its_shape():
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("world", ["free", "cut", "leaving"])
 def test_coverage_holds_though_the_law_is_wrong(factor, world):
-    """Lengths are geometric of mean 200; the law says `factor` times that."""
+    """Lengths are geometric of mean 200; the distribution says `factor` times that."""
     rng = np.random.default_rng(5)
     tracked, hits = fresh_levels(), []
     for i in range(5000):
         length = int(np.ceil(rng.exponential(200.0)))
         cut = int(rng.integers(100, 2500)) if world == "cut" else None
         left = int(np.ceil(rng.exponential(600.0))) if world == "leaving" else MAX_LENGTH
-        law = LengthDistribution(calibrate(geometric(200.0 * factor), tracked), max_tokens=cut)
+        distribution = LengthDistribution(
+            calibrate(geometric(200.0 * factor), tracked), max_tokens=cut
+        )
         seen = min(length, left, MAX_LENGTH if cut is None else cut)
         if i >= 2000:  # judged by the true length, which the calibration did not always see
-            natural = LengthDistribution(law.cumulative)
+            natural = LengthDistribution(distribution.cumulative)
             hits.append([length <= natural.quantile(level) for level in LEVELS])
         tracked = adapted(
-            tracked, surprise(law, 0, seen, is_end=seen == length, is_cut=seen == cut < length)
+            tracked,
+            surprise(distribution, 0, seen, is_end=seen == length, is_cut=seen == cut < length),
         )
     assert np.mean(hits, 0) == pytest.approx(LEVELS, abs=0.02)
 
 
 def test_undecided_where_the_limit_comes_first():
-    law = LengthDistribution(geometric(200.0), max_tokens=300)  # the 0.9 quantile is 461
-    assert coverage(law, 300, is_end=False, left_early=False) == [0.0, None, None]
-    assert coverage(law, 10, is_end=True, left_early=False) == [1.0, None, None]
-    tracked = adapted(fresh_levels(), surprise(law, 0, 10, is_end=True))
+    distribution = LengthDistribution(geometric(200.0), max_tokens=300)  # the 0.9 quantile is 461
+    assert coverage(distribution, 300, is_end=False, left_early=False) == [0.0, None, None]
+    assert coverage(distribution, 10, is_end=True, left_early=False) == [1.0, None, None]
+    tracked = adapted(fresh_levels(), surprise(distribution, 0, 10, is_end=True))
     assert tracked[0] < 0.5 and tracked[1:].tolist() == [0.9, 0.99]
 
 
 def test_an_early_leaver_counts_by_the_conditional_law():
-    law = LengthDistribution(geometric(200.0))
-    held = coverage(law, 300, is_end=False, left_early=True)
-    beyond = law.survival(300)
+    distribution = LengthDistribution(geometric(200.0))
+    held = coverage(distribution, 300, is_end=False, left_early=True)
+    beyond = distribution.survival(300)
     assert held[0] == 0.0 and held[1] == pytest.approx((0.9 - (1 - beyond)) / beyond)
 
 
 def test_coarse_lengths_do_not_pull_the_levels():
-    """A law of one to three tokens, which is right, is left alone."""
+    """A distribution of one to three tokens, which is right, is left alone."""
     rng = np.random.default_rng(18)
-    law = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.6)))
+    distribution = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.6)))
     hits = [
-        coverage(law, int(rng.geometric(0.6)), is_end=True, left_early=False) for _ in range(5000)
+        coverage(distribution, int(rng.geometric(0.6)), is_end=True, left_early=False)
+        for _ in range(5000)
     ]
     assert np.mean(hits, 0) == pytest.approx(LEVELS, abs=0.02)
-    assert law.quantile(0.5) == 1 and law.survival(1) == pytest.approx(0.4)  # 0.6 if taken whole
+    assert distribution.quantile(0.5) == 1 and distribution.survival(1) == pytest.approx(
+        0.4
+    )  # 0.6 if taken whole
 
 
 @pytest.mark.parametrize("limit", [None, 250, 600])
 @pytest.mark.parametrize(("length", "is_end"), [(90, True), (250, True), (461, True), (900, 0)])
 def test_what_is_learnt_on_the_way_adds_up(limit, length, is_end):
     """Piece by piece or at the end: the same in sum, and it is coverage less the level."""
-    law = LengthDistribution(geometric(200.0), max_tokens=limit)
+    distribution = LengthDistribution(geometric(200.0), max_tokens=limit)
     if limit is not None and length > limit:
         length, is_end = limit, False
     over = {"is_end": is_end, "is_cut": not is_end}
-    whole = surprise(law, 0, length, **over)
+    whole = surprise(distribution, 0, length, **over)
     stops = [*range(0, length, 70), length]
-    pieces = [surprise(law, a, b) for a, b in itertools.pairwise(stops[:-1])]
-    pieces.append(surprise(law, stops[-2], length, **over))
-    held = coverage(law, length, is_end, left_early=False)
+    pieces = [surprise(distribution, a, b) for a, b in itertools.pairwise(stops[:-1])]
+    pieces.append(surprise(distribution, stops[-2], length, **over))
+    held = coverage(distribution, length, is_end, left_early=False)
     for level, one, hit, *parts in zip(LEVELS, whole, held, *pieces):
         assert (one is None) == (hit is None)
         if one is not None:
@@ -113,12 +121,14 @@ def test_what_is_learnt_on_the_way_adds_up(limit, length, is_end):
 
 
 def test_a_look_at_the_running_moves_nothing_on_average():
-    """Of a law that is right, whenever one looks: those that have ended and those that go on."""
+    """With the true distribution, at any time: answers that have ended and those that run."""
     rng = np.random.default_rng(19)
-    law = LengthDistribution(geometric(200.0))
+    distribution = LengthDistribution(geometric(200.0))
     for looked_at in (30, 140, 600):
         lengths = np.ceil(rng.exponential(200.0, 4000)).astype(int).tolist()
-        moves = [surprise(law, 0, min(n, looked_at), is_end=n <= looked_at) for n in lengths]
+        moves = [
+            surprise(distribution, 0, min(n, looked_at), is_end=n <= looked_at) for n in lengths
+        ]
         assert np.mean(moves, 0) == pytest.approx([0.0, 0.0, 0.0], abs=0.02)
         ended = [move for move, n in zip(moves, lengths) if n <= looked_at]
         if looked_at < 200:  # the mistake: only who has ended

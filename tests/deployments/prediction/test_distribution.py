@@ -20,7 +20,7 @@ from penstock.deployments.prediction.distribution import (
     stack,
 )
 
-LAST = 18  # the random laws end in this bin, so that all their lengths can be written out
+LAST = 18  # the random distributions end in this bin, so that all their lengths can be written out
 
 
 def brute_probabilities(hazards):
@@ -57,8 +57,8 @@ def cases(draw):
 
 
 def law_of(hazards, max_tokens, generated, min_tokens):
-    law = LengthDistribution(cumulative_hazard(hazards), max_tokens, min_tokens=min_tokens)
-    return law.given(generated)
+    distribution = LengthDistribution(cumulative_hazard(hazards), max_tokens, min_tokens=min_tokens)
+    return distribution.given(generated)
 
 
 def test_bins_cover_all_lengths():
@@ -72,13 +72,15 @@ def test_bins_cover_all_lengths():
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_law_equals_written_out_probabilities(case):
-    law = law_of(*case)
+    distribution = law_of(*case)
     lengths, p = brute_law(*case)
-    assert law.mean == pytest.approx(float(lengths @ p), rel=1e-5)
+    assert distribution.mean == pytest.approx(float(lengths @ p), rel=1e-5)
     for length in [0, case[2], case[2] + 1, 40, 77, int(lengths[-1]) - 1]:
-        assert law.survival(length) == pytest.approx(float(p[lengths > length].sum()), abs=2e-6)
+        assert distribution.survival(length) == pytest.approx(
+            float(p[lengths > length].sum()), abs=2e-6
+        )
     for level in [0.003, 0.1, 0.5, 0.9, 0.98]:
-        got = law.quantile(level)
+        got = distribution.quantile(level)
         # The smallest length with P(L <= length) >= level, up to rounding of the probabilities.
         assert p[lengths <= got].sum() >= level - 1e-5
         assert p[lengths < got].sum() <= level + 1e-5
@@ -87,17 +89,21 @@ def test_law_equals_written_out_probabilities(case):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(cases(), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
 def test_stacked_laws_equal_single_ones(many, seed):
-    laws = [law_of(*case) for case in many]
-    generated = np.array([law.generated for law in laws])
-    u = np.random.default_rng(seed).random((len(laws), 7))
-    remaining = stack(laws).sample_remaining(generated, u)
+    distributions = [law_of(*case) for case in many]
+    generated = np.array([distribution.generated for distribution in distributions])
+    u = np.random.default_rng(seed).random((len(distributions), 7))
+    remaining = stack(distributions).sample_remaining(generated, u)
     ahead = np.array([0, 1, 5, 60, 1000])
-    alive = stack(laws).survival_after(generated, ahead)
-    for i, law in enumerate(laws):
-        assert remaining[i].tolist() == [law.sample(v) - law.generated for v in u[i]]
-        assert alive[i] == pytest.approx([law.survival(law.generated + a) for a in ahead.tolist()])
-    rows = np.arange(len(laws))[::-1].copy()
-    turned = stack(laws).take(rows).sample_remaining(generated[rows], u[rows])
+    alive = stack(distributions).survival_after(generated, ahead)
+    for i, distribution in enumerate(distributions):
+        assert remaining[i].tolist() == [
+            distribution.sample(v) - distribution.generated for v in u[i]
+        ]
+        assert alive[i] == pytest.approx(
+            [distribution.survival(distribution.generated + a) for a in ahead.tolist()]
+        )
+    rows = np.arange(len(distributions))[::-1].copy()
+    turned = stack(distributions).take(rows).sample_remaining(generated[rows], u[rows])
     assert np.array_equal(turned, remaining[rows])
 
 
@@ -113,40 +119,44 @@ def test_sampled_futures_have_the_law():
 
 def test_same_uniforms_make_futures_that_only_shrink():
     hazards = np.random.default_rng(1).uniform(0.02, 0.4, NUM_BINS)
-    law = stack([LengthDistribution(cumulative_hazard(hazards), 5000)])
+    distribution = stack([LengthDistribution(cumulative_hazard(hazards), 5000)])
     u = np.random.default_rng(2).random((1, 64))
-    ends = [t + law.sample_remaining(np.array([t]), u)[0] for t in range(0, 400, 7)]
+    ends = [t + distribution.sample_remaining(np.array([t]), u)[0] for t in range(0, 400, 7)]
     assert all((later >= earlier).all() for earlier, later in itertools.pairwise(ends))
 
 
 def test_far_tail_is_exact():
-    """An answer that outlives all that was foreseen still has a conditional law."""
+    """An answer that outlives all that was foreseen still has a conditional distribution."""
     hazards = np.full(NUM_BINS, 0.9)
-    law = LengthDistribution(cumulative_hazard(hazards)).given(int(KNOTS[60]))
-    assert law.survival(int(KNOTS[61])) == pytest.approx(0.1, rel=1e-9)
+    distribution = LengthDistribution(cumulative_hazard(hazards)).given(int(KNOTS[60]))
+    assert distribution.survival(int(KNOTS[61])) == pytest.approx(0.1, rel=1e-9)
     half = (KNOTS[60] + KNOTS[61]) / 2  # 0.45 of the 0.9 that end in the bin
-    assert law.quantile(0.45) == pytest.approx(half, abs=1)
-    assert law.given(3 * MAX_LENGTH).quantile(0.5) >= MAX_LENGTH
+    assert distribution.quantile(0.45) == pytest.approx(half, abs=1)
+    assert distribution.given(3 * MAX_LENGTH).quantile(0.5) >= MAX_LENGTH
 
 
 def test_limits():
-    law = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.01)), max_tokens=50)
-    assert law.quantile(1.0) == 50 and law.quantile(0.999) == 50 and law.ceiling == 50
-    at_limit = law.given(50)
+    distribution = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.01)), max_tokens=50)
+    assert (
+        distribution.quantile(1.0) == 50
+        and distribution.quantile(0.999) == 50
+        and distribution.ceiling == 50
+    )
+    at_limit = distribution.given(50)
     assert at_limit.mean == 50.0 and at_limit.quantile(0.5) == 50 and at_limit.survival(50) == 0.0
-    assert stack([law]).sample_remaining(np.array([50]), np.array([[0.0, 0.9]])).tolist() == [
-        [0, 0]
-    ]
-    assert stack([law]).sample_remaining(np.array([49]), np.array([[0.0, 0.9]])).tolist() == [
-        [1, 1]
-    ]
-    assert law.quantile(0.0) == 1
+    assert stack([distribution]).sample_remaining(
+        np.array([50]), np.array([[0.0, 0.9]])
+    ).tolist() == [[0, 0]]
+    assert stack([distribution]).sample_remaining(
+        np.array([49]), np.array([[0.0, 0.9]])
+    ).tolist() == [[1, 1]]
+    assert distribution.quantile(0.0) == 1
     assert stack([]).sample_remaining(np.zeros(0, int), np.zeros((0, 4))).shape == (0, 4)
 
 
 def test_bad_questions():
-    law = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.1)))
+    distribution = LengthDistribution(cumulative_hazard(np.full(NUM_BINS, 0.1)))
     with pytest.raises(ValueError, match=r"between 0 and 1, not 1\.5"):
-        law.quantile(1.5)
+        distribution.quantile(1.5)
     with pytest.raises(ValueError, match="generated must be 0 or more"):
-        law.given(-1)
+        distribution.given(-1)

@@ -1,4 +1,4 @@
-"""Counted hazards against Kaplan-Meier written as a loop, and against laws that are known."""
+"""Counted hazards against Kaplan-Meier written as a loop, and against known distributions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_shrinks_towards_the_others():
 
 
 def test_a_single_group_is_believed_once():
-    """However many levels hold the same answers, the law is that of one level."""
+    """However many levels hold the same answers, the distribution is that of one level."""
     deep, flat = HazardTree(length_prior()), HazardTree(length_prior())
     for length in (5, 80, 300, 41, 7):
         deep.add([(), ("m",), ("m", "t")], exposure(0, length, True))
@@ -122,13 +122,13 @@ def test_old_traffic_is_forgotten():
         tree.add([()], exposure(0, 20, True))
     for _ in range(2000):
         tree.add([()], exposure(0, 300, True))
-    law = LengthDistribution(cumulative_hazard(tree.hazards([()])))
-    assert law.quantile(0.5) > 250
+    distribution = LengthDistribution(cumulative_hazard(tree.hazards([()])))
+    assert distribution.quantile(0.5) > 250
     assert tree.groups[()].at_risk[0] < 1 / (1 - DECAY)
 
 
 def test_conditional_law_is_the_true_one():
-    """P(L > t + s | L > t) of a log-normal world; laws averaged: one forgets after some 1,000."""
+    """P(L > t + s | L > t) of a log-normal world, averaged: one tree forgets after some 1,000."""
     rng = np.random.default_rng(7)
     tree = HazardTree(length_prior())
 
@@ -140,18 +140,18 @@ def test_conditional_law_is_the_true_one():
     for i, length in enumerate(np.ceil(rng.lognormal(math.log(150), 0.7, 20_000)).tolist()):
         tree.add([()], exposure(0, int(length), True))
         if i % 500 == 499 and i > 2000:
-            law = LengthDistribution(cumulative_hazard(tree.hazards([()])))
-            got.append([law.given(t).survival(later) for t, later in questions])
+            distribution = LengthDistribution(cumulative_hazard(tree.hazards([()])))
+            got.append([distribution.given(t).survival(later) for t, later in questions])
     expected = [alive(later) / alive(t) for t, later in questions]
     assert np.mean(got, 0) == pytest.approx(expected, abs=0.02)
 
 
 def test_prior_is_the_log_normal():
-    law = LengthDistribution(cumulative_hazard(length_prior()))
+    distribution = LengthDistribution(cumulative_hazard(length_prior()))
     for length in [1, 3, 20, 150, 1000, 30_000]:
         z = math.log(length / PRIOR_MEDIAN) / PRIOR_SIGMA
-        # Inside a bin the law is linear, so it agrees exactly at the bins' ends alone.
-        assert law.survival(length) == pytest.approx(
+        # Inside a bin the distribution is linear, so it agrees exactly at the bins' ends alone.
+        assert distribution.survival(length) == pytest.approx(
             0.5 * math.erfc(z / math.sqrt(2)), rel=0.02 if length < 1e4 else 0.3
         )
 

@@ -30,7 +30,7 @@ from penstock.deployments.prediction.text_digest import digest_ids, digest_text
 
 
 class LogNormal:
-    """A known law of lengths: ceil of a log-normal."""
+    """A known distribution of lengths: ceil of a log-normal."""
 
     def __init__(self, median, sigma):
         self.median, self.sigma = median, sigma
@@ -50,8 +50,8 @@ class LogNormal:
 
 
 def live(predictor, features, truth, rng, leave=None):
-    """One request from arrival to its end: the law told at its arrival, and its natural length."""
-    law = predictor.predict(features)
+    """One request from arrival to end: the distribution at arrival, and its natural length."""
+    distribution = predictor.predict(features)
     natural = length = truth.draw(rng)
     ended = Ended.STOP
     if features.max_tokens is not None and length > features.max_tokens:
@@ -59,7 +59,7 @@ def live(predictor, features, truth, rng, leave=None):
     if leave is not None and (left := int(rng.exponential(leave))) < length:
         length, ended = left, Ended.CANCEL
     predictor.observe(features, length, ended)
-    return law, natural
+    return distribution, natural
 
 
 @pytest.mark.parametrize("world", ["free", "cut", "leaving"])
@@ -68,7 +68,7 @@ def test_coverage_on_a_known_truth(world):
 
     Cuts: a third of all answers at 128, a third at 512, a third at 2048. Leaving: a third of all.
     Three worlds of each kind, as the counts of one are those of some 1,000 answers. Conditional
-    laws are judged by the true law, so that only what was learnt has any luck.
+    distributions are judged by the true distribution, so that only what was learnt has any luck.
     """
     levels, held, conditional = (0.5, 0.9, 0.99), [], []
     for seed in (60, 61, 62):
@@ -77,10 +77,10 @@ def test_coverage_on_a_known_truth(world):
         for i in range(900):
             cut = int(rng.choice([128, 512, 2048])) if world == "cut" else None
             leave = 600.0 if world == "leaving" else None
-            law, length = live(predictor, Features("m", max_tokens=cut), truth, rng, leave)
+            distribution, length = live(predictor, Features("m", max_tokens=cut), truth, rng, leave)
             if i < 300:
                 continue
-            natural = LengthDistribution(law.cumulative)
+            natural = LengthDistribution(distribution.cumulative)
             held.append([length <= natural.quantile(q) for q in levels])
             if i % 50 == 0:
                 after = [(natural.given(t).quantile(0.9), t) for t in (64, 256, 512)]
@@ -90,10 +90,10 @@ def test_coverage_on_a_known_truth(world):
 
 
 def busy_world(seed, hears_of_running, num=750):
-    """Cover of true lengths by the laws told under heavy load, from the 450th arrival on.
+    """Cover of true lengths by the distributions told under heavy load, from the 450th arrival on.
 
-    A token a step, an arrival every two: when the first law is judged, some 200 answers run, one
-    in ten answers is longer than the world is old, and only half of all that came have ended.
+    A token a step, an arrival every two: when the first prediction is judged, some 200 answers run,
+    one in ten answers is longer than the world is old, and only half of all that came have ended.
     """
     rng, truth = np.random.default_rng(seed), LogNormal(300.0, 1.0)
     predictor, running, ends, covers, told_at = LengthPredictor(), {}, [], [], 0
@@ -107,11 +107,11 @@ def busy_world(seed, hears_of_running, num=750):
             for watch, since, _ in running.values():
                 predictor.progress(watch, int(now - since))
         features, length = Features("m", f"t{i % 3}"), truth.draw(rng)
-        law = predictor.predict(features)
+        distribution = predictor.predict(features)
         running[i] = (Watch(features), now, length)
         heapq.heappush(ends, (now + length, i))
         if i >= 450:
-            covers.append([truth.within(law.quantile(q)) for q in (0.5, 0.9, 0.99)])
+            covers.append([truth.within(distribution.quantile(q)) for q in (0.5, 0.9, 0.99)])
     return np.mean(covers, 0)
 
 
@@ -189,9 +189,11 @@ def test_gradient_is_that_of_the_loss(event):
 
 
 def test_before_anything_is_known():
-    law = LengthPredictor().predict(Features("new", prompt_tokens=7, text=digest_text("Hello")))
-    assert law.quantile(0.5) == pytest.approx(PRIOR_MEDIAN, abs=2)
-    assert law.quantile(0.9) == pytest.approx(
+    distribution = LengthPredictor().predict(
+        Features("new", prompt_tokens=7, text=digest_text("Hello"))
+    )
+    assert distribution.quantile(0.5) == pytest.approx(PRIOR_MEDIAN, abs=2)
+    assert distribution.quantile(0.9) == pytest.approx(
         PRIOR_MEDIAN * math.exp(1.2816 * PRIOR_SIGMA), rel=0.02
     )
 
@@ -237,9 +239,9 @@ def text_world(informative, seed, num=1000):
         text = f"{words} {'story' if kind else 'word'} {' '.join(rng.choice(fillers, 8))}"
         features = Features("m", prompt_tokens=17, text=digest_text(text))
         truth = LogNormal((400.0 if kind else 100.0) if informative else 200.0, 0.5)
-        law, _ = live(predictor, features, truth, rng)
+        distribution, _ = live(predictor, features, truth, rng)
         if i >= num // 2:
-            gain.append((kind, law.quantile(0.5)))
+            gain.append((kind, distribution.quantile(0.5)))
     medians = [np.median([m for kind, m in gain if kind is each]) for each in (True, False)]
     return predictor.explain(features), medians
 
@@ -289,8 +291,12 @@ def test_limits_of_a_request():
     for _ in range(300):
         live(predictor, Features("m"), LogNormal(100.0, 0.5), rng)
     before = predictor.predict(Features("m")).cumulative
-    law = predictor.predict(Features("m", max_tokens=80, min_tokens=60))
-    assert law.quantile(0.0) > 60 and law.quantile(1.0) == 80 and law.survival(60) == 1.0
+    distribution = predictor.predict(Features("m", max_tokens=80, min_tokens=60))
+    assert (
+        distribution.quantile(0.0) > 60
+        and distribution.quantile(1.0) == 80
+        and distribution.survival(60) == 1.0
+    )
     forced = Features("m", max_tokens=500, ignore_eos=True)
     assert predictor.predict(forced).quantile(0.01) == 500 == predictor.predict(forced).mean
     for _ in range(50):
@@ -360,8 +366,8 @@ def test_explains_itself():
     assert sum(w for _, w in after.weights) == pytest.approx(1.0)
     assert max(after.weights, key=lambda pair: pair[1])[0] == "template"
     assert dict(after.num_seen)["template"] == pytest.approx(95.2, abs=0.1)  # 100, faded
-    law = predictor.predict(features)
-    assert (after.median, after.p90) == (law.quantile(0.5), law.quantile(0.9))
+    distribution = predictor.predict(features)
+    assert (after.median, after.p90) == (distribution.quantile(0.5), distribution.quantile(0.9))
 
 
 def test_bad_input_is_refused_and_changes_nothing():
@@ -386,12 +392,12 @@ def test_odd_ends_are_survived():
     for length, ended in [(0, "cancel"), (0, "stop"), (0, "length"), (5_000_000, "stop")]:
         predictor.observe(Features("m"), length, ended)
     predictor.observe(Features("m", min_tokens=50), 3, "stop")
-    law = predictor.predict(Features("m"))
+    distribution = predictor.predict(Features("m"))
     assert (
-        np.isfinite(law.cumulative).all()
+        np.isfinite(distribution.cumulative).all()
         and np.isfinite(cumulative_hazard(np.ones(NUM_BINS))).all()
     )
-    assert (np.diff(law.cumulative) > 0).all()
+    assert (np.diff(distribution.cumulative) > 0).all()
 
 
 def test_what_the_page_shows_runs(capsys):

@@ -135,5 +135,5 @@ def test_what_cannot_be_served(tmp_path):
         load_model("builtin", progress=False, experts=experts)
     manifest = write_expert_file(experts_of(make_checkpoint("olmoe")), tmp_path / "a", FP32)
     other = dataclasses.replace(experts, manifest=manifest)
-    with pytest.raises(LoadError, match="made of other files"):
+    with pytest.raises(LoadError, match="made from other files"):
         load_model(make_checkpoint("mixtral"), weights="fp32", progress=False, experts=other)

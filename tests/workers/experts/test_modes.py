@@ -269,7 +269,10 @@ def test_a_request_only_becomes_more_exact():
     model = load("olmoe")
     config = EngineConfig(num_blocks=20, block_size=4)
     engine = Engine(config, model)
-    for wish, message in (("sparse", "this model has exact"), ("fast", "must be one of exact")):
+    for wish, message in (
+        ("sparse", "this model is served with exact"),
+        ("fast", "must be one of exact"),
+    ):
         with pytest.raises(RequestError, match=message) as refused:
             engine.add(Request("r", (1, 2), SamplingParams(moe_mode=wish)))
         assert refused.value.param == "moe_mode"

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.deployments.config import check_before_start, config_from
+from penstock.deployments.config import config_from
+from penstock.deployments.preflight import check_before_start
 from penstock.kernels.expert_image import ExpertImage, pack_for
 from penstock.kernels.quant import quantize_weight
 from penstock.workers.calibrate import calibrate
@@ -256,9 +257,9 @@ def test_an_expert_file_that_was_packed_otherwise(tmp_path, monkeypatch):
     assert np.array_equal(ExpertFile(manifest).rows(0, 0), rows)
     first = dataclasses.replace(manifest.entries[0], digest="0" * 32)
     other = dataclasses.replace(manifest, entries=(first, *manifest.entries[1:]))
-    with pytest.raises(LoadError, match=r"another CPU or another release .*int8"):
+    with pytest.raises(LoadError, match=r"another CPU or another release: .*int8"):
         cached(folder, "int8", manifest=other)
-    with pytest.raises(LoadError, match="made of other files"):
+    with pytest.raises(LoadError, match="made from other files"):
         cached(folder, "int4", manifest=manifest)
     model = cached(folder, "int8", manifest=manifest)
     model.routed.close()

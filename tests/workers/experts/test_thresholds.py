@@ -19,9 +19,9 @@ from tests.workers.models.test_decoder import PagedDecoder, Tokens
 
 
 def test_thresholds_that_are_not_used(thresholds, tmp_path):
-    with pytest.raises(LoadError, match=r"neuron_thresholds\.json is not there"):
+    with pytest.raises(LoadError, match=r"neuron_thresholds\.json is missing"):
         load("olmoe", mode="sparse")
-    with pytest.raises(LoadError, match="is of another model"):
+    with pytest.raises(LoadError, match="belongs to another model"):
         load("olmoe", mode="sparse", thresholds=thresholds("qwen3_moe"))
     good = json.loads(Path(thresholds("olmoe")).read_text())
     for name, change in {
@@ -31,7 +31,7 @@ def test_thresholds_that_are_not_used(thresholds, tmp_path):
         "layers": [0],
     }.items():
         (tmp_path / "bad").write_text(json.dumps({**good, name: change}))
-        with pytest.raises(LoadError, match="no file of neuron thresholds"):
+        with pytest.raises(LoadError, match="not a file of neuron thresholds"):
             load("olmoe", mode="sparse", thresholds=str(tmp_path / "bad"))
 
 

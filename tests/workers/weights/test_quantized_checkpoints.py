@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.deployments.config import check_before_start, config_from
+from penstock.deployments.config import config_from
+from penstock.deployments.preflight import check_before_start
 from penstock.kernels.quant import NF4_VALUES
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pydantic_core
 from pydantic import BaseModel
 
-from penstock.deployments.ingress.core.call import TextDelta, ToolCallPiece, Usage
+from penstock.deployments.ingress.core.call import TextDelta, TokenUsage, ToolCallPiece
 from penstock.deployments.ingress.http.errors import server_sent
 from penstock.workers.request import FinishReason
 
@@ -79,7 +79,7 @@ _DELTAS = {
 }
 
 
-class MessageShape:
+class MessageRenderer:
     """Builds one answer: `add` takes its pieces, and gives the events of a stream; in the end
     `whole` has all of it."""
 
@@ -99,7 +99,7 @@ class MessageShape:
         blocks = [_filled(block, "".join(t)) for block, t in zip(self._blocks, self._texts)]
         return {**self._head, "content": blocks, **_ending(last), "usage": _usage(last.usage)}
 
-    def add(self, piece: TextDelta, usage: Usage) -> bytes:
+    def add(self, piece: TextDelta, usage: TokenUsage) -> bytes:
         """The events that tell of `piece`. `usage`: what is known of it so far."""
         events = b"" if self._is_begun else self._begin(usage)
         if piece.reasoning:
@@ -118,7 +118,7 @@ class MessageShape:
             events += _event("message_stop")
         return events
 
-    def _begin(self, usage: Usage) -> bytes:
+    def _begin(self, usage: TokenUsage) -> bytes:
         self._is_begun = True
         ending = {"stop_reason": None, "stop_sequence": None}
         started = {**self._head, "content": [], **ending, "usage": _usage(usage)}
@@ -190,7 +190,7 @@ def _ending(last: TextDelta) -> dict[str, Any]:
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: TokenUsage) -> dict[str, int]:
     """Their input_tokens leaves out what came from the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

@@ -22,12 +22,12 @@ from penstock.deployments.ingress.http.anthropic.blocks import (
 from penstock.deployments.ingress.http.body import (
     LIMITS,
     Strict,
-    few_parts,
+    check_num_parts,
+    check_sizes,
+    drop_ignored_fields,
     json_object,
-    known_only,
     validated,
     validated_at,
-    within_limits,
 )
 from penstock.workers.request import RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredSpec, json_schema
@@ -170,10 +170,10 @@ RequestT = TypeVar("RequestT", bound=CountTokensRequest)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
-    within_limits(values, LIMITS)
+    values = drop_ignored_fields(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
+    check_sizes(values, LIMITS)
     for name in ("system", "messages"):
-        few_parts(values.get(name), name)
+        check_num_parts(values.get(name), name)
     if isinstance(system := values.get("system"), list):
         values["system"] = known_blocks(system, "system", "system")
     if isinstance(messages := values.get("messages"), list):

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them.
 
-Knows nothing of shapes, which anthropic_types has, nor of errors, which the FrontDoor words.
+Knows nothing of shapes, which anthropic_types has, nor of errors, which the EdgeMiddleware words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.anthropic.rendering import (
     AnthropicError,
     MessageBody,
-    MessageShape,
+    MessageRenderer,
     TokensCount,
 )
 from penstock.deployments.ingress.http.anthropic.requests import (
@@ -28,7 +28,7 @@ from penstock.deployments.ingress.http.anthropic.requests import (
     MessagesRequest,
     parse,
 )
-from penstock.deployments.ingress.http.body import called
+from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.call_context import about, read_body, streamed, takes, whole
 from penstock.deployments.ingress.http.errors import ANTHROPIC_PATH
 from penstock.workers.request import FinishReason
@@ -52,9 +52,9 @@ def add_message_routes(app: FastAPI, core: RequestCore) -> None:
         params, prompt = body.params(), body.prompt()
         said = about(request)
         call = Call(prompt, params, model=body.model, splits_reasoning=True, **said)
-        with called({"stop": "stop_sequences"}):
+        with renamed_fields({"stop": "stop_sequences"}):
             generation = await core.prepare(call)
-        shape = MessageShape(call.request_id, core.model(call.model).name)
+        shape = MessageRenderer(call.request_id, core.model(call.model).name)
         if body.stream:
             return streamed(request, _events(core, generation, shape))
         return whole(_message(core, generation, shape))
@@ -73,7 +73,7 @@ def add_message_routes(app: FastAPI, core: RequestCore) -> None:
 
 
 async def _message(
-    core: RequestCore, generation: Generation, shape: MessageShape
+    core: RequestCore, generation: Generation, shape: MessageRenderer
 ) -> dict[str, Any]:
     async with aclosing(core.run(generation)) as pieces:
         async for piece in pieces:
@@ -85,7 +85,7 @@ async def _message(
 
 
 async def _events(
-    core: RequestCore, generation: Generation, shape: MessageShape
+    core: RequestCore, generation: Generation, shape: MessageRenderer
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(core.run(generation)) as pieces:
         async for piece in pieces:

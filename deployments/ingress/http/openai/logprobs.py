@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.deployments.ingress.core.logprobs import ScoredToken
+from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 
 
 class _Part(BaseModel):
@@ -52,25 +52,25 @@ class PromptLogprob(_Part):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-def chat_logprobs(scores: Sequence[ScoredToken]) -> dict[str, Any]:
+def chat_logprobs(scores: Sequence[DecodedLogprob]) -> dict[str, Any]:
     content = [
-        _named(score.spelling, score.logprob)
-        | {"top_logprobs": [_named(each.spelling, each.logprob) for each in score.top]}
+        _named(score.token_bytes, score.logprob)
+        | {"top_logprobs": [_named(each.token_bytes, each.logprob) for each in score.top]}
         for score in scores
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(scores: Sequence[ScoredToken]) -> dict[str, Any]:
+def completion_logprobs(scores: Sequence[DecodedLogprob]) -> dict[str, Any]:
     return {
-        "tokens": [_key(score.spelling) for score in scores],
+        "tokens": [_key(score.token_bytes) for score in scores],
         "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": [_by_key(score) for score in scores],
         "text_offset": [score.text_offset for score in scores],
     }
 
 
-def prompt_logprobs(scores: Sequence[ScoredToken]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(scores: Sequence[DecodedLogprob]) -> list[dict[str, Any] | None]:
     """By token id, the likeliest tokens and the one that is there; null for the first token."""
     bodies: list[dict[str, Any] | None] = []
     for score in scores:
@@ -78,40 +78,40 @@ def prompt_logprobs(scores: Sequence[ScoredToken]) -> list[dict[str, Any] | None
             bodies.append(None)
             continue
         body = {
-            str(each.token_id): _ranked(each.spelling, each.logprob, rank)
+            str(each.token_id): _ranked(each.token_bytes, each.logprob, rank)
             for rank, each in enumerate(score.top, 1)
         }
-        own = _ranked(score.spelling, score.logprob, score.rank)
+        own = _ranked(score.token_bytes, score.logprob, score.rank)
         bodies.append(body | {str(score.token_id): own})
     return bodies
 
 
-def _named(spelling: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": _text(spelling), "logprob": logprob, "bytes": list(spelling)}
+def _named(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": _text(token_bytes), "logprob": logprob, "bytes": list(token_bytes)}
 
 
-def _ranked(spelling: bytes, logprob: float, rank: int) -> dict[str, Any]:
-    return {"logprob": logprob, "rank": rank, "decoded_token": _text(spelling)}
+def _ranked(token_bytes: bytes, logprob: float, rank: int) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": _text(token_bytes)}
 
 
-def _by_key(score: ScoredToken) -> dict[str, float] | None:
+def _by_key(score: DecodedLogprob) -> dict[str, float] | None:
     """Of tokens that read alike the likelier one stays, but for the one that came."""
     if score.logprob is None:
         return None
     found: dict[str, float] = {}
     for each in score.top:
-        found.setdefault(_key(each.spelling), each.logprob)
-    found[_key(score.spelling)] = score.logprob
+        found.setdefault(_key(each.token_bytes), each.logprob)
+    found[_key(score.token_bytes)] = score.logprob
     return found
 
 
-def _text(spelling: bytes) -> str:
-    return spelling.decode(errors="replace")
+def _text(token_bytes: bytes) -> str:
+    return token_bytes.decode(errors="replace")
 
 
-def _key(spelling: bytes) -> str:
+def _key(token_bytes: bytes) -> str:
     """The text of a token; of a part of a character its bytes, so that no two are alike."""
     try:
-        return spelling.decode()
+        return token_bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

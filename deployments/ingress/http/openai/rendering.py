@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.deployments.ingress.core.call import TextDelta, Timings, ToolCallPiece, Usage
-from penstock.deployments.ingress.core.logprobs import ScoredToken, num_spelt
+from penstock.deployments.ingress.core.call import (
+    RequestTimings,
+    TextDelta,
+    TokenUsage,
+    ToolCallPiece,
+)
+from penstock.deployments.ingress.core.logprobs import DecodedLogprob, num_listed_tokens
 from penstock.deployments.ingress.http.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -20,9 +25,9 @@ from penstock.deployments.ingress.http.openai.logprobs import (
 from penstock.deployments.ingress.http.openai.schemas import TimingsBody
 
 
-def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
+def usage_body(usages: Sequence[TokenUsage]) -> dict[str, Any]:
     """The sum over all prompts of a call."""
-    total = Usage.total(usages)
+    total = TokenUsage.total(usages)
     body: dict[str, Any] = {
         "prompt_tokens": total.prompt_tokens,
         "completion_tokens": total.completion_tokens,
@@ -41,7 +46,7 @@ def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
     return body
 
 
-def _timings_body(timings: Sequence[Timings]) -> dict[str, float | None]:
+def _timings_body(timings: Sequence[RequestTimings]) -> dict[str, float | None]:
     body: dict[str, float | None] = {}
     for name in TimingsBody.model_fields:
         known = [seconds for each in timings if (seconds := getattr(each, name)) is not None]
@@ -50,14 +55,14 @@ def _timings_body(timings: Sequence[Timings]) -> dict[str, float | None]:
 
 
 @dataclass(slots=True)
-class Collected:
+class CompletedChoice:
     """One choice, put together from its pieces."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    scores: list[ScoredToken] = field(default_factory=list)
-    prompt_scores: list[ScoredToken] | None = None
+    logprobs: list[DecodedLogprob] = field(default_factory=list)
+    prompt_logprobs: list[DecodedLogprob] | None = None
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     last: TextDelta | None = None
 
@@ -70,17 +75,17 @@ class Collected:
         self.texts.append(piece.text)
         self.thoughts.append(piece.reasoning)
         self.token_ids += piece.token_ids
-        self.scores += piece.scores
-        self.prompt_scores = self.prompt_scores or piece.prompt_scores
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
         self.last = piece
 
     @property
     def size(self) -> int:
         """How much there is to write down, in tokens."""
-        return num_spelt(self.scores, self.prompt_scores)
+        return num_listed_tokens(self.logprobs, self.prompt_logprobs)
 
 
-class AnswerShape:
+class ChatRenderer:
     """Builds the bodies of one answer; `is_chat` tells chat from completions."""
 
     def __init__(
@@ -109,7 +114,7 @@ class AnswerShape:
             "model": model,
         }
 
-    def whole(self, choices: Sequence[Collected]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[CompletedChoice]) -> dict[str, Any]:
         """The answer to a call that does not stream."""
         bodies, usages = [], []
         head = dict(self._head)
@@ -127,12 +132,14 @@ class AnswerShape:
             body = {
                 "index": index,
                 **({"message": message} if self.is_chat else {"text": text}),
-                "logprobs": self._logprobs(choice.scores) if self._shows_logprobs else None,
+                "logprobs": self._logprobs(choice.logprobs) if self._shows_logprobs else None,
                 **_ending(choice.last),
                 **({"token_ids": choice.token_ids} if self._prompts else {}),
             }
             # Of the prompt, chat tells in the answer as a whole, completions in each choice.
-            (head if self.is_chat else body).update(self._about_prompt(index, choice.prompt_scores))
+            (head if self.is_chat else body).update(
+                self._about_prompt(index, choice.prompt_logprobs)
+            )
             bodies.append(body)
         return {**head, "choices": bodies, "usage": usage_body(usages)}
 
@@ -151,11 +158,11 @@ class AnswerShape:
         """What a stream says of `piece`: text, then in chat's own chunk the end."""
         is_last = piece.finish_reason is not None
         about_tokens = self._about_tokens(piece)
-        about_prompt = self._about_prompt(index, piece.prompt_scores, once=True)
+        about_prompt = self._about_prompt(index, piece.prompt_logprobs, once=True)
         says_something = bool(
-            piece.text or piece.reasoning or piece.scores or about_tokens or about_prompt
+            piece.text or piece.reasoning or piece.logprobs or about_tokens or about_prompt
         )
-        logprobs = self._logprobs(piece.scores) if piece.scores else None
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
         if not self.is_chat:
             ending = _ending(piece) if is_last else {"finish_reason": None}
             choice = {"index": index, "text": piece.text, "logprobs": logprobs, **ending}
@@ -178,17 +185,17 @@ class AnswerShape:
             chunks.append(self._chunk(choice))
         return chunks
 
-    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
+    def usage_chunk(self, usages: Sequence[TokenUsage]) -> dict[str, Any]:
         return {**self._chunk(None), "usage": usage_body(usages)}
 
-    def _logprobs(self, scores: Sequence[ScoredToken]) -> dict[str, Any]:
+    def _logprobs(self, scores: Sequence[DecodedLogprob]) -> dict[str, Any]:
         return chat_logprobs(scores) if self.is_chat else completion_logprobs(scores)
 
     def _about_tokens(self, piece: TextDelta) -> dict[str, Any]:
         return {"token_ids": piece.token_ids} if self._prompts and piece.token_ids else {}
 
     def _about_prompt(
-        self, index: int, scores: Sequence[ScoredToken] | None, *, once: bool = False
+        self, index: int, scores: Sequence[DecodedLogprob] | None, *, once: bool = False
     ) -> dict[str, Any]:
         """What is told of the prompt of a choice; with `once`, only when first asked for."""
         if (once and index in self._begun) or (self.is_chat and index):

@@ -17,11 +17,11 @@ from penstock.deployments.ingress.core.tools import Toolset, only_one
 from penstock.deployments.ingress.http.body import (
     LIMITS,
     Strict,
-    few_parts,
+    check_num_parts,
+    check_sizes,
+    drop_ignored_fields,
     json_object,
-    known_only,
     validated,
-    within_limits,
 )
 from penstock.deployments.ingress.http.openai.messages import ChatMessage, known_message
 from penstock.deployments.ingress.http.openai.tools import (
@@ -271,11 +271,11 @@ RequestT = TypeVar("RequestT", bound=_GenerationRequest)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = known_only(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
-    within_limits(values, LIMITS)
+    values = drop_ignored_fields(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
+    check_sizes(values, LIMITS)
     _few_prompts(values.get("prompt"))
     messages = values.get("messages")
-    few_parts(messages, "messages")
+    check_num_parts(messages, "messages")
     if isinstance(messages, list):
         values["messages"] = [known_message(i, message) for i, message in enumerate(messages)]
     request = validated(kind, values)

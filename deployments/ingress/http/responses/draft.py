@@ -84,7 +84,7 @@ class _Output:
         return {**body, "role": "assistant"}
 
 
-class ResponseDraft:
+class ResponseBuilder:
     """One response on its way: its body at any moment, and the events that lead from one to the
     next, numbered from 0."""
 

@@ -17,12 +17,12 @@ from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, too
 from penstock.deployments.ingress.http.body import (
     LIMITS,
     Strict,
-    few_parts,
+    check_num_parts,
+    check_sizes,
+    drop_ignored_fields,
     json_object,
-    known_only,
     refuse_unless_neutral,
     validated,
-    within_limits,
 )
 from penstock.deployments.ingress.http.responses.items import Item, Message, known_item, messages_of
 from penstock.workers.request import RequestError, SamplingParams
@@ -191,9 +191,11 @@ class ResponsesRequest(Strict):
 
 def parse(body: bytes) -> ResponsesRequest:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = known_only(json_object(body), ResponsesRequest.model_fields, UNSUPPORTED, IGNORED)
-    within_limits(values, {**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")})
-    few_parts(values.get("input"), "input")
+    values = drop_ignored_fields(
+        json_object(body), ResponsesRequest.model_fields, UNSUPPORTED, IGNORED
+    )
+    check_sizes(values, {**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")})
+    check_num_parts(values.get("input"), "input")
     if isinstance(items := values.get("input"), list):
         values["input"] = [known_item(f"input[{i}]", item) for i, item in enumerate(items)]
     if isinstance(tools := values.get("tools"), list):

@@ -21,7 +21,7 @@ from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.http.body import called
+from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.call_context import about, read_body, streamed, takes, whole
 from penstock.deployments.ingress.http.errors import RESPONSES_PATH, server_sent
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody
@@ -29,7 +29,7 @@ from penstock.deployments.ingress.http.responses.draft import (
     Deleted,
     InputItems,
     ResponseBody,
-    ResponseDraft,
+    ResponseBuilder,
 )
 from penstock.deployments.ingress.http.responses.items import Message, items_of
 from penstock.deployments.ingress.http.responses.requests import (
@@ -140,9 +140,9 @@ class _Maker:
         messages = asked.messages(self._before(asked, said["principal"]))
         params, prompt = asked.params(), asked.prompt(messages)
         call = Call(prompt, params, model=asked.model, splits_reasoning=True, **said)
-        with called({"max_tokens": "max_output_tokens", "messages": "input"}):
+        with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
             generation = await self._core.prepare(call)
-        draft = ResponseDraft(call.request_id, self._core.model(call.model).name, asked)
+        draft = ResponseBuilder(call.request_id, self._core.model(call.model).name, asked)
         entry = StoredResponse(
             draft,
             call.principal,

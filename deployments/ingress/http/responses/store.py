@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.http.responses.draft import ResponseDraft
+from penstock.deployments.ingress.http.responses.draft import ResponseBuilder
 from penstock.deployments.ingress.http.responses.items import Message
 
 MAX_ENTRIES = 1024
@@ -28,7 +28,7 @@ class StoredResponse:
     """A response, and the conversation that led to it. `frames` are the events of one that runs in
     the background and was asked for as a stream."""
 
-    draft: ResponseDraft
+    draft: ResponseBuilder
     principal: str
     messages: tuple[Message, ...]
     request_id: str = ""

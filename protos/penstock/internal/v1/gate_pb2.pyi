@@ -36,13 +36,13 @@ class WorkerReport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ..., report: _Optional[_Union[_channel_pb2.Report, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "entered", "prefix", "text_follows")
+    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "credit_epoch", "prefix", "text_follows")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     CEILING_FIELD_NUMBER: _ClassVar[int]
-    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -50,10 +50,10 @@ class Offer(_message.Message):
     priority: int
     remaining_s: float
     ceiling: int
-    entered: int
+    credit_epoch: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
     text_follows: bool
-    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., entered: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., text_follows: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., credit_epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., text_follows: _Optional[bool] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("request_id", "generated")
@@ -110,20 +110,20 @@ class Features(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., template: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., ignore_eos: _Optional[bool] = ..., num_stop: _Optional[int] = ..., structured: _Optional[bool] = ..., num_messages: _Optional[int] = ..., has_tools: _Optional[bool] = ..., text_keys: _Optional[bytes] = ..., text_facts: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ToIngress(_message.Message):
-    __slots__ = ("queued", "tickets", "refusals", "expired", "passes", "figures")
+    __slots__ = ("queued", "tickets", "refusals", "expired", "credits", "figures")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
-    PASSES_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     queued: _containers.RepeatedScalarFieldContainer[str]
     tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
     expired: _containers.RepeatedScalarFieldContainer[str]
-    passes: Passes
+    credits: Credits
     figures: Figures
-    def __init__(self, queued: _Optional[_Iterable[str]] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., expired: _Optional[_Iterable[str]] = ..., passes: _Optional[_Union[Passes, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...
+    def __init__(self, queued: _Optional[_Iterable[str]] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., expired: _Optional[_Iterable[str]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("request_id", "epoch")
@@ -145,7 +145,7 @@ class Refusal(_message.Message):
     retry_after_s: float
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
-class Passes(_message.Message):
+class Credits(_message.Message):
     __slots__ = ("as_of", "epochs", "tokens", "slots")
     AS_OF_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -158,7 +158,7 @@ class Passes(_message.Message):
     def __init__(self, as_of: _Optional[int] = ..., epochs: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Figures(_message.Message):
-    __slots__ = ("life", "num_waiting", "num_admitted", "num_expired", "num_declined", "num_refused", "num_learnt", "levels", "coverage", "num_waits", "predicted_wait_s", "actual_wait_s", "wait_error_s", "num_preemptions", "num_completed", "busy_s")
+    __slots__ = ("epoch", "num_waiting", "num_admitted", "num_expired", "num_declined", "num_refused", "num_learnt", "levels", "coverage", "num_waits", "predicted_wait_s", "actual_wait_s", "wait_error_s", "num_preemptions", "num_completed")
     class NumRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -166,7 +166,7 @@ class Figures(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    LIFE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_FIELD_NUMBER: _ClassVar[int]
@@ -181,8 +181,7 @@ class Figures(_message.Message):
     WAIT_ERROR_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETED_FIELD_NUMBER: _ClassVar[int]
-    BUSY_S_FIELD_NUMBER: _ClassVar[int]
-    life: int
+    epoch: int
     num_waiting: int
     num_admitted: int
     num_expired: int
@@ -197,8 +196,7 @@ class Figures(_message.Message):
     wait_error_s: float
     num_preemptions: int
     num_completed: int
-    busy_s: float
-    def __init__(self, life: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_admitted: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_declined: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., num_learnt: _Optional[int] = ..., levels: _Optional[_Iterable[float]] = ..., coverage: _Optional[_Iterable[float]] = ..., num_waits: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., actual_wait_s: _Optional[float] = ..., wait_error_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_completed: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_admitted: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_declined: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., num_learnt: _Optional[int] = ..., levels: _Optional[_Iterable[float]] = ..., coverage: _Optional[_Iterable[float]] = ..., num_waits: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., actual_wait_s: _Optional[float] = ..., wait_error_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_completed: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("limit",)
@@ -212,9 +210,9 @@ class ExplainResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     waits: _containers.RepeatedCompositeFieldContainer[Wait]
-    workers: _containers.RepeatedCompositeFieldContainer[WorkerBook]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerAccount]
     num_waiting: int
-    def __init__(self, waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerBook, _Mapping]]] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    def __init__(self, waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("request_id", "tenant", "reason", "waited_s", "expected_s", "worker", "peak", "limit")
@@ -236,7 +234,7 @@ class Wait(_message.Message):
     limit: int
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., reason: _Optional[str] = ..., waited_s: _Optional[float] = ..., expected_s: _Optional[float] = ..., worker: _Optional[str] = ..., peak: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
-class WorkerBook(_message.Message):
+class WorkerAccount(_message.Message):
     __slots__ = ("worker", "num_held", "slots", "used", "capacity", "headroom", "is_open")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]

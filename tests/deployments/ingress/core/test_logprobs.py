@@ -9,15 +9,15 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.ingress.core.call import Call, Usage
+from penstock.deployments.ingress.core.call import Call, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
     UNLIKELY,
-    LikelyToken,
-    ScoredToken,
-    ScoreQueue,
-    scored,
-    scored_prompt,
+    AlternativeToken,
+    DecodedLogprob,
+    LogprobQueue,
+    decode_logprob,
+    decode_prompt_logprobs,
 )
 from penstock.deployments.ingress.core.validation import bad_words_ids, nth_choice
 from penstock.deployments.ingress.http.openai.logprobs import (
@@ -35,9 +35,9 @@ texts = st.lists(st.text("ab", max_size=3), max_size=12)
 @settings(max_examples=200, deadline=None)
 @given(texts, st.data())
 def test_each_score_waits_for_its_text(added, data):
-    queue, out, num_sent, given_out = ScoreQueue(), "", 0, []
+    queue, out, num_sent, given_out = LogprobQueue(), "", 0, []
     for token_id, text in enumerate(added):
-        queue.add(ScoredToken(token_id, text.encode()), text)
+        queue.add(DecodedLogprob(token_id, text.encode()), text)
         out += text
         num_sent = data.draw(st.integers(num_sent, len(out)))
         for score in queue.release(num_sent):
@@ -56,9 +56,9 @@ def test_each_score_waits_for_its_text(added, data):
 
 
 def test_offsets_do_not_lie_beyond_a_cut_text():
-    queue = ScoreQueue()
+    queue = LogprobQueue()
     for token_id in range(3):
-        queue.add(ScoredToken(token_id, b"ab"), "ab")
+        queue.add(DecodedLogprob(token_id, b"ab"), "ab")
     assert [each.text_offset for each in queue.release_all(3)] == [0, 2, 3]
 
 
@@ -67,8 +67,8 @@ SPELT = {1: b"a", 2: b"\xe6\xb0", 3: b"\xb4", 4: b"a"}
 
 def test_what_is_unlikely_or_no_number_is_json():
     token = TokenLogprob(1, -math.inf, 9, ((2, math.nan), (3, -1.0)))
-    told = scored(token, 1, SPELT.__getitem__)
-    assert (told.logprob, told.top) == (UNLIKELY, (LikelyToken(2, b"\xe6\xb0", UNLIKELY),))
+    told = decode_logprob(token, 1, SPELT.__getitem__)
+    assert (told.logprob, told.top) == (UNLIKELY, (AlternativeToken(2, b"\xe6\xb0", UNLIKELY),))
     for shape in (chat_logprobs, completion_logprobs, prompt_logprobs):
         json.dumps(shape([told]), allow_nan=False)
 
@@ -76,7 +76,7 @@ def test_what_is_unlikely_or_no_number_is_json():
 def test_parts_of_characters():
     """Their bytes join to the character; as keys they differ."""
     tokens = [TokenLogprob(2, -1.0, 1, ((2, -1.0), (3, -2.0))), TokenLogprob(3, -0.5, 1, ())]
-    scores = [scored(each, 20, SPELT.__getitem__) for each in tokens]
+    scores = [decode_logprob(each, 20, SPELT.__getitem__) for each in tokens]
     content = chat_logprobs(scores)["content"]
     assert bytes(content[0]["bytes"] + content[1]["bytes"]).decode() == "水"
     assert content[0]["token"] == "\ufffd"
@@ -86,11 +86,15 @@ def test_parts_of_characters():
 
 
 def test_of_tokens_that_read_alike_the_likelier_counts_but_for_the_one_that_came():
-    unchosen = scored(TokenLogprob(3, -3.0, 4, ((1, -1.0), (4, -2.0))), 2, SPELT.__getitem__)
+    unchosen = decode_logprob(
+        TokenLogprob(3, -3.0, 4, ((1, -1.0), (4, -2.0))), 2, SPELT.__getitem__
+    )
     assert completion_logprobs([unchosen])["top_logprobs"] == [{"a": -1.0, "bytes:\\xb4": -3.0}]
-    chosen = scored(TokenLogprob(4, -2.0, 2, ((1, -1.0), (4, -2.0))), 2, SPELT.__getitem__)
+    chosen = decode_logprob(TokenLogprob(4, -2.0, 2, ((1, -1.0), (4, -2.0))), 2, SPELT.__getitem__)
     assert completion_logprobs([chosen])["top_logprobs"] == [{"a": -2.0}]
-    by_id = prompt_logprobs(scored_prompt([1, 4], [TokenLogprob(4, -2.0, 2)], 2, SPELT.get))
+    by_id = prompt_logprobs(
+        decode_prompt_logprobs([1, 4], [TokenLogprob(4, -2.0, 2)], 2, SPELT.get)
+    )
     assert by_id == [None, {"4": {"logprob": -2.0, "rank": 2, "decoded_token": "a"}}]
 
 
@@ -118,9 +122,9 @@ def test_both_spellings_of_bad_words():
 
 
 def test_usage_counts_a_shared_prompt_once():
-    own, shared = Usage(5, 2, 1), Usage(5, 3, 4, shares_prompt=True)
-    assert Usage.total([shared, own]) == Usage(5, 5, 1)
-    assert Usage.total([own, own]) == Usage(10, 4, 2)
+    own, shared = TokenUsage(5, 2, 1), TokenUsage(5, 3, 4, shares_prompt=True)
+    assert TokenUsage.total([shared, own]) == TokenUsage(5, 5, 1)
+    assert TokenUsage.total([own, own]) == TokenUsage(10, 4, 2)
 
 
 # Several answers on one backend
@@ -193,10 +197,10 @@ def test_a_delta_of_several_tokens_has_the_scores_of_each():
         return [piece async for piece in core_over(Backend()).generate(call)]
 
     (whole,) = asyncio.run(run())
-    assert [each.logprob for each in whole.scores] == [each.logprob for each in scores]
+    assert [each.logprob for each in whole.logprobs] == [each.logprob for each in scores]
     (cut,) = asyncio.run(run(stop=(" two",)))
     assert cut.text == "one"
-    assert len(cut.scores) == cut.usage.completion_tokens < len(ids)
+    assert len(cut.logprobs) == cut.usage.completion_tokens < len(ids)
 
 
 def test_many_scores_are_spelt_beside_the_loop():
@@ -223,5 +227,5 @@ def test_many_scores_are_spelt_beside_the_loop():
 
     turns, piece = asyncio.run(run())
     assert turns > 5
-    assert [each.token_id for each in piece.scores] == ids
+    assert [each.token_id for each in piece.logprobs] == ids
     assert piece.text == tokenizer().decode(ids, skip_special_tokens=True)

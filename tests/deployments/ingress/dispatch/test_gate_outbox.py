@@ -47,7 +47,7 @@ def test_news_wait_for_more_and_go_by_themselves():
     async def scenario(outbox: GateOutbox) -> None:
         began_s = time.monotonic()
         for name in ("a", "b", "c"):
-            outbox.entered(request(name), 7)
+            outbox.admitted_on_credit(request(name), 7)
             outbox.ended(name, 3, is_awaited=False)
             outbox.learn(request(name), 3, "stop")
             await asyncio.sleep(0)
@@ -58,7 +58,9 @@ def test_news_wait_for_more_and_go_by_themselves():
         assert [each.request_id for each in message.ended] == ["a", "b", "c"]
         assert [each.length for each in message.labels] == [3, 3, 3]
         # Each is told before its end: as one that is in, then with its text.
-        offers = [(each.request_id, each.entered, each.text_follows) for each in message.offers]
+        offers = [
+            (each.request_id, each.credit_epoch, each.text_follows) for each in message.offers
+        ]
         assert offers == [(name, 7, late) for name in ("a", "b", "c") for late in (True, False)]
         assert not await is_due(outbox, 3 * gate_outbox.GATHER_S), "nothing is left"
 
@@ -69,7 +71,7 @@ def test_what_somebody_waits_for_goes_at_once_and_takes_the_news_along(monkeypat
     monkeypatch.setattr(gate_outbox, "GATHER_S", 3600.0)
 
     async def scenario(outbox: GateOutbox) -> None:
-        outbox.entered(request("a"), 7)
+        outbox.admitted_on_credit(request("a"), 7)
         assert not await is_due(outbox, 0.05)
         number = outbox.next_number
         outbox.ask(request("b"), declined=True)
@@ -83,7 +85,9 @@ def test_what_somebody_waits_for_goes_at_once_and_takes_the_news_along(monkeypat
         assert [each.request_id for each in outbox.take().ended] == ["a"]
 
         monkeypatch.setattr(gate_outbox, "GATHER_S", 0.001)
-        outbox.entered(request("c"), 7)  # the hour of before is forgotten with its message
+        outbox.admitted_on_credit(
+            request("c"), 7
+        )  # the hour of before is forgotten with its message
         assert await is_due(outbox, 10)
 
     with_outbox(scenario)
@@ -96,7 +100,7 @@ def test_the_message_that_is_sent_tells_of_all_that_came_in_until_then(monkeypat
 
     async def scenario(outbox: GateOutbox) -> None:
         number = outbox.next_number
-        outbox.entered(request("a"), 7)
+        outbox.admitted_on_credit(request("a"), 7)
         outbox.report("somewhere", 7, channel_pb2.Report())  # goes for another reason
         assert await is_due(outbox, 10)
         message = outbox.take()

@@ -22,11 +22,11 @@ from penstock.deployments.ingress.http.body import (
     LIMITS,
     MAX_PARTS,
     Strict,
-    few_parts,
+    check_num_parts,
+    check_sizes,
+    drop_ignored_fields,
     json_object,
-    known_only,
     validated,
-    within_limits,
 )
 from penstock.deployments.ingress.http.openai import requests as openai_types
 from penstock.deployments.ingress.http.openai.requests import (
@@ -68,7 +68,7 @@ def responses(body: bytes) -> Any:
 
 
 def detokenize(body: bytes) -> Any:
-    return validated(DetokenizeRequest, known_only(json_object(body), ("tokens",), {}, ()))
+    return validated(DetokenizeRequest, drop_ignored_fields(json_object(body), ("tokens",), {}, ()))
 
 
 Take = Callable[[bytes], Any]
@@ -277,14 +277,14 @@ def test_an_unknown_field_among_many_is_named() -> None:
 def test_as_many_as_may_be() -> None:
     part = {"type": "text", "text": "a"}
     turn = {"role": "user", "content": [part] * (MAX_PARTS - 1)}
-    few_parts([turn], "messages")
+    check_num_parts([turn], "messages")
     with pytest.raises(RequestError, match="all together"):
-        few_parts([turn, turn], "messages")
-    few_parts([{"content": [{"type": "tool_use", "input": {"a": [5] * 10**6}}]}], "messages")
+        check_num_parts([turn, turn], "messages")
+    check_num_parts([{"content": [{"type": "tool_use", "input": {"a": [5] * 10**6}}]}], "messages")
     for name, (most, _) in LIMITS.items():
-        within_limits({name: ["a"] * most}, LIMITS)
+        check_sizes({name: ["a"] * most}, LIMITS)
         with pytest.raises(RequestError) as refusal:
-            within_limits({name: ["a"] * (most + 1)}, LIMITS)
+            check_sizes({name: ["a"] * (most + 1)}, LIMITS)
         assert refusal.value.param == name
 
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.deployments.client import Client
 from penstock.deployments.ingress.core import errors
-from penstock.deployments.ingress.core.call import Usage
+from penstock.deployments.ingress.core.call import TokenUsage
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     FORGET_S,
@@ -233,7 +233,7 @@ def test_names_are_whole_in_whatever_format_prometheus_asks_for():
 
 def test_each_ingress_of_a_machine_has_a_port_of_its_own():
     metrics = [RequestMetrics("builtin", 512) for _ in range(2)]
-    metrics[1].count_end(RequestTimes(0.0), DISCONNECT, Usage(3, 0))
+    metrics[1].count_end(RequestTimes(0.0), DISCONNECT, TokenUsage(3, 0))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         first_port = probe.getsockname()[1]
     servers = [
@@ -253,7 +253,7 @@ def test_each_ingress_of_a_machine_has_a_port_of_its_own():
 def test_phases_and_gaps_by_the_clock():
     now_s = 100.0
     metrics = RequestMetrics("m", 1000, clock=lambda: now_s)
-    times, used = RequestTimes(now_s, engine="a"), Usage(30, 7)
+    times, used = RequestTimes(now_s, engine="a"), TokenUsage(30, 7)
     now_s += 2.0
     first = Delta("r", [1, 2], times=FirstTokenTimes(0.5, 1.25))
     metrics.count_tokens(times, first, 2, used)
@@ -289,7 +289,7 @@ def test_phases_and_gaps_by_the_clock():
 def test_a_worker_that_is_long_gone_is_forgotten():
     now_s = 0.0
     metrics = RequestMetrics("m", 1000, clock=lambda: now_s)
-    metrics.count_end(RequestTimes(0.0), "no_worker", Usage(3, 0))
+    metrics.count_end(RequestTimes(0.0), "no_worker", TokenUsage(3, 0))
     metrics.keep(["a", "b"])
     now_s = FORGET_S - 1
     metrics.keep(["b"])

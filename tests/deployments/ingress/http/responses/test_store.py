@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from penstock.deployments.ingress.core.call import TextDelta, Usage
+from penstock.deployments.ingress.core.call import TextDelta, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.http.responses.draft import ResponseDraft
+from penstock.deployments.ingress.http.responses.draft import ResponseBuilder
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.deployments.ingress.http.responses.store import (
     ENTRY_BYTES,
@@ -17,7 +17,7 @@ from penstock.deployments.ingress.http.responses.store import (
 )
 from penstock.workers.request import FinishReason
 
-END = TextDelta("", [], FinishReason.STOP, usage=Usage(1))
+END = TextDelta("", [], FinishReason.STOP, usage=TokenUsage(1))
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 
 
 def entry(name, *, text="", principal="", frames=None):
-    draft = ResponseDraft(name, "model", ResponsesRequest(input="a"))
+    draft = ResponseBuilder(name, "model", ResponsesRequest(input="a"))
     messages = ({"role": "user", "content": text},)
     return StoredResponse(draft, principal, messages, frames=frames)
 

@@ -1,0 +1,106 @@
+"""What can be checked before anything starts: model folder, key file, cores, ports.
+
+Cheap: loads no model and asks no hub. Called by `penstock serve` before Ray is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+from penstock.deployments.config import ServeConfig, read_api_keys
+from penstock.workers.config import EngineConfig
+from penstock.workers.cpu_affinity import allowed_cores
+from penstock.workers.errors import ConfigError
+from penstock.workers.model_config import read_limits, read_stored_scheme
+from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
+from penstock.workers.weights.hub import BUILTIN
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def check_before_start(config: ServeConfig) -> None:
+    """Raise ConfigError for the first setting that cannot work on this machine."""
+    check_model(config.engine.model)
+    folder = Path(config.engine.model).expanduser()
+    if folder.is_dir():
+        scheme = read_stored_scheme(folder)
+        weight_plan(scheme, config.engine.weights)
+        _check_experts(config.engine, scheme)
+    check_cores(config)
+    if config.api_keys_file is not None:
+        read_api_keys(config.api_keys_file)
+    for name in ("http_port", "grpc_port"):
+        check_port_free(name, config.host, getattr(config, name))
+
+
+def _check_experts(engine: EngineConfig, scheme: StoredScheme | None) -> None:
+    """Raise ConfigError where a setting needs neurons that the weight format cannot give."""
+    if engine.moe_mode != "exact":
+        check_neurons(scheme, engine.weights, f"moe_mode {engine.moe_mode}")
+    elif engine.expert_cache_gb is not None and engine.moe_thresholds is not None:
+        check_neurons(scheme, engine.weights, "moe_thresholds")
+
+
+def check_cores(config: ServeConfig) -> None:
+    """Raise ConfigError unless `compute_cores` exist, suffice, and leave a core to the rest."""
+    cores = config.engine.cores
+    if cores is None:
+        return
+    if config.ray_address is not None:
+        raise ConfigError(
+            "compute_cores works only where Penstock starts Ray: cores are reserved for processes "
+            "started here. On an existing cluster leave it out, and start processes with taskset"
+        )
+    try:
+        allowed = allowed_cores()
+    except OSError as error:
+        raise ConfigError(f"compute_cores cannot be reserved: {error}") from None
+    if not cores < allowed:
+        listed = ", ".join(map(str, sorted(allowed)))
+        raise ConfigError(
+            f"compute_cores {config.engine.compute_cores} must be among the cores that this "
+            f"process may use ({listed}), and leave at least one to ingress, gate and Ray"
+        )
+    if (num := config.num_workers * (config.engine.threads or 1)) > len(cores):
+        raise ConfigError(
+            f"compute_cores {config.engine.compute_cores} is {len(cores)} cores for {num} threads "
+            "(threads x num_workers): name more cores, or use fewer threads"
+        )
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError unless `model` is built in, a readable folder, or looks like a hub id.
+
+    A folder's config.json must name an architecture that Penstock knows; tensors are not looked at.
+    """
+    if model in BUILTIN:
+        return
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        read_limits(folder)
+    elif folder.exists():
+        raise ConfigError(f"model {model} is a file; name the folder that contains it")
+    elif model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"model {model!r} not found: name a local folder, a hub id such as 'org/name', "
+            f"{' or '.join(map(repr, BUILTIN))}"
+        )
+
+
+def check_port_free(name: str, host: str, port: int) -> None:
+    """Raise ConfigError if another process listens there, or listening is not permitted."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Servers set this too: a port whose last connections are still closing counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({reason}); choose another with --{flag}"
+            ) from error

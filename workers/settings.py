@@ -1,0 +1,155 @@
+"""Settings as fields of frozen dataclasses: help text, bounds, choices, and how a text is parsed.
+
+A field made by `option` is a setting. A group of settings is a dataclass with a `GROUP` title; a
+configuration inherits from its groups, so its settings are flat: `EngineConfig(kv="int8")`. Flags,
+YAML, `--help`, error messages and the reference pages are all made from `settings_of`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.workers.errors import ConfigError
+
+_NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKmMgG]i?)?")
+_FACTORS = {"": 1, "k": 1000, "ki": 1024, "m": 1000**2, "mi": 1024**2, "g": 1000**3, "gi": 1024**3}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A dataclass field that is a setting.
+
+    `min` and `max` are allowed values, `above` is not. Choices are the field's `Literal` type.
+    """
+    bounds = {"min": min, "max": max, "above": above}
+    return field(default=default, metadata={"help": help, **bounds})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: the field that holds it, the values that it takes, and its help text."""
+
+    name: str
+    group: str  # title in `--help`
+    kind: type  # int, float, bool or str
+    optional: bool  # whether it may be None
+    default: Any
+    help: str
+    choices: tuple[str, ...]  # empty: any value of the kind
+    min: float | None
+    max: float | None
+    above: float | None
+
+    @property
+    def bounds(self) -> str:
+        """The allowed range in words: "at least 1"; empty where every value is allowed."""
+        if self.max is not None and self.above is not None:
+            return f"in ({self.above:g}, {self.max:g}]"
+        if self.max is not None:
+            return f"in {self.min:g} ... {self.max:g}"
+        if self.above is not None:
+            return "positive" if self.above == 0 else f"above {self.above:g}"
+        return "" if self.min is None else f"at least {self.min:g}"
+
+    def check(self, value: Any) -> None:
+        """Raise ConfigError unless `value` is one of the choices and within the bounds."""
+        if value is None and self.optional:
+            return
+        if self.choices and value not in self.choices:
+            known = ", ".join(self.choices)
+            raise ConfigError(f"{self.name} must be one of {known}; got {value!r}")
+        if (
+            (self.min is not None and value < self.min)
+            or (self.max is not None and value > self.max)
+            or (self.above is not None and value <= self.above)
+        ):
+            verb = "lie" if self.max is not None else "be"
+            raise ConfigError(f"{self.name} must {verb} {self.bounds}; got {value}")
+
+    def parse(self, value: Any) -> Any:
+        """`value`, read from YAML or given to a flag, as the field's type. Raises ConfigError."""
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            if self.optional:
+                return None
+            raise ConfigError(f"{self.name} needs a value")
+        if self.kind is bool:
+            if isinstance(value, bool):
+                return value
+            raise ConfigError(f"{self.name} must be true or false; got {value!r}")
+        if self.kind is str:
+            if isinstance(value, bool) and {"on", "off"} <= {*self.choices}:
+                return "on" if value else "off"  # YAML reads these words as true and false
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                return str(value)
+            raise ConfigError(f"{self.name} must be text; got {value!r}")
+        return self._number(value)
+
+    def _number(self, value: Any) -> int | float:
+        number = None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+        elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+            number = float(match[1]) * _FACTORS[(match[2] or "").lower()]
+        if number is not None and self.kind is float:
+            return number
+        if number is not None and abs(number - round(number)) < 1e-6:
+            return round(number)
+        what = "a whole number, as 4096, 25.6k or 2M" if self.kind is int else "a number"
+        raise ConfigError(f"{self.name} must be {what}; got {value!r}")
+
+
+@functools.cache
+def settings_of(config: type) -> tuple[Setting, ...]:
+    """The settings of a configuration class, group by group in the order of its bases."""
+    hints = typing.get_type_hints(config)
+    fields = {each.name: each for each in dataclasses.fields(config)}
+    return tuple(
+        _setting(fields[name], hints[name], vars(group)["GROUP"])
+        for group in config.__mro__
+        if "GROUP" in vars(group)
+        for name in vars(group)["__annotations__"]
+        if name in fields
+    )
+
+
+def _setting(each: dataclasses.Field[Any], hint: Any, group: str) -> Setting:
+    """The setting of one field. `hint`: its type, as int, float | None or Literal["a", "b"]."""
+    choices: tuple[str, ...] = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    kinds: tuple[Any, ...] = (str,) if choices else typing.get_args(hint) or (hint,)
+    return Setting(
+        name=each.name,
+        group=group,
+        kind=next(kind for kind in kinds if kind is not types.NoneType),
+        optional=types.NoneType in kinds,
+        default=each.default,
+        choices=choices,
+        **each.metadata,
+    )
+
+
+def check_settings(config: Any) -> None:
+    """Raise ConfigError for the first setting of `config` outside its bounds or choices."""
+    for setting in settings_of(config.__class__):
+        setting.check(getattr(config, setting.name))
+
+
+def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a setting that does not exist; it names the nearest one that does."""
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
+    return ConfigError(f"unknown setting {key!r}{hint}")
