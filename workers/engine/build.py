@@ -1,7 +1,6 @@
-"""What an engine is made of: memory, cache, scheduler and executor, by its configuration and model.
+"""Builds the parts of an engine: memory, KV cache, scheduler and executor.
 
-The order is that of need: the arena first, then what reads it, then what is measured on it. Knows
-nothing of requests; the loop over the parts is workers/engine/engine.py's.
+First the arena, then what uses it, then what is measured on it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from penstock.workers.scheduling.swap import host_swap
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """`rates` as measured for the host tier; None without one. `max_model_len` in tokens."""
+    """`rates`: measured for the host tier; None without one. `max_model_len` in tokens."""
 
     memory: StepMemory
     cache: KVCache
@@ -57,7 +56,7 @@ class EngineParts:
 def build_parts(
     config: EngineConfig, model: Decoder, commit_rule: Rule | None, capture: Capture | None
 ) -> EngineParts:
-    """The parts, wired. Raises ConfigError where there is no room. Arguments as Engine's."""
+    """The connected parts. Raises ConfigError where memory is short. Arguments: those of Engine."""
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     layout = _block_layout(config, model, kv)
     sizes = graph_sizes(config, model, capture is not None)
