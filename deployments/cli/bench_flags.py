@@ -42,9 +42,9 @@ examples:
   penstock bench ablate --trace lengths.json --pool-share 0.25 --json out.json
 
 All requests are submitted at the start. The KV pool holds --pool-share of their tokens in the
-model's own KV format, so that memory is scarce. Every request has the limit --max-tokens; the engine
-never knows the true length. Compare within a run: every round serves the load with all parts and without
-each of them, and the table has the medians.
+model's own KV format, so that memory is scarce. Every request has the limit --max-tokens; the
+engine never knows the true length. Compare within a run: every round serves the load with all parts
+and without each of them, and the table has the medians.
 """
 LEAST_VOCABULARY = 1000  # ids below it exist in every published vocabulary
 

@@ -38,8 +38,8 @@ examples:
 Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
 --context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
 that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
-million generated tokens. These are bounds, nothing can be faster: for an estimate give --compute-share 0.5
---bandwidth-share 0.8, or the shares that you have measured.
+million generated tokens. These are bounds, nothing can be faster: for an estimate give
+--compute-share 0.5 --bandwidth-share 0.8, or the shares that you have measured.
 
 models:  {", ".join(SHAPES)}
 devices: {", ".join(DEVICES)}

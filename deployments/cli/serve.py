@@ -96,9 +96,7 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
         if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
             _say(f"{time.strftime('%H:%M:%S')} {line}")
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
-        _say(
-            f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops now"
-        )
+        _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
 
 
 class _WorkerProgress:

@@ -181,7 +181,7 @@ def test_a_picture_is_drawn(serving, tmp_path):
 def test_offline_serves_every_token():
     jobs = [Job(0.0, 3 + i, 1 + i) for i in range(20)]
     told: list[int] = []
-    outcomes, figures = drain_all(new_engine(), jobs, seed=0, tell=told.append)
+    outcomes, figures = drain_all(new_engine(), jobs, seed=0, on_step=told.append)
     assert [each.num_output_tokens() for each in outcomes] == [job.output_tokens for job in jobs]
     assert figures["output_tokens"] == sum(told) == sum(job.output_tokens for job in jobs)
     assert figures["input_tokens"] == sum(job.prompt_tokens for job in jobs)
