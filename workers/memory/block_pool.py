@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from penstock.workers.memory.host_tier import ContentKey
+ContentKey = tuple[bytes, bytes, bytes]  # key, parent key, token ids as bytes
 
 
 class BlockPool:

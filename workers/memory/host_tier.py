@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.memory.copier import CopyThread, Transfer
-
-ContentKey = tuple[bytes, bytes, bytes]  # key, parent, token bytes
 
 
 @dataclass(slots=True, eq=False)

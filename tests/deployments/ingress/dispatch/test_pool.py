@@ -432,7 +432,7 @@ async def heard(connection: socket.socket) -> pb.DownMessage | None:
     [
         (lambda info: framed(epoch=info.epoch, hello=pb.Hello(token="wrong")), "token"),
         (lambda info: framed(epoch=info.epoch, hello=pb.Hello()), "token"),
-        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "anew"),
+        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "new epoch"),
         (lambda info: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
         (lambda info: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
         (lambda info: struct.pack("<I", 5000), None),  # more than a stranger may say
