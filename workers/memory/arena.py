@@ -1,9 +1,8 @@
 """The arena: one allocation that holds every KV block of a worker, block-major, and a reserve.
 
-A block holds K and V of all layers for `block_size` tokens, and their scales where they are
-quantised, so that it moves, swaps and is lent as one contiguous range. The reserve lies right
-behind the last block, so that the last blocks and the reserve are one range, too. Knows nothing of
-sequences, reference counts or who uses which block.
+A block holds K and V of all layers for `block_size` tokens, and their scales if they are quantised,
+so that it is moved, swapped and lent as one contiguous range. The reserve follows the last block
+directly, so that the last blocks and the reserve are one range, too.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ SCALE = torch.float16
 class BlockLayout:
     """Where each layer's K and V lie inside a block.
 
-    Per layer: K [num_kv_heads, block_size, head_dim], then V of the same shape, in `dtype`. Behind
-    those of all layers, where `group` dimensions share a scale: per layer the fp16 scales of K
+    Per layer: K [num_kv_heads, block_size, head_dim], then V of the same shape, in `dtype`. After
+    those of all layers, if `group` dimensions share a scale: per layer the fp16 scales of K
     [num_kv_heads, block_size, head_dim / group], then those of V. So codes stay aligned whatever
-    the scales take. The block's bytes are rounded up to 512.
+    the size of the scales. The block's bytes are rounded up to 512.
     """
 
     num_layers: int
@@ -52,7 +51,7 @@ class BlockLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers, without what rounds the block up."""
+        """Bytes of one token in all layers, without the padding of the block."""
         return self.num_layers * self.layer_bytes // self.block_size
 
     @property
@@ -127,5 +126,5 @@ class Arena:
         return self.storage[block_id * size : (block_id + 1) * size]
 
     def tail(self, num_blocks: int) -> torch.Tensor:
-        """The bytes of the last `num_blocks` blocks and of the reserve behind them, uint8."""
+        """The bytes of the last `num_blocks` blocks and of the reserve after them, uint8."""
         return self.storage[(self.num_blocks - num_blocks) * self.layout.block_bytes :]
