@@ -214,10 +214,9 @@ def _experts(args: argparse.Namespace) -> int:
 
 
 def _queue(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.queue import fetch_queue, queue_text
+    from penstock.deployments.cli.queue import run_queue
 
-    print(queue_text(fetch_queue(args.url, _api_key(args), args.limit)))
-    return 0
+    return run_queue(args.url, _api_key(args), args.limit)
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ from penstock.workers.planning.hardware import (
     Device,
     device_named,
 )
-from penstock.workers.planning.roofline import Roofline, count_parameters
+from penstock.workers.planning.parameters import count_parameters
+from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import SHAPES, shape_named
 from penstock.workers.weights.hub import BUILTIN, resolve_model
 

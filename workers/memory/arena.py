@@ -1,8 +1,8 @@
 """The arena: one allocation that holds every KV block of a worker, block-major, and a reserve.
 
-A block holds K and V of all layers for `block_size` tokens, and their scales if they are quantised,
-so that it is moved, swapped and lent as one contiguous range. The reserve follows the last block
-directly, so that the last blocks and the reserve are one range, too.
+A block holds K and V of all layers for `block_size` tokens, and their scales where they are
+quantised, so that it is swapped and lent as one contiguous range. The reserve follows the last
+block, so that the last blocks and the reserve form one range, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SCALE = torch.float16
 class BlockLayout:
     """Where each layer's K and V lie inside a block.
 
-    Per layer: K [num_kv_heads, block_size, head_dim], then V of the same shape, in `dtype`. After
-    those of all layers, if `group` dimensions share a scale: per layer the fp16 scales of K
-    [num_kv_heads, block_size, head_dim / group], then those of V. So codes stay aligned whatever
-    the size of the scales. The block's bytes are rounded up to 512.
+    Per layer: K [num_kv_heads, block_size, head_dim], then V of the same shape, in `dtype`. If
+    `group` dimensions share a scale, the scales follow K and V of all layers: per layer the fp16
+    scales of K [num_kv_heads, block_size, head_dim / group], then those of V. So codes stay
+    aligned whatever the size of the scales. The block's bytes are rounded up to 512.
     """
 
     num_layers: int
@@ -51,7 +51,7 @@ class BlockLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers, without the padding of the block."""
+        """Bytes of one token in all layers, without the block's padding."""
         return self.num_layers * self.layer_bytes // self.block_size
 
     @property

@@ -1,4 +1,4 @@
-"""Activations in the tail of the KV pool: nothing shows but the memory that they save."""
+"""Activations in the tail of the KV pool change no result; they only save memory."""
 
 from __future__ import annotations
 
