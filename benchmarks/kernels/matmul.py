@@ -72,7 +72,7 @@ def copies(packed: object, num_bytes: int) -> list:
 
 
 def number_of(num_bytes: int) -> int:
-    """Weights of so many bytes that no cache holds all of."""
+    """Weights whose bytes exceed every cache."""
     return max(2, -(-int(OUT_OF_CACHE) // num_bytes))
 
 
