@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.circuit_breaker import CircuitBreaker
 from penstock.deployments.ingress.dispatch.credits import Credits
@@ -43,6 +43,8 @@ OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 class GateClient:
     """The gate as this ingress sees it. Lives on one event loop."""
+
+    decides: bool = True
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class GateClient:
         return len(self._pending)
 
     async def admit(
-        self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
+        self, request: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
     ) -> int | None:
         """The epoch of the worker that has room; waits for it. None: choose one yourself.
 
@@ -120,7 +122,7 @@ class GateClient:
         is_awaited = bool(self._pending or self.figures.num_waiting or not self._credits.has_any)
         self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
 
-    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """How long an answer was, and why: "stop", "length" or "cancel"."""
         self._outbox.learn(request, length, ended)
 
@@ -177,7 +179,7 @@ class GateClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    async def _ask(self, request: AskedRequest, pending: PendingAdmission, again: bool) -> bool:
+    async def _ask(self, request: AdmissionRequest, pending: PendingAdmission, again: bool) -> bool:
         """Whether the gate says a word in time.
 
         Where it had room when it last told, there may be some for this one, whatever its text says:

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 
 from penstock.deployments.gate.wire import features_message
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.protos.penstock.internal.v1 import channel_pb2
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
@@ -35,8 +35,8 @@ class GateOutbox:
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._report_timer: asyncio.TimerHandle | None = None
-        self._credited: list[tuple[AskedRequest, int]] = []  # with a pass; the gate is to be told
-        self._unread: list[tuple[AskedRequest, int]] = []  # came in; what the text says is to come
+        self._credited: list[tuple[AdmissionRequest, int]] = []  # not yet sent
+        self._unread: list[tuple[AdmissionRequest, int]] = []  # text features not yet sent
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs of which the gate has not the newest
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
@@ -76,13 +76,13 @@ class GateOutbox:
         message.number = self._number
         return message
 
-    def admitted_on_credit(self, request: AskedRequest, epoch: int) -> None:
+    def admitted_on_credit(self, request: AdmissionRequest, epoch: int) -> None:
         """It came in with a pass. Nothing is made of it before the request itself has gone."""
         self._credited.append((request, epoch))
         self._go_soon()
 
     def ask(
-        self, request: AskedRequest, *, text_follows: bool = False, declined: bool = False
+        self, request: AdmissionRequest, *, text_follows: bool = False, declined: bool = False
     ) -> None:
         """May it come in? `declined`: a worker sent it back."""
         self._offer_credited()  # before this one: it must be judged beside them
@@ -91,11 +91,11 @@ class GateOutbox:
         self._offer(request, text_follows=text_follows)
         self._due.set()
 
-    def read_text(self, request: AskedRequest) -> None:
+    def read_text(self, request: AdmissionRequest) -> None:
         """Make now what is told of its text."""
         self._features_of(request)
 
-    def tell_text(self, request: AskedRequest, epoch: int) -> None:
+    def tell_text(self, request: AdmissionRequest, epoch: int) -> None:
         """It is in; what its text says follows."""
         self._unread.append((request, epoch))
         if len(self._unread) == 1:
@@ -109,7 +109,7 @@ class GateOutbox:
             self._message.ended.add(request_id=request_id, generated=num_generated)
             self._due.set() if is_awaited else self._go_soon()
 
-    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """How long an answer was, and why: "stop", "length" or "cancel"."""
         if self._is_open:
             features = self._features_of(request)
@@ -155,16 +155,20 @@ class GateOutbox:
             self._go_soon()
 
     def _offer(
-        self, request: AskedRequest, credit_epoch: int | None = None, *, text_follows: bool = False
+        self,
+        request: AdmissionRequest,
+        credit_epoch: int | None = None,
+        *,
+        text_follows: bool = False,
     ) -> None:
         if not self._is_open:
             return
-        left_s = request.deadline_s
+        left_s = request.request.deadline_s
         features = request.features
         self._message.offers.add(
             request_id=request.request_id,
             features=features_message(features) if text_follows else self._features_of(request),
-            priority=-request.priority,
+            priority=-request.request.priority,
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
             credit_epoch=credit_epoch,
@@ -172,7 +176,7 @@ class GateOutbox:
             text_follows=text_follows,
         )
 
-    def _features_of(self, request: AskedRequest) -> pb.Features:
+    def _features_of(self, request: AdmissionRequest) -> pb.Features:
         """Made once: they are told with the offer, and again with the answer's length."""
         message = self._features.get(request.request_id)
         if message is None:
