@@ -146,7 +146,7 @@ def measure_pool(
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for number in range(args.rounds + 1):  # the first one warms up
         requests = requests_of(load, args, number)
-        # Nobody who has computed a prompt's last token has it counted as one of the prompt.
+        # A prompt's last token is not counted as a prompt token.
         least = sum(len(request.prompt_ids) - 1 for request in requests)
         expected = None
         for name, engine in engines.items():
