@@ -20,6 +20,7 @@ from penstock.deployments.gate.futures import FutureSampler
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.placement import Placement, WorkerShortlist
 from penstock.deployments.gate.retry_after import RetryAfterModel
+from penstock.deployments.gate.running import RunningRequests
 from penstock.deployments.gate.types import (
     Demand,
     Expiry,
@@ -54,8 +55,7 @@ class Gate:
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
-        self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
-        self._provisional: set[str] = set()  # running, and came past the gate
+        self.running = RunningRequests(self.ledgers, self.queue)
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
         """A worker, or a new life of one; returns what was admitted to the old life."""
@@ -74,10 +74,7 @@ class Gate:
             return []
         self._placement.forget(ledger)
         self._pace_s = None
-        self._provisional = {each for each in self._provisional if each not in ledger}
-        lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
-        for each in lost:
-            del self._admitted[each]
+        lost = self.running.worker_removed(ledger)
         if self.ledgers:
             self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
         return lost
@@ -97,7 +94,7 @@ class Gate:
         or runs already.
         """
         name = request.request_id
-        if name in self.queue or name in self._admitted or name in self._provisional:
+        if name in self.queue or name in self.running:
             raise ValueError(f"request_id {name!r} is already here: give each request its own")
         demand = self._sampler.demand(request, holding or length)
         entry = self._entry(request, demand, length, now)
@@ -138,20 +135,20 @@ class Gate:
         *,
         holding: LengthDistribution | None = None,
     ) -> None:
-        """A request that went in without asking, as it was allowed to: the books hear of it."""
+        """Replace a provisional holding by the request's own prediction, and charge its tenant.
+
+        Also for a request that an ingress admitted on credit and that is not registered yet.
+        """
         name, ledger = request.request_id, self.ledgers.get(worker)
-        if ledger is None or name in self.queue or name in self._admitted:
+        is_provisional = self.running.is_provisional(name)
+        if ledger is None or name in self.queue or (name in self.running and not is_provisional):
             return
         demand = self._sampler.demand(request, holding or length)
         entry = self._entry(request, demand, length, now)
         tokens = round(entry.expected)
-        if name not in self._provisional:  # else the prompt was counted when it came
+        if not is_provisional:  # else the prompt was counted when it was admitted
             tokens += request.prompt_tokens
-        ledger.withdraw(name)  # a report was faster, and knows less
-        self._provisional.discard(name)
-        ledger.lease(demand, now + self.settings.lease_s)
-        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
-        self._admitted[name] = (worker, entry)
+        self.running.confirm(entry, ledger, now + self.settings.lease_s)
         self._placement.sent(request.prefix, tokens, ledger)
 
     def admit(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
@@ -161,7 +158,7 @@ class Gate:
         needs a prediction, by `offer`.
         """
         name = request.request_id
-        if len(self.queue) or self.is_admitted(name):
+        if len(self.queue) or name in self.running:
             return None
         demand = self._sampler.provisional(request, max_tokens)
         shortlist = WorkerShortlist(self.ledgers, self.settings, now)
@@ -177,9 +174,9 @@ class Gate:
     ) -> bool:
         """An ingress admitted it on credit: the ledger holds it with the prior until `confirm`."""
         name, ledger = request.request_id, self.ledgers.get(worker)
-        if name in self._provisional and ledger is not None and name in ledger:
-            return True  # since it was let in, or a report listed it
-        if ledger is None or name in self.queue or self.is_admitted(name):
+        if self.running.is_provisional(name) and ledger is not None and name in ledger:
+            return True  # admitted before, or listed in a report
+        if ledger is None or name in self.queue or name in self.running:
             return False
         demand = self._sampler.provisional(request, max_tokens)
         self._hold_provisionally(request, demand, ledger, now + self.settings.lease_s)
@@ -188,14 +185,9 @@ class Gate:
     def _hold_provisionally(
         self, request: GateRequest, demand: Demand, ledger: Ledger, until: float
     ) -> None:
-        """It may be over before it is judged, and its beginning is cached all the same."""
-        ledger.lease(demand, until)
-        self._provisional.add(request.request_id)
+        """It may finish before it is confirmed; its prefix is cached all the same."""
+        self.running.hold(demand, ledger, until)
         self._placement.sent(request.prefix, request.prompt_tokens, ledger)
-
-    def is_admitted(self, request_id: str) -> bool:
-        """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
-        return request_id in self._admitted or request_id in self._provisional
 
     def spare(self) -> dict[str, tuple[int, int]]:
         """By worker: tokens and slots that nobody will need, however long all answers become."""
@@ -207,56 +199,28 @@ class Gate:
 
     def started(self, request_id: str, now: float) -> None:
         """The worker has the request: the lease becomes a holding."""
-        if request_id in self._admitted:
-            self.ledgers[self._admitted[request_id][0]].started(request_id, now)
+        self.running.started(request_id, now)
 
     def declined(self, request_id: str, now: float) -> bool:
-        """The worker had no room: back to the queue, and no more for it until it reports."""
-        if request_id in self._provisional:  # let in, and not judged yet: it comes as a new one
-            self._provisional.remove(request_id)
-            for ledger in self.ledgers.values():
-                if ledger.ended(request_id, now):
-                    ledger.is_open = False
-        if request_id not in self._admitted:
+        """The worker had no room: the request waits again, ahead of others. False: it has not been
+        predicted yet, and is offered as a new one."""
+        entry = self.running.declined(request_id, now)
+        if entry is None:
             return False
-        worker, entry = self._admitted.pop(request_id)
-        self.ledgers[worker].ended(request_id, now)  # a report under way may still list it
-        self.ledgers[worker].is_open = False
-        self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
         entry.returned = True
         self.queue.add(entry)
         return True
 
     def finished(self, request_id: str, generated: int, now: float) -> None:
-        """An answer ended after so many tokens, for whatever reason: its memory is free."""
-        books = list(self.ledgers.values())
-        if request_id in self._provisional:
-            self._provisional.remove(request_id)  # it may be anywhere, and on two workers
-        elif request_id in self._admitted:
-            books = [self.ledgers[self._admitted[request_id][0]]]
-        else:
-            return
-        for ledger in books:
-            if ledger.ended(request_id, now):
-                ledger.headroom.count(completions=1)
-        if request_id not in self._admitted:
-            return
-        _, entry = self._admitted.pop(request_id)
-        settings = self.queue.settings
-        owed = settings.charge(entry.tenant, entry.demand.prompt_tokens, generated)
-        self.queue.counters.charge(entry.tenant, owed - self.queue.charge_of(entry))
+        """An answer ended after `generated` tokens, for any reason: its memory is free."""
+        self.running.finished(request_id, generated, now)
 
     def report(self, worker: str, report: Report, now: float) -> None:
-        """A worker says what it runs. Workers that are not known are not listened to."""
+        """A worker lists what it runs. Reports of unregistered workers are ignored."""
         ledger = self.ledgers.get(worker)
-        if ledger is None:
-            return
-        self._pace_s = None
-        adopted = {e.request_id: self._sampler.from_report(e) for e in ledger.unknown(report)}
-        self._provisional.update(adopted)
-        for gone in ledger.report(report, now, adopted):
-            self._provisional.discard(gone)
-            self._admitted.pop(gone, None)  # its charge stays: how long it became is not known
+        if ledger is not None:
+            self._pace_s = None
+            self.running.report(ledger, report, now, self._sampler.from_report)
 
     def tick(self, now: float) -> list[Outcome]:
         """Whatever was decided by now: tickets, and those that leave the queue without one."""
@@ -265,12 +229,7 @@ class Gate:
         self._retry_after.update(now)
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
-        for ledger in self.ledgers.values():
-            for name in ledger.expire(now):
-                self._provisional.discard(name)
-                if name in self._admitted:
-                    _, entry = self._admitted.pop(name)
-                    self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+        self.running.expire(now)
         if not len(self.queue):
             self._placement.first_fits_at = None
         elif self.ledgers:
@@ -352,14 +311,9 @@ class Gate:
     def _grant(self, entry: Waiting, worker: str, shortlist: WorkerShortlist, now: float) -> Ticket:
         ledger = self.ledgers[worker]
         until = now + self.settings.lease_s
-        if entry.request_id in ledger:  # by a report of an earlier stay
-            ledger.withdraw(entry.request_id)
-            self._provisional.discard(entry.request_id)
-        ledger.lease(entry.demand, until)
+        self.running.admit(entry, ledger, until)
         shortlist.grant(worker, self._placement.candidate(entry, worker))
         self.queue.remove(entry.request_id)
-        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
-        self._admitted[entry.request_id] = (worker, entry)
         tokens = entry.demand.prompt_tokens + round(entry.expected)
         self._placement.sent(entry.prefix, tokens, ledger)
         waited = now - entry.arrived

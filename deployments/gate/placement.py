@@ -34,7 +34,7 @@ class Placement:
         self.ledgers = ledgers
         self.first_fits_at: float | None = None  # the first of those that wait
         self._reserved: tuple[str, str, float] | None = None  # request, worker, and when
-        self._prefixes: PrefixAffinity[tuple[str, str]] = PrefixAffinity()  # by worker and epoch
+        self._prefixes: PrefixAffinity[tuple[str, int]] = PrefixAffinity()  # by worker and epoch
 
     def could_fit(self, demand: Demand) -> bool:
         """Whether some worker could hold it at its longest."""

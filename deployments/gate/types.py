@@ -91,6 +91,21 @@ class GateSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GateSetup:
+    """The operator's settings of the gate. Small: each ingress passes its own when it connects."""
+
+    admission: str = "predicted"  # or "reserve_max"
+    max_queued: int = 1024
+    longest_wait_s: float | None = None
+    host: str | None = None  # address that the gate listens on; None: its node's in the cluster
+    snapshot_file: str | None = None  # where the predictor's state is kept
+
+    def gate_settings(self) -> GateSettings:
+        wait_s = float("inf") if self.longest_wait_s is None else self.longest_wait_s
+        return GateSettings(longest_wait_s=wait_s, queue=QueueSettings(max_waiting=self.max_queued))
+
+
+@dataclass(frozen=True, slots=True)
 class GateRequest:
     """What the gate is told of a request, beside the distribution of its length."""
 
@@ -115,7 +130,7 @@ class Ticket:
 
     request_id: str
     worker: str
-    epoch: str
+    epoch: int
     waited_s: float
     lease_until: float
     quoted_wait_s: float = 0.0  # that it would wait, as it was thought when it came
@@ -159,10 +174,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker and what it has. `epoch` names one life of it."""
+    """A worker and its capacity."""
 
     name: str
-    epoch: str
+    epoch: int  # changes whenever the worker starts anew
     capacity: int  # tokens of KV that fit its pool
     block_size: int = 16  # tokens
     slots: int = 256  # answers at once
@@ -235,7 +250,7 @@ class Running:
 class Report:
     """All that runs on a worker. `sequence` rises within an epoch; late ones are dropped."""
 
-    epoch: str
+    epoch: int
     sequence: int
     running: tuple[Running, ...]
     step_s: float  # seconds that a step takes of late

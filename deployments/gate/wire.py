@@ -37,11 +37,6 @@ def features_from(message: pb.Features) -> Features:
     return Features(**values, text=text)
 
 
-def epoch_name(epoch: int) -> str:
-    """An epoch as the gate's books write it."""
-    return f"{epoch:016x}"
-
-
 def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
     """The worker of a report; None: it has not said enough."""
     report = message.report
@@ -49,7 +44,7 @@ def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
         return None
     return WorkerSpec(
         message.address,
-        epoch_name(message.epoch),
+        message.epoch,
         capacity=report.num_blocks * report.block_size,
         block_size=report.block_size,
         slots=report.max_num_seqs,
@@ -60,7 +55,7 @@ def report_from(message: pb.WorkerReport) -> Report:
     report = message.report
     columns = (report.request_ids, report.generated, report.prompt_tokens, report.max_tokens)
     return Report(
-        epoch_name(message.epoch),
+        message.epoch,
         report.sequence,
         tuple(
             Running(name, generated, prompt, limit or None)
