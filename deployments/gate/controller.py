@@ -1,12 +1,12 @@
-"""The gate: who may come in, when, and on which worker. Pure: a simulator drives what serves.
+"""The gate: which request is admitted, when, and to which worker. Pure: a simulator drives it too.
 
 Requests wait here, not at the workers, and are bound to one when it has room (late binding): by
-the quantile rule of gate_room, in the order of gate_queue, against the books of gate_ledger. Behind
-a first one that does not fit, a few later ones may pass if they leave its reservation alone (EASY
-backfill). A request that would wait too long is told so at once.
+the quantile rule of sampled_forecast.py, in the order of wait_queue.py, against the ledgers of
+ledger.py. After a first one that does not fit, a few later ones may be admitted if they leave its
+reservation alone (EASY backfill). A request that would wait too long is refused at once.
 
-One owner calls it; nothing is locked. The clock is told, never read: `now` is in seconds and never
-goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told distributions.
+One owner calls it; nothing is locked. The caller passes the time: `now` is in seconds and never
+decreases. Length distributions are passed in as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.deployments.prediction.distribution import LengthDistribution
 
 
 class Gate:
-    """Waiting requests and the books of the workers; all of one model."""
+    """Waiting and running requests, and the ledgers of the workers, of one model."""
 
     SHARE = 0.9  # of all memory that is in use when the queue is not empty
     STEP = 0.05  # by which one admission corrects the predicted waits
@@ -58,7 +58,7 @@ class Gate:
         self.running = RunningRequests(self.ledgers, self.queue)
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
-        """A worker, or a new life of one; returns what was admitted to the old life."""
+        """A worker, or a new epoch of one; returns what was admitted to the earlier epoch."""
         known = self.ledgers.get(spec.name)
         if known is not None and known.spec == spec:
             return []
@@ -68,7 +68,7 @@ class Gate:
         return lost
 
     def remove_worker(self, name: str) -> list[str]:
-        """A worker is gone; returns what was admitted to it, for whoever sends it elsewhere."""
+        """A worker is gone; returns the ids that were admitted to it."""
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
@@ -87,7 +87,7 @@ class Gate:
         *,
         holding: LengthDistribution | None = None,
     ) -> Refusal | None:
-        """A request comes: it waits (None), and `tick` will tell; or is refused at once.
+        """A request arrives: it waits for `tick` to admit it (None), or is refused at once.
 
         `length` is of the answer, for order and charges; `holding` of how long its memory is held,
         clients that leave included (None: the same). Raises ValueError for an id that waits
@@ -95,7 +95,9 @@ class Gate:
         """
         name = request.request_id
         if name in self.queue or name in self.running:
-            raise ValueError(f"request_id {name!r} is already here: give each request its own")
+            raise ValueError(
+                f"request_id {name!r} is already waiting or running: give each request its own"
+            )
         demand = self._sampler.demand(request, holding or length)
         entry = self._entry(request, demand, length, now)
         if self.ledgers and not self._placement.could_fit(demand):
@@ -106,15 +108,17 @@ class Gate:
         if request.deadline is not None:
             patience_s = min(patience_s, request.deadline - now)
         if wait > patience_s:
-            text = f"it would wait {wait:.1f} s, and may {max(patience_s, 0.0):.1f} s"
+            text = f"the predicted wait is {wait:.1f} s, the limit {max(patience_s, 0.0):.1f} s"
             lasting_patience_s = patience_s if request.deadline is None else None
             return self._refuse(entry, "too_long", text, wait - patience_s / 2, lasting_patience_s)
         if len(self.queue) >= self.settings.queue.max_waiting:
             leaves = self.queue.displaced_by(request.tenant)
             if leaves is None:
-                return self._refuse(entry, "queue_full", f"{len(self.queue)} requests wait", wait)
+                return self._refuse(
+                    entry, "queue_full", f"the queue is full with {len(self.queue)} requests", wait
+                )
             self.queue.remove(leaves.request_id)
-            text = "the queue is full, and its tenant has the most waiting"
+            text = "the queue is full, and this tenant has the most requests in it"
             later = sum(leaves.predicted_wait)
             self._displaced.append(self._refuse(leaves, "displaced", text, later))
         entry.predicted_wait, entry.quoted_wait_s = (fixed, ahead), wait
@@ -122,7 +126,7 @@ class Gate:
         return None
 
     def would_wait(self, request: GateRequest, length: LengthDistribution, now: float) -> float:
-        """Seconds that it would wait if it came now, as `offer` judges it. Nothing is changed."""
+        """Seconds that it would wait if it arrived now, as `offer` judges it. Changes nothing."""
         demand = self._sampler.demand(request, length)
         return self._would_wait(self._entry(request, demand, length, now), now)
 
@@ -190,11 +194,11 @@ class Gate:
         self._placement.sent(request.prefix, request.prompt_tokens, ledger)
 
     def spare(self) -> dict[str, tuple[int, int]]:
-        """By worker: tokens and slots that nobody will need, however long all answers become."""
+        """By worker: tokens and slots that stay free even if all answers reach their limits."""
         return {name: each.spare() for name, each in self.ledgers.items()}
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """The client left; True if it waited (a running one ends with `completed`)."""
+        """The client left; True if it waited (a running one ends with `finished`)."""
         return self.queue.remove(request_id) is not None
 
     def started(self, request_id: str, now: float) -> None:
@@ -223,7 +227,7 @@ class Gate:
             self.running.report(ledger, report, now, self._sampler.from_report)
 
     def tick(self, now: float) -> list[Outcome]:
-        """Whatever was decided by now: tickets, and those that leave the queue without one."""
+        """Decisions made by now: tickets, and requests that leave the queue without one."""
         outcomes: list[Outcome] = [*self._displaced]
         self._displaced = []
         self._retry_after.update(now)
@@ -237,7 +241,7 @@ class Gate:
         return outcomes
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
-        """Why the first of those that wait do, and until when. Changes nothing."""
+        """Why the first `limit` requests wait, and until when. Changes nothing."""
         shortlist = WorkerShortlist(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         waits: list[Wait] = []
         first_s: float | None = None
@@ -262,7 +266,7 @@ class Gate:
         order = self.queue.order(now)
         self._placement.first_fits_at = None
         for entry in order:
-            if not self._placement.could_fit(entry.demand):  # the worker that could is gone
+            if not self._placement.could_fit(entry.demand):  # the only worker large enough is gone
                 self.queue.remove(entry.request_id)
                 largest = max(each.spec.capacity for each in self.ledgers.values())
                 outcomes.append(_never(entry, largest))
@@ -279,7 +283,7 @@ class Gate:
     def _backfill(
         self, first: Waiting, order: Iterator[Waiting], shortlist: WorkerShortlist, now: float
     ) -> list[Outcome]:
-        """Later ones that fit and leave the first one's reservation alone."""
+        """Admit later requests that fit and do not delay the first one's reservation."""
         reserved = self._placement.reserve(first, shortlist, now)
         if reserved is None:
             return []
@@ -327,7 +331,7 @@ class Gate:
     def _entry(
         self, request: GateRequest, demand: Demand, length: LengthDistribution, now: float
     ) -> Waiting:
-        """With its expected length, and the tokens x seconds of KV that it will take."""
+        """Its expected length, and the tokens x seconds of KV that it will take."""
         self._number += 1
         remaining = demand.remaining()
         steps = remaining.astype(np.float64)
@@ -353,7 +357,7 @@ class Gate:
         return fixed + self.wait_factor * ahead
 
     def _predicted_wait(self, entry: Waiting, now: float) -> tuple[float, float]:
-        """Seconds until the first one fits, and of all memory that is served before `entry`."""
+        """Seconds until the first one fits, and seconds of all memory served before `entry`."""
         fixed = max((self._placement.first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
         return fixed, self.queue.area_ahead(entry, now) / Gate.SHARE
 
@@ -365,9 +369,9 @@ class Gate:
         after_s: float,
         patience_s: float | None = None,
     ) -> Refusal:
-        """Its own dice spread the time to stay away by a fifth: not all come back at once.
+        """Its own uniforms spread Retry-After by a fifth, so that not all return at once.
 
-        `patience_s`: that it may wait; of such it is learnt how soon they would have been let in.
+        `patience_s`: the longest it may wait; with it the refusal calibrates Retry-After.
         """
         least, most = self.settings.retry_s
         spread = 0.8 + 0.4 * float(entry.demand.uniforms[0])

@@ -414,7 +414,7 @@ def test_retry_after_rises_with_the_queue():
             assert not asked  # once too long, always too long
             gate.cancel("probe", 0.0)
         else:
-            assert refusal.reason == "too_long" and "it would wait" in refusal.message
+            assert refusal.reason == "too_long" and "the predicted wait is" in refusal.message
             asked.append(refusal.retry_after_s)
         for _ in range(20):  # others are let in by a more patient gate
             number += 1
@@ -507,7 +507,7 @@ def test_a_new_gate_learns_from_reports_what_runs():
     gate = gate_with(100)
     gate.report("w0", Report(1, 7, (Running("x", 5, 60, 10),), 1.0), 0.0)
     gate.report("nobody", Report(1, 1, (), 1.0), 0.0)
-    with pytest.raises(ValueError, match="'x' is already here"):
+    with pytest.raises(ValueError, match="'x' is already waiting or running"):
         gate.offer(ask("x"), certain(10), 0.0)
     gate.offer(ask("a", 30), certain(10), 0.0)
     assert gate.tick(0.0) == []
@@ -564,10 +564,10 @@ def test_the_books_hear_of_one_with_a_pass_before_its_law():
 def test_the_same_id_twice():
     gate = gate_with(100)
     gate.offer(ask("a"), distribution(), 0.0)
-    with pytest.raises(ValueError, match="'a' is already here"):
+    with pytest.raises(ValueError, match="'a' is already waiting or running"):
         gate.offer(ask("a"), distribution(), 0.0)
     gate.tick(0.0)
-    with pytest.raises(ValueError, match="'a' is already here"):
+    with pytest.raises(ValueError, match="'a' is already waiting or running"):
         gate.offer(ask("a"), distribution(), 0.0)
 
 
