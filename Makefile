@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.penstock-setup
 MODEL  ?= builtin
 JOBS   ?= 2
 
-.PHONY: setup serve test check bench protos
+.PHONY: setup serve test check bench protos docs
 
 setup: $(STAMP)
 
@@ -40,3 +40,6 @@ bench: setup
 
 protos: setup
 	@$(BIN)/python protos/generate.py
+
+docs: setup
+	@$(BIN)/python -m tools.generate_reference

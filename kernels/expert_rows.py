@@ -14,18 +14,16 @@ nothing of files or of who uses them.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.kernels.cpu import native
+from penstock.kernels.cpu.arguments import UNPACK_NEURONS
 from penstock.kernels.matmul import empty_linear, linear_bytes
 from penstock.kernels.moe import Expert
 
 ALIGN_BYTES = 256
-_UNPACK = struct.Struct("9q")
 
 
 def expert_bytes(hidden: int, inner: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -59,7 +57,7 @@ def write_neurons(expert: Expert, rows: Tensor, places: Tensor) -> None:
     if gate_up.layout == "native":
         lib = native.library()
         assert lib is not None
-        lib.ps_unpack_neurons(_UNPACK.pack(
+        lib.pk_unpack_neurons(UNPACK_NEURONS.pack(
             native.DTYPES[rows.dtype], rows.data_ptr(), rows.stride(0), places.data_ptr(),
             len(places), gate_up.payload.data_ptr(), down.payload.data_ptr(), hidden, inner,
         ))  # fmt: skip

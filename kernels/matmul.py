@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import huge_pages, native
 from penstock.kernels.cpu import matmul as matmul_quant
+from penstock.kernels.cpu.arguments import LINEAR, PACK
 from penstock.kernels.cpu.matmul import NativeWeight
 from penstock.kernels.quant import Int8Rows, QuantizedWeight
 from penstock.kernels.types import Layout, LinearFormat, PackedLinear
@@ -23,9 +23,6 @@ from penstock.kernels.types import Layout, LinearFormat, PackedLinear
 FLOAT_FORMATS: dict[torch.dtype, LinearFormat] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
-
-_PACK = struct.Struct("7q")
-_LINEAR = struct.Struct("11q")
 
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
@@ -144,7 +141,7 @@ def _pack_native(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> Packe
         weight = weight.contiguous()
     shape = _native_shape(num_outputs, num_inputs, weight.dtype)
     packed = huge_pages.empty(shape, weight.dtype)
-    lib.ps_pack(_PACK.pack(
+    lib.pk_pack(PACK.pack(
         native.DTYPES[weight.dtype], weight.data_ptr(), weight.stride(0), packed.data_ptr(),
         num_outputs, num_inputs, torch.get_num_threads(),
     ))  # fmt: skip
@@ -155,7 +152,7 @@ def _native_shape(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tupl
     """Panels, input features (bf16 is read in pairs), output features of a panel."""
     lib = native.library()
     assert lib is not None
-    panel = lib.ps_panel()
+    panel = lib.pk_panel()
     depth = num_inputs + num_inputs % 2 if dtype == torch.bfloat16 else num_inputs
     return -(-num_outputs // panel), depth, panel
 
@@ -172,7 +169,7 @@ def _native_linear(x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tenso
     lib = native.library()
     assert lib is not None and out.stride(1) == 1 and out.dtype == x.dtype
     bias = packed.bias
-    lib.ps_linear(_LINEAR.pack(
+    lib.pk_linear(LINEAR.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), packed.payload.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), num_rows,
         packed.out_features, packed.in_features, torch.get_num_threads(),

@@ -5,7 +5,6 @@ Knows packed matrices and routes; nothing of routers, caches or where experts li
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
+from penstock.kernels.cpu.arguments import COMBINE
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import silu_mul, silu_mul_int8
 from penstock.kernels.types import PackedLinear
-
-_COMBINE = struct.Struct("9q")
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
 # One of the experts that have tokens; and bool [n, I] if not all neurons count for its n tokens, in
@@ -169,7 +167,7 @@ def _combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Te
         return rowwise_triton.combine(routed, places, weights, out)
     lib = native.usable(routed)
     if lib is not None:
-        lib.ps_combine(_COMBINE.pack(
+        lib.pk_combine(COMBINE.pack(
             native.DTYPES[routed.dtype], routed.data_ptr(), places.data_ptr(), weights.data_ptr(),
             out.data_ptr(), num_tokens, num_ranks, routed.shape[1], torch.get_num_threads(),
         ))  # fmt: skip

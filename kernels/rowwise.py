@@ -7,20 +7,20 @@ other rows of the call. On a GPU Triton runs, on a CPU the native library, else 
 from __future__ import annotations
 
 import ctypes
-import struct
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
+from penstock.kernels.cpu.arguments import QUANTIZE, RMS_NORM, ROPE, ROPE_TO, SILU_MUL
 from penstock.kernels.quant import Int8Rows, quantize_rows_int8
-
-_RMS_NORM = struct.Struct("14qdq3q")
-_ROPE = struct.Struct("13q")
-_ROPE_TO = struct.Struct("12q")
-_SILU_MUL = struct.Struct("8q3q")
-_QUANTIZE = struct.Struct("6q3q")
+from penstock.kernels.reference.rowwise import (
+    rms_norm_reference,
+    rope_reference,
+    silu_mul_reference,
+)
+from penstock.kernels.types import rows_are_dense
 
 
 @overload
@@ -138,7 +138,7 @@ def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     if lib is None:
         return _quantize(x, out)
     assert x.stride(1) == 1
-    lib.ps_quantize(_QUANTIZE.pack(
+    lib.pk_quantize(QUANTIZE.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, torch.get_num_threads(),
         *_codes_args(out),
     ))  # fmt: skip
@@ -151,7 +151,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     Half-split ("rotate_half") layout: dimension i < rot/2 turns together with i + rot/2; dimensions
     from rot on stay. q and k may be views of one fused projection (any stride over T). fp32 inside.
     """
-    assert native.rows_are_dense(q) and native.rows_are_dense(k)
+    assert rows_are_dense(q) and rows_are_dense(k)
     if q.is_cuda:
         from penstock.kernels.triton import rowwise as rowwise_triton
 
@@ -171,7 +171,7 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     The second query of a rolled context (`attention.Rolling`): the same q at another position. Any
     stride over T in both. Returns `out`, which has the bits that `rope_` would leave in q.
     """
-    assert native.rows_are_dense(q) and native.rows_are_dense(out)
+    assert rows_are_dense(q) and rows_are_dense(out)
     assert out.shape == q.shape and out.dtype == q.dtype
     if q.is_cuda:
         from penstock.kernels.triton import rowwise as rowwise_triton
@@ -229,7 +229,7 @@ def _native_rms_norm(
         to, codes = (0, 0, 0), _codes_args(out)
     else:
         to, codes = (out.data_ptr(), out.stride(0), out.stride(-2)), (0, 0, 0)
-    lib.ps_rms_norm(_RMS_NORM.pack(
+    lib.pk_rms_norm(RMS_NORM.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
@@ -241,7 +241,7 @@ def _native_rms_norm(
 def _native_rope(lib: ctypes.CDLL, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     assert cos.dtype == sin.dtype == torch.float32 and k.dtype == q.dtype
     cos, sin = cos.contiguous(), sin.contiguous()
-    lib.ps_rope(_ROPE.pack(
+    lib.pk_rope(ROPE.pack(
         native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0),
         cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], q.shape[2],
         cos.shape[1], torch.get_num_threads(),
@@ -251,7 +251,7 @@ def _native_rope(lib: ctypes.CDLL, q: Tensor, k: Tensor, cos: Tensor, sin: Tenso
 def _native_rope_to(lib: ctypes.CDLL, q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     assert cos.dtype == sin.dtype == torch.float32
     cos, sin = cos.contiguous(), sin.contiguous()
-    lib.ps_rope_to(_ROPE_TO.pack(
+    lib.pk_rope_to(ROPE_TO.pack(
         native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
         cos.data_ptr(), sin.data_ptr(), *q.shape, cos.shape[1], torch.get_num_threads(),
     ))  # fmt: skip
@@ -263,7 +263,7 @@ def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor | Int8Rows) 
         to, codes = (0, 0), _codes_args(out)
     else:
         to, codes = (out.data_ptr(), out.stride(0)), (0, 0, 0)
-    lib.ps_silu_mul(_SILU_MUL.pack(
+    lib.pk_silu_mul(SILU_MUL.pack(
         native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), *to, *out.shape,
         torch.get_num_threads(), *codes,
     ))  # fmt: skip
@@ -277,25 +277,3 @@ def _torch_rms_norm(
         return out.copy_(rms_norm_reference(x, weight, eps))
     torch.add(x, residual, out=total)
     return out.copy_(rms_norm_reference(total, weight, eps)), total
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The truth: fp32, rounded to `x.dtype` before and after the weight."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
-
-
-def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The truth, out of place: `x` [T, H, D] turned by `cos`, `sin` [T, rot/2]."""
-    half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
-
-
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The truth: fp32, rounded once."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)

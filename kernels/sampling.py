@@ -9,16 +9,15 @@ halving the interval in which it lies: no sort.
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
+from penstock.kernels.cpu.arguments import SAMPLE
 from penstock.kernels.types import SamplingRows
 
 NUM_TOP_CANDIDATES = 256  # nucleus rows look here first; a flat row that needs more is sorted whole
-_SAMPLE = struct.Struct("13q")
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -43,7 +42,7 @@ def _native_sample(lib: ctypes.CDLL, logits: Tensor, rows: SamplingRows) -> Tens
     threads = min(torch.get_num_threads(), num_rows)
     scratch = torch.empty(threads, vocab)
     ids = torch.empty(num_rows, dtype=torch.int64)
-    lib.ps_sample(_SAMPLE.pack(
+    lib.pk_sample(SAMPLE.pack(
         native.DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0), num_rows, vocab,
         rows.inverse_temperature.data_ptr(), rows.top_k.data_ptr(), rows.top_p.data_ptr(),
         rows.min_p.data_ptr(), rows.uniform.data_ptr(), scratch.data_ptr(), ids.data_ptr(), threads,

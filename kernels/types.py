@@ -34,21 +34,86 @@ class Rolling:
     bases: Tensor  # int32 [B], pages dropped between the sinks and the window
     max_visible_len: int  # >= context_len - window_start of every row; sizes the launch on a GPU
 
+    def check(self, q: Tensor, context_lens: Tensor) -> None:
+        """What every backend relies on. Raises AssertionError."""
+        q_sink, ends, starts = self.q_sink, self.sink_ends, self.window_starts
+        sink_blocks, bases = self.sink_blocks, self.bases
+        assert rows_are_dense(q_sink) and q_sink.shape == q.shape and q_sink.dtype == q.dtype
+        assert ends.numel() == starts.numel() == q.shape[0]
+        assert sink_blocks.numel() == bases.numel() == context_lens.numel()
+        assert ends.dtype == starts.dtype == sink_blocks.dtype == bases.dtype == torch.int32
+        assert ends.is_contiguous() and starts.is_contiguous()
+        assert sink_blocks.is_contiguous() and bases.is_contiguous()
+
+
+def rows_are_dense(x: Tensor) -> bool:
+    """Whether each row of `x` [T, H, D] is contiguous; the stride over T is free."""
+    _, num_heads, head_dim = x.shape
+    _, head_stride, stride = x.stride()
+    return stride == 1 and (head_stride == head_dim or num_heads == 1)
+
+
+QUANTISED = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as the native library numbers them
+
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """fp16 scales of quantised caches, one for each `group` values along the head dimension.
+    """fp16 scales of a quantised cache, one for each `group` values along the head dimension.
 
     Each is [num_blocks, num_kv_heads, block_size, head_dim / group], a view with any stride over
-    the blocks and dense blocks. The scales of a slot that was never written may be anything, too.
+    the blocks and dense blocks. The scales of a slot that was never written may be anything.
     """
 
     k: Tensor
     v: Tensor
-    scratch: tuple[Tensor, Tensor] | None = None  # of the scratch blocks, beside `scratch`
 
 
-QUANTISED = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as the native library numbers them
+@dataclass(frozen=True, slots=True)
+class PagedKv:
+    """The paged KV cache of one layer.
+
+    `k` and `v` are [num_blocks, num_kv_heads, block_size, head_dim], views with any stride over the
+    blocks and dense blocks. A token's slot is block_id * block_size + offset. A slot that was never
+    written may hold anything: it is never read.
+
+    A cache of int8 or float8_e4m3fn holds codes, and `scales` the value of a code of 1 (see
+    `quant.py`); the queries, keys and values of a call have the model's dtype all the same.
+
+    `scratch` holds further blocks of the same layout elsewhere in memory (deferred KV commits write
+    there): block id num_blocks + i is scratch block i, in slots and in block tables.
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: KvScales | None = None
+    scratch: PagedKv | None = None
+
+    def with_scratch(self, scratch: PagedKv) -> PagedKv:
+        """The same cache with `scratch` as its further blocks."""
+        return PagedKv(self.k, self.v, self.scales, scratch)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """What every backend relies on, for a model of `dtype`. Raises AssertionError."""
+        k, v, scales, scratch = self.k, self.v, self.scales, self.scratch
+        assert k.dtype == v.dtype
+        assert k.dtype == dtype if scales is None else k.dtype in QUANTISED
+        if scales is not None:
+            for cache, per_group in ((k, scales.k), (v, scales.v)):
+                assert per_group.dtype == torch.float16 and per_group.shape[:3] == cache.shape[:3]
+                assert cache.shape[3] % per_group.shape[3] == 0 and per_group[0].is_contiguous()
+            assert scales.k.shape == scales.v.shape
+        if scratch is not None:
+            _check_same_blocks(k, scratch.k)
+            _check_same_blocks(v, scratch.v)
+            assert (scales is None) == (scratch.scales is None)
+            if scales is not None and scratch.scales is not None:
+                _check_same_blocks(scales.k, scratch.scales.k)
+                _check_same_blocks(scales.v, scratch.scales.v)
+
+
+def _check_same_blocks(blocks: Tensor, scratch: Tensor) -> None:
+    assert scratch.shape[1:] == blocks.shape[1:] and scratch.stride()[1:] == blocks.stride()[1:]
+    assert scratch.dtype == blocks.dtype
 
 
 @dataclass(frozen=True, slots=True)

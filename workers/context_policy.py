@@ -1,8 +1,7 @@
 """Context policies: which earlier tokens a token sees, as pure functions of its position.
 
-Chosen once per sequence and then only asked, so that nothing else has to know which policy it is.
-Because no answer depends on scheduling, chunked prefill, preemption, deferred commit and batching
-all give the same numbers. Knows positions and block sizes; nothing of blocks' owners or tensors.
+Chosen once per sequence; no other code distinguishes policies. No result depends on scheduling, so
+chunked prefill, preemption, deferred commit and batching all give the same numbers.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ Positions = NDArray[np.int64]
 
 
 class Context(Protocol):
-    """What a sequence sees of its own past."""
+    """Which earlier tokens a sequence sees."""
 
     @property
     def num_sink_blocks(self) -> int:
-        """Leading blocks that are never given back while the sequence runs."""
+        """Leading blocks that are never freed while the sequence runs."""
 
     @property
     def full_tokens(self) -> int | None:
-        """So many tokens are an ordinary sequence: nothing is evicted yet. None: for ever."""
+        """Length up to which no token is evicted; None: none ever is."""
 
     def window_start(self, position: int) -> int:
         """First position after the sinks that the token at `position` sees."""
 
     def num_evicted(self, position: int) -> int:
-        """E(t): tokens that are out of sight for good when the token at `position` comes."""
+        """E(t): tokens that the token at `position`, and all after it, no longer see."""
 
     def rows(self, positions: Positions) -> tuple[Positions, Positions, Positions]:
         """For each of `positions`: end of the visible sinks, start of the visible window, and the
@@ -46,7 +45,7 @@ class Context(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FullContext:
-    """Every token sees all that went before."""
+    """Every token sees all earlier tokens."""
 
     @property
     def num_sink_blocks(self) -> int:
@@ -122,7 +121,7 @@ FULL = FullContext()
 
 @dataclass(frozen=True, slots=True)
 class ContextSettings:
-    """What a model's context may be: the default for requests that do not say, and the limits."""
+    """The context policies of a model: the default, and the limits for requests."""
 
     policy: str  # one of CONTEXT_POLICIES
     sinks: int
@@ -137,7 +136,7 @@ class ContextSettings:
     def of(
         cls, config: EngineConfig, max_model_len: int, obstacle: str | None = None
     ) -> ContextSettings:
-        """As configured. Raises ConfigError for a default that this model cannot have."""
+        """From the configuration. Raises ConfigError for a default that this model cannot have."""
         size = config.block_size
         sinks = size if config.sinks is None else config.sinks
         window = config.window
@@ -170,7 +169,7 @@ class ContextSettings:
         return self.max_endless_tokens if self.is_endless(params) else self.max_model_len
 
     def context(self, params: SamplingParams) -> Context:
-        """The context policy of one request. Raises RequestError naming what cannot be had."""
+        """The context policy of one request. Raises RequestError naming the field at fault."""
         if not self.is_endless(params):
             for name in ("sinks", "window", "roll"):
                 if getattr(params, name) is not None:

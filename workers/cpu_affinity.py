@@ -1,7 +1,4 @@
-"""CPU cores that an engine has for itself: which they are, and how a thread is kept on them.
-
-Linux. Knows nothing of engines, Ray, or who keeps off those cores.
-"""
+"""CPU cores that only an engine uses: parsing their list, and pinning threads to them. Linux."""
 
 from __future__ import annotations
 
@@ -26,20 +23,20 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def allowed_cores() -> frozenset[int]:
-    """That this thread may run on. Raises OSError where the system keeps no thread on a core."""
+    """Cores that this thread may run on. Raises OSError where the system has no CPU affinity."""
     if not hasattr(os, "sched_getaffinity"):
         raise OSError("this system cannot keep a thread on a core; Linux can")
     return frozenset(os.sched_getaffinity(0))
 
 
 def keep_to(cores: Collection[int]) -> None:
-    """This thread, and whatever it starts from now on, run on these cores only."""
+    """Pin this thread, and threads that it starts from now on, to these cores."""
     os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
 def kept_to(cores: Collection[int] | None) -> Iterator[None]:
-    """The same for a while; None: wherever it may."""
+    """`keep_to` within a context; None: on all allowed cores."""
     if cores is None:
         yield
         return

@@ -1,6 +1,6 @@
-"""Between host and device without waiting: what is launched next goes on beside a copy.
+"""Asynchronous copies between host and device: later launches overlap with them.
 
-On a CPU there is nothing to copy, and everything is there at once. Knows tensors; nothing of steps.
+On a CPU nothing is copied.
 The CUDA side has not yet been run on a GPU.
 """
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values`, which lie on the host, on `device`; the host waits for nothing."""
+    """`values` from the host on `device`; the host does not wait."""
     if device.type != "cuda":
         return values
-    if not values.numel():  # nothing to wait for, and nothing to pin
+    if not values.numel():  # nothing to pin
         return values.to(device)
-    # From memory that is not pinned, the driver may wait until all that was launched is done.
+    # From memory that is not pinned, the driver may wait until all launched work is done.
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def copy_in(values: Tensor, out: Tensor) -> None:
-    """`values`, which lie on the host, into `out`; the host waits for nothing."""
+    """Copy `values` from the host into `out`; the host does not wait."""
     out.copy_(values.pin_memory() if out.is_cuda else values, non_blocking=True)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """`values` on the host, good once a `Mark` that is made later was waited for."""
+    """`values` on the host; valid once a `Mark` that was made later has been waited for."""
     if values.device.type != "cuda":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -34,7 +34,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 class Mark:
-    """A place in the order of what the device was given."""
+    """A point in the device's queue (a CUDA event)."""
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -43,10 +43,10 @@ class Mark:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether `wait` takes time: False where the host computes, and so has waited already."""
+        """Whether `wait` may take time: False on a CPU, where all work is done already."""
         return self._event is not None
 
     def wait(self) -> None:
-        """Until the device has done all that it was given before."""
+        """Wait until the device has done all work that was launched before."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,18 +1,18 @@
-"""What a checkpoint's config.json says about its model, as one frozen dataclass for all families.
+"""The model's shape from a checkpoint's config.json, as one frozen dataclass for all families.
 
-The door of transformers' configuration classes. Knows nothing of weights, tensors or engines.
+Only this module and text/ import transformers.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import StoredScheme, read_scheme
+from penstock.workers.rope_config import RopeConfig, rope_config
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -24,25 +24,7 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MAX_JSON_BYTES = 16 * 2**20  # the largest real config.json is some KiB
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: frequencies theta^(-2i/rotary_dim), scaled as `type` says."""
-
-    theta: float
-    rotary_dim: int  # the leading dimensions of a head that turn; even
-    type: str = "default"  # one of ROPE_TYPES
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0  # llama3, yarn: context before scaling
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
-    attention_factor: float = 1.0  # multiplies cos and sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +44,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     rope: RopeConfig
-    sliding_window: tuple[int | None, ...]  # per layer; None sees everything
+    sliding_window: tuple[int | None, ...]  # per layer; None: full attention
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -71,13 +53,13 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False  # the chosen experts' weights are made to sum to one
+    norm_topk_prob: bool = False  # normalise the chosen experts' weights to sum to one
     shared_expert_intermediate_size: int = 0  # 0: no shared expert
     moe_layers: tuple[bool, ...] = ()  # per layer: routed experts, or a dense MLP
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    dtype: str = "auto"  # "fp32", "bf16", "fp16"; "auto" until the loader has seen the tensors
-    stored_scheme: StoredScheme | None = None  # of a checkpoint that is quantised already
+    dtype: str = "auto"  # "fp32", "bf16", "fp16"; "auto" until the loader has read the headers
+    stored_scheme: StoredScheme | None = None  # of a checkpoint that is already quantised
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
@@ -106,26 +88,26 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What q.k is multiplied by before the softmax."""
+        """The factor of q.k before the softmax."""
         return self.head_dim**-0.5
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
         """Read `path`/config.json (and generation_config.json for further end-of-sequence ids).
 
-        Code that a checkpoint brings along (auto_map) is never run. Raises ConfigError for a
-        missing or unusable config, and for an architecture that Penstock does not know.
+        Code in a checkpoint (auto_map) is never run. Raises ConfigError for a missing or unusable
+        config, and for an architecture that Penstock does not support.
         """
         folder = Path(path)
         stated = read_json(folder / "config.json")
         architecture = _architecture(stated)
         scheme = _scheme(folder, stated)
-        # Importing transformers takes a second that a command line without a model need not wait.
+        # Importing transformers takes a second, which a command without a model can save.
         from transformers import AutoConfig
 
         try:
             hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        except Exception as error:  # its validators raise nearly every type there is
+        except Exception as error:  # its validators raise many unrelated types
             raise ConfigError(f"{folder / 'config.json'}: {error}") from error
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").is_file():
@@ -137,10 +119,10 @@ class ModelConfig:
 
 
 def read_limits(path: str | Path) -> tuple[int, int]:
-    """Vocabulary size and longest context of the model in `path`, as `from_pretrained` would say.
+    """Vocabulary size and longest context of the model in `path`, equal to `from_pretrained`'s.
 
-    For processes that compute nothing: they need not wait until transformers is imported, unless
-    config.json leaves one of the two to its defaults. Raises ConfigError as `from_pretrained` does.
+    For processes without a model: imports transformers only if config.json leaves one of the two to
+    its default. Raises ConfigError as `from_pretrained` does.
     """
     stated = read_json(Path(path) / "config.json")
     _architecture(stated)
@@ -171,7 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} does not hold a JSON object")
     return value
 
 
@@ -183,7 +165,7 @@ def _scheme(folder: Path, stated: dict[str, Any]) -> StoredScheme | None:
 
 
 def _architecture(stated: dict[str, Any]) -> str:
-    """The architecture that config.json names, if it is one of ours."""
+    """The architecture that config.json names. Raises ConfigError if it is not supported."""
     model_type = stated.get("model_type")
     names = stated.get("architectures") or [
         name for name, known in MODEL_TYPES.items() if known == model_type
@@ -222,7 +204,7 @@ def _from_transformers(architecture: str, hf: Any, generation: dict[str, Any]) -
         rms_norm_eps=float(hf.rms_norm_eps),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         max_position_embeddings=hf.max_position_embeddings,
-        rope=_rope(hf, head_dim),
+        rope=rope_config(hf, head_dim),
         sliding_window=_windows(model_type, hf),
         # Mistral and Mixtral have no biases at all, Qwen2 none outside q, k and v.
         qkv_bias=qkv_bias.get(model_type, attention_bias and model_type in _ATTENTION_BIAS),
@@ -232,7 +214,7 @@ def _from_transformers(architecture: str, hf: Any, generation: dict[str, Any]) -
         clip_qkv=hf.clip_qkv if model_type == "olmoe" else None,
         num_experts=hf.num_experts if is_moe else 0,
         num_experts_per_token=hf.num_experts_per_tok if is_moe else 0,
-        # Mixtral and OLMoE know one size only, whatever else config.json holds.
+        # Mixtral and OLMoE have one size only, whatever else config.json holds.
         moe_intermediate_size=(
             hf.moe_intermediate_size
             if model_type in ("qwen2_moe", "qwen3_moe")
@@ -277,52 +259,8 @@ def _moe_layers(hf: Any) -> tuple[bool, ...]:
     )
 
 
-def _rope(hf: Any, head_dim: int) -> RopeConfig:
-    """From `rope_parameters`, into which transformers also moves rope_theta and rope_scaling."""
-    given = hf.rope_parameters
-    kind = given.get("rope_type")
-    if kind not in ROPE_TYPES:
-        raise ConfigError(
-            f"RoPE scaling {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
-        )
-    theta = float(given["rope_theta"])
-    rotary_dim = int(head_dim * given.get("partial_rotary_factor", 1.0))
-    if kind == "default":
-        return RopeConfig(theta, rotary_dim)
-    original = given.get("original_max_position_embeddings", hf.max_position_embeddings)
-    if original < 1 or (given["factor"] is not None and given["factor"] <= 0):
-        raise ConfigError(f"RoPE scaling needs positive factors and contexts; got {given}")
-    factor = float(given["factor"] or hf.max_position_embeddings / original)
-    return RopeConfig(
-        theta,
-        rotary_dim,
-        kind,
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0,
-    )
-
-
-def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
-    """The temperature of YaRN (arXiv 2309.00071, eq. 22), in DeepSeek's generalisation."""
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
-    return mscale(1.0)
-
-
 def _eos_token_ids(hf: Any, generation: dict[str, Any]) -> tuple[int, ...]:
-    """Union of both files; ids outside the vocabulary, which some hold, can never be produced."""
+    """The union of both files, without ids outside the vocabulary, which some files contain."""
     found: set[int] = set()
     for value in (hf.eos_token_id, generation.get("eos_token_id")):
         ids = value if isinstance(value, list) else [value]

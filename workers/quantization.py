@@ -1,8 +1,7 @@
-"""What a checkpoint's `quantization_config` says, and which weights a model is to be served with.
+"""The quantisation of a checkpoint (`quantization_config`), and the format that it is served in.
 
-Knows config.json and the names of formats; nothing of tensors, and loads no torch. Four published
-ways of storing quantised weights are read: compressed-tensors, AWQ, GPTQ and bitsandbytes' NF4.
-Whatever else is refused by name here, before a byte of a weight is read.
+Supports four published schemes: compressed-tensors, AWQ, GPTQ and bitsandbytes' NF4. Any other
+scheme is refused by name here, before a byte of a weight is read. Loads no torch.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ REMEDY = "serve the original checkpoint with --weights int8, int4, nf4 or fp8"
 class StoredScheme:
     """How a checkpoint stores its quantised weights.
 
-    `formats`: those that occur, the first one most. `groups`: sizes of int4 groups that occur; None
-    is a whole row. `zero_offset`: what is added to stored zero points (GPTQ's first version keeps
-    them one too low). `ignore`: modules that are not quantised, names or "re:" patterns.
+    `formats`: those that occur, the main one first. `groups`: sizes of int4 groups that occur; None
+    is a whole row. `zero_offset`: added to stored zero points (GPTQ's first version stores them one
+    too low). `ignore`: modules that are not quantised, names or "re:" patterns.
     """
 
     method: str
@@ -48,9 +47,9 @@ class StoredScheme:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Which weights are quantised at load, and how. `format` None: none of them.
+    """Which weights are quantised at load, and how. `format` None: none.
 
-    Embeddings, norms, biases and routers never are.
+    Embeddings, norms, biases and routers are never quantised.
     """
 
     format: QuantizedFormat | None = None
@@ -71,7 +70,7 @@ def weight_plan(
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
 ) -> WeightPlan:
-    """What is to be quantised at load. Raises ConfigError for what is quantised differently."""
+    """What is quantised at load. Raises ConfigError for a checkpoint in another format."""
     if weights not in QUANTIZED_FORMATS:
         return WeightPlan()
     if scheme is None:
@@ -86,17 +85,18 @@ def weight_plan(
 
 
 def check_neurons(scheme: StoredScheme | None, weights: str, who: str) -> None:
-    """Raise ConfigError unless experts are plain numbers, which alone can be had by neurons: codes
-    of a down matrix share scales across them. `who` wants neurons, for the message."""
+    """Raise ConfigError unless experts are plain numbers: only these can be divided into neurons,
+    because codes of a down matrix share scales across neurons. `who`: the setting that needs
+    neurons, for the message."""
     if scheme is not None:
         raise ConfigError(
-            f"{who} takes experts apart by neurons, and this checkpoint is quantised, its experts "
-            "moved whole: leave it out, or give the original checkpoint"
+            f"{who} needs the single neurons of experts, and this checkpoint is quantised, so its "
+            "experts are loaded whole: leave it out, or give the original checkpoint"
         )
     if weights in QUANTIZED_FORMATS:
         raise ConfigError(
-            f"{who} takes experts apart by neurons, and weights is {weights}, whose experts are "
-            "moved whole: leave one of them out, or choose weights auto, fp32 or bf16"
+            f"{who} needs the single neurons of experts, and weights is {weights}, whose experts "
+            "are loaded whole: leave one of them out, or choose weights auto, fp32 or bf16"
         )
 
 
@@ -142,7 +142,7 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> StoredScheme:
             is_grouped = weights["strategy"] == "group"
             groups.append(_checked_group(weights["group_size"]) if is_grouped else None)
     if not formats:
-        raise _refused("no config_groups: nothing says how the weights are stored")
+        raise _refused("no config_groups, which describe how the weights are stored")
     ignore = tuple(str(each) for each in stated.get("ignore") or ())
     return StoredScheme("compressed-tensors", _once(formats), _once(groups), 0, ignore)
 
@@ -195,7 +195,7 @@ def _gptq(stated: Mapping[str, Any]) -> StoredScheme:
 
 def _bitsandbytes(stated: Mapping[str, Any]) -> StoredScheme:
     if not stated.get("load_in_4bit", stated.get("_load_in_4bit")):
-        raise _refused("bitsandbytes' 8-bit weights, with outliers apart, are not supported")
+        raise _refused("bitsandbytes' 8-bit weights (LLM.int8 with outliers) are not supported")
     kind = stated.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
         raise _refused(f"bitsandbytes' type {kind!r} is not supported; 'nf4' is")
@@ -215,7 +215,7 @@ def _checked_group(value: Any) -> int | None:
     if size == -1:
         return None
     if size < 8:
-        raise _refused(f"groups of {size} weights are not supported; 8 are the fewest")
+        raise _refused(f"groups of {size} weights are not supported; the smallest is 8")
     return size
 
 

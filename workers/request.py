@@ -1,7 +1,6 @@
-"""The nouns of one generation: what is asked (`Request`), and what comes back (`Delta`).
+"""One generation: its `Request`, and the `Delta`s that the engine returns.
 
-Knows nothing of text, transport, memory or models: a prompt is token ids here, and stop strings
-are carried along only for the ingress, which is where text exists.
+No text: a prompt is token ids, and stop strings are kept only for the ingress, which has the text.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether anything but temperature and filters changes what may come."""
+        """Whether anything but temperature and filters changes the logits."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -96,7 +95,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether what may come depends on which tokens the answer has so far."""
+        """Whether the logits of the next token depend on the answer's tokens so far."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -179,20 +178,22 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One validated request of token ids, as every front end builds it and the engine takes it.
+    """One request as token ids: every front end builds it, the engine runs it.
 
     `emitted_ids` are tokens that another worker already produced for the same request: generation
-    goes on after them, they count against max_tokens, and they are not emitted again.
+    continues after them, they count against max_tokens, and they are not emitted again.
     """
 
     request_id: str  # made by the server, never by a client
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     emitted_ids: tuple[int, ...] = ()
-    deadline_s: float | None = None  # on time.monotonic(): not begun by then, it never is
-    priority: int = 0  # lower goes first, and is preempted last
-    may_decline: bool = False  # a worker without room may send it back, with the error `declined`
-    num_expected: int = 0  # tokens of prompt and answer, as it is guessed; 0: nobody has
+    deadline_s: float | None = (
+        None  # on time.monotonic(): a request that still waits then is dropped
+    )
+    priority: int = 0  # lower is scheduled first, and preempted last
+    may_decline: bool = False  # a worker without room may return the error `declined`
+    num_expected: int = 0  # predicted tokens of prompt and answer; 0: no prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +211,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimes:
-    """How a request came to its first token, in seconds of the worker that made it."""
+    """Where a request's time to first token went in its worker, in seconds."""
 
-    queue_s: float  # from its arrival at the engine to its first step
+    queue_s: float  # from arrival at the engine to admission
     prefill_s: float  # from there to the first token
 
 
@@ -233,15 +234,15 @@ class Delta:
     error_message: str = ""  # for the client, where the request itself is at fault
     error_param: str | None = None  # the field at fault
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_evicted_tokens: int = 0  # out of sight for good, as of the last delta: sink_window
+    num_evicted_tokens: int = 0  # with the last delta: tokens that the sink window evicted
     moe_mode: str = "exact"  # with the last delta: how exact the experts were
     num_neurons: int = 0  # with the last delta: sparse, of the experts that answer tokens had
-    num_skipped_neurons: int = 0  # of those, the ones left out
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, where asked for
-    # Of the prompt's tokens from the second on, with the first delta, where asked for.
+    num_skipped_neurons: int = 0  # of those, skipped
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if requested
+    # Of the prompt's tokens from the second on, with the first delta, if requested.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: FirstTokenTimes | None = None  # with the first delta
-    engine: str = ""  # address of the worker that made it, where there are several
+    engine: str = ""  # address of the worker, where there are several
 
 
 def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -1,10 +1,7 @@
-"""What a worker says about itself: who it is, and how its engine does.
+"""What a worker publishes: its identity, the statistics of its engine, and histograms.
 
-Plain data that processes which never load torch can read: registry, ingress, command line.
-
-Counts of observations by bucket, as Prometheus wants them: cheap to add to, cheap to copy.
-
-Knows nothing of Prometheus, nor of what is observed. One thread adds; others may take snapshots.
+Plain data that registry, ingress and command line read without loading torch. Histograms count by
+bucket, as Prometheus does; one thread observes, others may take snapshots.
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ STEP_TOKENS_BOUNDS = (1, 8, *(16 << i for i in range(11)))
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, for one life of it: `epoch` and `token` are made anew at each start.
+    """Identity of a worker for one epoch: `epoch` and `token` are new at each start.
 
-    `address` is host:port of its channel; whoever shows `token` there may send it requests.
+    `address` is host:port of its channel; an ingress must present `token` there.
     """
 
     address: str
@@ -36,15 +33,15 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class LayerAccuracy:
-    """Of one MoE layer: experts that tokens went through, and how many of them were foreseen."""
+    """Of one MoE layer: experts that tokens were routed to, and how many were predicted."""
 
     layer: int
-    num_routed: int  # by tokens that there was a guess for
+    num_routed: int  # by tokens with a prediction
     num_right: int
-    num_repeated_routed: int  # by tokens that came alone after one that came alone
+    num_repeated_routed: int  # by a lone decode row after another one
     num_repeated: int  # of those, the experts of the token before
-    num_neurons: int = 0  # that steps wanted of experts whose neurons were foreseen
-    num_neurons_right: int = 0  # of those, the ones that were
+    num_neurons: int = 0  # that steps needed, of experts whose neurons were predicted
+    num_neurons_right: int = 0  # of those, predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +51,23 @@ class ExpertStats:
     num_slots: int  # experts that the cache has room for
     num_experts: int  # of all layers
     slot_bytes: int
-    epoch: int  # of the arena that they come from
-    num_hits: int  # experts that a step needed and that were there, all of their neurons
+    epoch: int  # of the expert file that they come from
+    num_hits: int  # experts that a step needed and that were cached, with all neurons
     num_partial: int  # those of which some neurons were missing
     num_misses: int
     num_neurons_wanted: int  # or pieces, of packed experts
     num_neurons_there: int
     num_prefetched: int  # experts that a prefetch was begun for
     num_prefetch_used: int  # of those, needed before they were evicted
-    demand_bytes: int  # over the link, for what a step waited for
+    demand_bytes: int  # over the host link, while a step waited
     prefetch_bytes: int
     stall_s: float  # time that steps waited for experts
     link_busy_s: float
     num_corrupted: int  # loads that failed because bytes did not match their digest
     by_layer: tuple[LayerAccuracy, ...] = ()
-    num_withheld: int = 0  # layers that nothing was prefetched for because the link had no time
-    num_sparse_neurons: int = 0  # of the experts that tokens went through in moe_mode sparse
-    num_skipped_neurons: int = 0  # of those, the ones left out
+    num_withheld: int = 0  # layers without a prefetch because the host link was busy
+    num_sparse_neurons: int = 0  # of the experts that tokens were routed to in moe_mode sparse
+    num_skipped_neurons: int = 0  # of those, skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +91,30 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    num_preemptions_avoided: int = 0  # times a sequence went on without a free block
+    num_preemptions_avoided: int = 0  # times a sequence continued without a free block
     num_deferred_tokens: int = 0  # computed in a step, and not stored
-    num_recomputed_tokens: int = 0  # token-passes which that cost in later steps
+    num_recomputed_tokens: int = 0  # token-passes that this cost in later steps
     num_host_blocks: int = 0  # KV blocks that host memory has room for
     num_host_blocks_used: int = 0
-    num_loaded_tokens: int = 0  # that came back from there instead of being computed again
-    num_rolled_blocks: int = 0  # given back by sink windows that moved on
+    num_loaded_tokens: int = 0  # loaded from there instead of recomputed
+    num_rolled_blocks: int = 0  # freed by sink windows that moved on
     num_shortened_steps: int = 0  # whose prompt chunks were cut because the free tail was short
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_outstanding_tokens: int = 0  # prompt tokens to compute + answer tokens still allowed
     num_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    num_corrupted: int = 0  # requests that ended because their logits were no numbers
-    step_seconds: dict[str, float] = field(default_factory=dict)  # by phase of step_times.py
-    step_model: dict[str, float] = field(default_factory=dict)  # seconds by term of step_model.py
+    num_corrupted: int = 0  # requests that ended because their logits were not finite
+    step_seconds: dict[str, float] = field(default_factory=dict)  # by phase of execution/timing.py
+    step_model: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds by term of execution/timing.py
     step_tokens: Distribution | None = None  # computed in one step
     experts: ExpertStats | None = None  # where there is a cache of experts
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A snapshot. `counts` has one more entry than `bounds`: what lies above all of them.
+    """A snapshot. `counts` has one more entry than `bounds`: observations above all of them.
 
     An observation is in the first bucket whose upper bound it does not exceed.
     """
@@ -124,10 +123,6 @@ class Distribution:
     counts: tuple[int, ...]
     total: float
 
-    @property
-    def num_observed(self) -> int:
-        return sum(self.counts)
-
 
 class Histogram:
     """Observations by bucket, and their sum."""
@@ -135,7 +130,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]):
-        """`bounds`: inclusive upper bounds, ascending; what is above the last has its own count."""
+        """`bounds`: inclusive upper bounds, ascending; larger values have their own count."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0

@@ -1,8 +1,7 @@
-"""What shape an answer must have, as a request says it: `StructuredSpec`, and its cheap checks.
+"""Structured output as a request specifies it: `StructuredSpec`, and its cheap checks.
 
-The checks here cost linear time and need no library, so every front end and the worker can afford
-them; they keep what is hostile by its size or depth from ever reaching a compiler. Knows nothing of
-grammars, tokens or transport.
+The checks take linear time and need no library, so the ingress and the worker both run them; they
+keep specifications of hostile size or depth away from the compiler.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ MAX_SPEC_BYTES = 64 << 10  # of a schema, a grammar, or all choices together
 MAX_REGEX_BYTES = 8 << 10
 MAX_DEPTH = 32  # of brackets within each other
 MAX_CHOICES = 1024
-# Of JSON, no more in one place than sets its parts apart, or a line break and an indentation:
-# without a bound a model may go on with it for ever, and small ones do.
+# White space allowed in one place of a JSON answer: a separator, or a line break with indentation.
+# Without a bound a model may produce white space for ever, and small models do.
 WHITE_SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
 
-# Strings need no closing quote and give nothing back: else many quotes would cost quadratic time.
+# Strings need no closing quote and do not backtrack: else many quotes would cost quadratic time.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _REGEX_TOKENS = re.compile(r"\\.|[\[(]|[\])]", re.DOTALL)
 _GRAMMAR_TOKENS = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\\.|[\[({]|[\])}]', re.DOTALL)
@@ -39,9 +38,9 @@ class StructuredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredSpec:
-    """The shape that an answer must have. `param` is how the client's request calls this field.
+    """The format that an answer must have. `param`: the name of this field in the client's request.
 
-    `lenient`: keywords of a schema that cannot be enforced are passed over, rather than refused.
+    `lenient`: schema keywords that cannot be enforced are ignored, rather than refused.
     """
 
     kind: StructuredKind
@@ -50,7 +49,7 @@ class StructuredSpec:
     param: str = "structured_outputs"
 
     def problem(self) -> str | None:
-        """Why this is refused before anything is compiled; None: it is not."""
+        """Why this is refused without compiling it; None if it is not."""
         limit = MAX_REGEX_BYTES if self.kind is StructuredKind.REGEX else MAX_SPEC_BYTES
         # Lengths are compared first: encoding may fail on half a surrogate pair.
         if len(self.text) > limit:
@@ -106,7 +105,7 @@ def _schema_problem(text: str) -> str | None:
 
 
 def _schema_part_problem(part: Any) -> str | None:
-    """What a schema of allowed depth may not hold anywhere."""
+    """The first problem in a schema of allowed depth, or in a part of it."""
     if isinstance(part, dict):
         pattern, reference = part.get("pattern"), part.get("$ref")
         if isinstance(pattern, str):

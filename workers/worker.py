@@ -1,33 +1,47 @@
-"""One worker: model, engine, engine thread, and the channel that ingresses hold on to.
+"""One worker: model, engine, engine thread, and the channel that ingresses connect to.
 
-Ray supervises from outside (deployments/app.py makes a Serve deployment of `Worker`); tokens go
-over the channel alone. Clients of this file do not all compute, so only `Worker` loads torch.
+No Ray: deployments/worker/replica.py puts a `Worker` under Serve's supervision. Tokens travel over
+the channel alone. Importing this file loads no torch; `Worker.load` does.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
-from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.stats import WorkerInfo
 
-STALL_S = 60.0  # no step ends for so long although there is work: the engine hangs
+if TYPE_CHECKING:
+    from penstock.workers.engine.thread import EngineThread
+    from penstock.workers.experts.routed import RoutedExperts
+
+MAX_STALL_S = 60.0  # without the end of a step, although there is work: the engine hangs
 
 
 class Worker:
-    """One worker's life: load the model, open the channel, be checked, stop.
-
-    Making one takes as long as loading does, and raises what loading raises.
-    """
+    """A loaded model that serves requests: `load`, `check_health` every few seconds, `stop`."""
 
     def __init__(
-        self,
+        self, channel: ChannelServer, engine_thread: EngineThread, routed: RoutedExperts | None
+    ):
+        """Starts both. `routed`: the model's experts, where they come out of a cache.
+
+        Raises RuntimeError if the channel's port cannot be opened.
+        """
+        self._channel = channel
+        self._engine_thread = engine_thread
+        self._routed = routed
+        engine_thread.start()
+        channel.start(engine_thread)
+
+    @classmethod
+    def load(
+        cls,
         config: EngineConfig,
         *,
         model_name: str,
@@ -35,41 +49,18 @@ class Worker:
         announce: Announce | None = None,
         experts: Manifest | None = None,
         remote_experts: RowSource | None = None,
-    ):
-        """`experts`: of the store; None: an expert cache, if there is one, has its own.
-        `remote_experts`: how to reach them where the store is on another node."""
-        if config.threads is not None:  # before torch looks at it
-            os.environ["OMP_NUM_THREADS"] = str(config.threads)
-        import torch
+    ) -> Worker:
+        """Load the model and open a port on `host`. Raises LoadError, ConfigError, RuntimeError.
 
-        from penstock.workers.engine.engine import Engine
-        from penstock.workers.engine.thread import EngineThread
-        from penstock.workers.experts.build import settings_of
-        from penstock.workers.models.loader import load_model
-        from penstock.workers.structured.grammar import GrammarCompiler
-        from penstock.workers.text.tokenizer import Tokenizer
-        from penstock.workers.weights.hub import resolve_model
+        `announce`: as for ChannelServer. `experts`: manifest of the node's expert store; None: an
+        expert cache, if there is one, has its own file. `remote_experts`: reads the experts of a
+        store on another node.
+        """
+        from penstock.workers.engine.load import load_engine, thread_for  # this loads torch
 
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        cores = config.cores
-        # Loading computes, too: on all cores, for nobody is being served yet.
-        with kept_to(None if cores is None else cores | allowed_cores()):
-            model = load_model(
-                config.model,
-                weights=config.weights,
-                quantize_o=config.quantize_o,
-                quantize_lm_head=config.quantize_lm_head,
-                device=device,
-                progress=False,
-                experts=settings_of(config, experts, remote_experts),
-            )
-            engine = Engine(config, model)
-        self._routed = model.routed
-        self._channel = ChannelServer(
+        engine = load_engine(config, experts, remote_experts)
+        model = engine.model
+        channel = ChannelServer(
             host,
             model_name,
             engine.max_model_len,
@@ -77,59 +68,46 @@ class Worker:
             weights=model.weights.format,
             weight_bytes=model.weights.num_bytes,
         )
-        grammars = GrammarCompiler(
-            lambda: Tokenizer.load(resolve_model(config.model)).to_json(),
-            vocab_size=model.config.vocab_size,
-            eos_token_ids=model.config.eos_token_ids,
-        )
-        # Whoever waits for an engine that has failed hears of it now; Serve's health check, which
-        # replaces this worker, comes later.
-        self._engine_thread = EngineThread(
-            engine,
-            self._channel.deliver,
-            num_threads=config.threads,
-            cores=cores,
-            grammars=grammars,
-            on_failure=self._channel.break_off,
-        )
-        # What is here by now stays; looking through it again and again would hold up steps.
+        # If the engine fails, its requests end at once; Serve's health check, which replaces this
+        # worker, comes later.
+        engine_thread = thread_for(engine, channel.deliver, on_failure=channel.break_off)
+        # Objects made while loading live as long as the worker; scanning them would delay steps.
         gc.collect()
         gc.freeze()
-        self._engine_thread.start()
-        self._channel.start(self._engine_thread)
+        return cls(channel, engine_thread, model.routed)
 
     @property
     def info(self) -> WorkerInfo:
         return self._channel.info
 
     def check_health(self) -> None:
-        """Raise RuntimeError unless requests that come in now would be answered."""
+        """Raise RuntimeError unless requests that arrive now would be answered."""
         if not self._engine_thread.alive:
             raise RuntimeError("the engine thread has ended")
         if not self._channel.alive:
             raise RuntimeError("the channel's thread has ended")
-        if self._engine_thread.stalled_s > STALL_S:
+        if self._engine_thread.stalled_s > MAX_STALL_S:
             raise RuntimeError(
-                f"no engine step has ended for {STALL_S:.0f} s, though there is work"
+                f"no engine step has ended for {MAX_STALL_S:.0f} s, although there is work"
             )
 
     def hottest_experts(self, at_most: int) -> list[tuple[int, int, int]]:
-        """(layer, expert, steps that needed it), the most wanted first."""
+        """(layer, expert, number of steps that needed it), the most needed first."""
         return [] if self._routed is None else self._routed.hottest(at_most)
 
     def warm_experts(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Load these experts, (layer, expert), as far as their cache has room."""
+        """Load these experts, (layer, expert), as far as the expert cache has room."""
         if self._routed is not None:
             self._routed.cache.warm(keys)
 
     def use_experts(self, manifest: Manifest) -> None:
-        """Load experts from another epoch of the same. Raises LoadError if they are others."""
+        """Read the same experts from another epoch of the store. Raises LoadError otherwise."""
         if self._routed is not None:
             cache = self._routed.cache
             cache.use_source(cache.copier.source.at(manifest))
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """End: wait until nothing runs, at most for `drain_s`; drop what still does."""
+        """Wait at most `drain_s` seconds for requests to end, drop the rest, and stop."""
         deadline_s = time.monotonic() + drain_s
         while self._channel.num_requests and time.monotonic() < deadline_s:
             time.sleep(0.05)

@@ -1,7 +1,4 @@
-"""What the programs about experts share: the model, its text, an expert file, and where figures go.
-
-Nobody runs it. Knows nothing of what is measured.
-"""
+"""Shared by the expert benchmarks: the model, its text, an expert file, and writing of results."""
 
 from __future__ import annotations
 

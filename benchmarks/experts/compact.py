@@ -1,4 +1,4 @@
-"""Whether one token gains by multiplying with its kept neurons alone, gathered into a small expert.
+"""Is it faster to multiply one token with its kept neurons alone, gathered into a small expert?
 
 `moe_mode: sparse` loads only the neurons that a token keeps, but multiplies with the whole expert
 and masks the others. Per expert and token, experts taking turns so that weights come from memory:

@@ -1,7 +1,6 @@
-"""Engines with caches of experts that take turns, a token each, so that a slow moment hits all.
+"""Runs engines with expert caches in turns, a token each, so that a slow moment affects all.
 
-What expert_speed.py times: how an engine is made, stepped and read, and a table of them. Nobody
-runs it. Knows nothing of which settings are compared.
+For speed.py: makes the engines, steps them, reads their counters, and prints a table.
 """
 
 from __future__ import annotations

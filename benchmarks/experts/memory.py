@@ -1,4 +1,4 @@
-"""What one copy of the experts saves: memory of two processes, as Linux counts shared pages.
+"""The memory that one shared copy of the experts saves, as Linux counts shared pages.
 
 Two processes that serve a random model from one expert file, against two with a file each;
 each has used every expert once. PSS: a page that n processes share counts 1/n in each.

@@ -1,10 +1,9 @@
-"""How well experts are foreseen: of each layer, from the layer before, on held-out text.
+"""Accuracy of expert prediction: each layer's experts from the layer before, on held-out text.
 
-The built-in MoE model. P1: through the next layer's norm and router; P0: its router on this layer's
-normed state. Beside them the experts of the token before, and the control: a layer's own router on
-its own state. Of the experts that a token has, the neurons: how many of those that it keeps
-(product score, keep 0.2) the state of the layer before would have kept. What a cache gives in time
-is expert_speed.py's, what inexact modes cost expert_quality.py's.
+The built-in MoE model. P1: the next layer's norm and router; P0: its router on this layer's normed
+state. Baseline: the experts of the previous token. Control: a layer's own router on its own state.
+For neurons: how many of those that a token keeps (product score, keep 0.2) the state of the layer
+before would have kept. speed.py measures time, quality.py what the inexact modes cost.
 
     python -m benchmarks.experts.prediction_accuracy --out accuracy
 """

@@ -1,11 +1,11 @@
-"""What sparse and quantised experts cost in quality: perplexity of held-out text by keep fraction.
+"""The quality cost of sparse and quantised experts: perplexity of held-out text by keep fraction.
 
 The built-in MoE model reads windows of two books; neither the model nor its thresholds were made
 from them. The first 64 tokens of a window are exact, as a prompt is; the rest, whose perplexity
-counts, keeps a share of each expert's neurons by one of the three scores, or, as a control, by lot.
-Every setting reads the same tokens, so differences are paired: the error bar is the standard error
-over windows of the mean difference in negative log-likelihood. Beside them the exact model and its
-int8 copies.
+counts, keeps a share of each expert's neurons by one of the three scores, or, as a control, at
+random. Every setting reads the same tokens, so differences are paired: the error bar is the
+standard error over windows of the mean difference in negative log-likelihood. Compared with the
+exact model and with its int8 copies.
 
     python -m benchmarks.experts.quality --out benchmarks/results/2026-11-21-experts-quality
 """
@@ -41,7 +41,7 @@ BLOCK_SIZE = 16
 
 
 class ByLot:
-    """The control: a choice of neurons that knows nothing of them."""
+    """The control: selects neurons at random."""
 
     def __init__(self, keep: float, inner: int):
         self.keep, self.inner = keep, inner
@@ -78,7 +78,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, ids: Tensor, mode: str) -> tuple[float, float]:
-        """Mean negative log-likelihood of the tokens behind the exact ones, and the kept share."""
+        """Mean negative log-likelihood of the tokens after the exact ones, and the kept share."""
         rows = StepRows.of([(mode, NUM_EXACT, 0, WINDOW)], self.model.device)
         hidden = self.model.forward(ids, self.positions, self.inputs, self.kv_layers, moe_rows=rows)
         logits = self.model.logits(hidden[NUM_EXACT:-1])

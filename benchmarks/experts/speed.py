@@ -1,13 +1,13 @@
-"""Time of a token over a slow link, by how many experts the cache holds and what it does with them.
+"""Time per token over a slow host link, by the number of experts in the cache and by its policy.
 
-decode     One token at a time, batch of one. demand: nothing is kept from token to token; LRU over
-           all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, as
+decode     One token at a time, batch of one. demand: no expert is kept between tokens; LRU over
+           all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, when
            the measured counters allow it (prefetch) or at every layer (always). neurons: moe_mode
            sparse. int8: moe_mode quantized.
-formats    The same for experts as they are served with --formats: what a quantised expert saves.
-prompt     A prompt in one step, its layers' experts streamed ahead or only on demand, in turns.
+formats    The same with experts in --formats: what a quantised expert saves.
+prompt     A prompt in one step, with its layers' experts streamed ahead or loaded on demand.
 
-Beside each the floor of a token that loads all that it needs, L * k * bytes / B.
+Printed next to each: the lower bound of a token that loads all its experts, L * k * bytes / B.
 
     python -m benchmarks.experts.speed --out benchmarks/results/2026-11-21-experts-speed
 """

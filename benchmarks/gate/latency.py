@@ -26,7 +26,7 @@ import torch
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -36,7 +36,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import SamplingParams
+from penstock.workers.request import Request, SamplingParams
 from penstock.workers.stats import WorkerInfo
 
 TEXT = "Write a story of 300 words about a mill and the river that drives it. " * 3
@@ -75,14 +75,14 @@ def serve_worker(told: Any) -> None:
     thread._thread.join()
 
 
-def request(number: int, path: str) -> AskedRequest:
+def request(number: int, path: str) -> AdmissionRequest:
     prompt = tuple(range(3 + number % 50, 35 + number % 50))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     features = Features("m", tenant=path, prompt_tokens=len(prompt), max_tokens=1)
-    return AskedRequest(f"{path}-{number}", prompt, params, features=features, text=TEXT)
+    return AdmissionRequest(Request(f"{path}-{number}", prompt, params), features, text=TEXT)
 
 
-async def first_token_ms(pool: WorkerPool, asked: AskedRequest) -> float:
+async def first_token_ms(pool: WorkerPool, asked: AdmissionRequest) -> float:
     began_s = time.perf_counter()
     stream = pool.generate(asked)
     await anext(stream)

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import CUDA, DEVICE, HALF, Checks, Triples, Work, starts_of
 from penstock.kernels.reference import attention as attention_torch
 from penstock.kernels.triton import attention as attention_triton
+from penstock.kernels.types import PagedKv
 
 SCALE = 0.125
 # query heads a kv head, kv heads, head_dim, block_size, window
@@ -32,8 +33,7 @@ ATTENTION_SHAPES = [
 class Cache:
     """One layer of a block-major arena with shuffled blocks; what nobody wrote is NaN."""
 
-    k: Tensor
-    v: Tensor
+    kv: PagedKv
     tables: Tensor
     lens: Tensor
 
@@ -64,18 +64,18 @@ def make_cache(
             rows = torch.randn(lens[b], num_kv_heads, head_dim, device=DEVICE)
             cache[blocks, :, offsets] = rows.to(dtype)
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    return Cache(k, v, tables.to(DEVICE), lens_tensor)
+    return Cache(PagedKv(k, v), tables.to(DEVICE), lens_tensor)
 
 
 def run_decode(q: Tensor, cache: Cache, window: int | None, max_len: int) -> Tensor:
     return attention_triton.decode_attention(
-        q, cache.k, cache.v, cache.tables, cache.lens, SCALE, window, max_len, torch.empty_like(q)
+        q, cache.kv, cache.tables, cache.lens, SCALE, window, max_len, torch.empty_like(q)
     )
 
 
 def run_prefill(q: Tensor, cache: Cache, lens: Sequence[int], window: int | None) -> Tensor:
     return attention_triton.prefill_attention(
-        q, cache.k, cache.v, cache.tables, starts_of(lens), cache.lens, SCALE, window, max(lens),
+        q, cache.kv, cache.tables, starts_of(lens), cache.lens, SCALE, window, max(lens),
         torch.empty_like(q),
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def check_decode(dtype: torch.dtype) -> Triples:
         cache = make_cache(lens, num_kv_heads, dim, block_size, dtype)
         q = torch.randn(len(lens), group * num_kv_heads, dim, device=DEVICE).to(dtype)
         expected = attention_torch.attention_reference(
-            q, cache.k, cache.v, cache.tables, starts_of([1] * len(lens)), cache.lens,
+            q, cache.kv, cache.tables, starts_of([1] * len(lens)), cache.lens,
             scale=SCALE, window=window,
         )  # fmt: skip
         case = f"group {group} dim {dim} block {block_size} window {window}"
@@ -99,7 +99,7 @@ def check_prefill(dtype: torch.dtype) -> Triples:
         cache = make_cache(lens, num_kv_heads, dim, block_size, dtype)
         q = torch.randn(sum(chunks), group * num_kv_heads, dim, device=DEVICE).to(dtype)
         expected = attention_torch.attention_reference(
-            q, cache.k, cache.v, cache.tables, starts_of(chunks), cache.lens,
+            q, cache.kv, cache.tables, starts_of(chunks), cache.lens,
             scale=SCALE, window=window,
         )  # fmt: skip
         case = f"group {group} dim {dim} block {block_size} window {window}"
@@ -115,7 +115,7 @@ def check_far_blocks(dtype: torch.dtype) -> Triples:
     cache = make_cache([33, 20], 1, dim, block_size, dtype, num_layers, blocks)
     q = torch.randn(2, 4, dim, device=DEVICE).to(dtype)
     expected = attention_torch.attention_reference(
-        q, cache.k, cache.v, cache.tables, starts_of([1, 1]), cache.lens, scale=SCALE
+        q, cache.kv, cache.tables, starts_of([1, 1]), cache.lens, scale=SCALE
     )
     yield "decode", run_decode(q, cache, None, 33), expected
     yield "prefill", run_prefill(q, cache, [1, 1], None), expected
@@ -129,7 +129,7 @@ def check_write_kv(dtype: torch.dtype) -> Triples:
         slots[::5] = -1
         arena = torch.zeros(40, 3, 2, num_kv_heads, block_size, dim, device=DEVICE).to(dtype)
         expected = arena.clone()
-        attention_triton.write_kv(k, v, arena[:, 1, 0], arena[:, 1, 1], slots)
+        attention_triton.write_kv(k, v, PagedKv(arena[:, 1, 0], arena[:, 1, 1]), slots)
         kept = slots >= 0
         blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
         expected[:, 1, 0][blocks, :, offsets] = k[kept]
@@ -179,7 +179,7 @@ def works(tiny: bool) -> Iterator[Work]:
             "write_kv",
             f"{rows} tokens, 8 heads",
             lambda kv=kv, cache=cache, slots=slots: attention_triton.write_kv(
-                kv[:, :8], kv[:, 8:], cache.k, cache.v, slots
+                kv[:, :8], kv[:, 8:], cache.kv, slots
             ),
             2 * 2 * kv.numel(),
         )

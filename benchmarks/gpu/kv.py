@@ -7,18 +7,19 @@ Knows caches and blocks; nothing of tables of results.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.attention import SCALE, Cache, make_cache
 from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work, starts_of
-from penstock.kernels import quant, rowwise
+from penstock.kernels import quant
 from penstock.kernels.reference import attention as attention_torch
+from penstock.kernels.reference.rowwise import rope_reference
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import kv_write as kv_triton
-from penstock.kernels.types import KvScales, Rolling
+from penstock.kernels.types import KvScales, PagedKv, Rolling
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 NAMES = {INT8: "int8", FP8: "fp8"}
@@ -33,64 +34,56 @@ SHAPES = [
 SINKS, PAGE = 4, 16
 
 
-@dataclass(frozen=True)
-class Rest:
-    """What attention takes besides the cache."""
-
-    rolling: Rolling | None = None
-    scratch: tuple[Tensor, Tensor] | None = None
-    scales: KvScales | None = None
-
-
-def quantise(cache: Cache, dtype: torch.dtype, group: int) -> tuple[Cache, KvScales]:
-    """The cache as codes and scales; where nobody wrote, both are NaN (127, in int8)."""
+def quantise(cache: Cache, dtype: torch.dtype, group: int) -> Cache:
+    """The cache as codes and scales; both are NaN (127, in int8) in slots never written."""
     sides = []
-    for x in (cache.k, cache.v):
+    for x in (cache.kv.k, cache.kv.v):
         codes, scales = quant.quantize_kv(x, dtype, group)
         lost = scales.isnan().repeat_interleave(group, -1)
         sides.append((codes.view(INT8).masked_fill_(lost, 127).view(dtype), scales))
     (k, k_scales), (v, v_scales) = sides
-    return replace(cache, k=k, v=v), KvScales(k_scales, v_scales)
+    return replace(cache, kv=PagedKv(k, v, KvScales(k_scales, v_scales)))
 
 
 def run(
-    q: Tensor, cache: Cache, query_lens: Sequence[int], max_len: int, window: int | None, rest: Rest
-) -> Tensor:
+    q: Tensor, cache: Cache, query_lens: Sequence[int], max_len: int, window: int | None,
+    rolling: Rolling | None = None,
+) -> Tensor:  # fmt: skip
     """Decode where each sequence has one query, else prefill."""
-    where = (cache.k, cache.v, cache.tables)
-    last = (torch.empty_like(q), rest.rolling, rest.scratch, rest.scales)
+    out = torch.empty_like(q)
     if max(query_lens) == 1:
         return attention_triton.decode_attention(
-            q, *where, cache.lens, SCALE, window, max_len, *last
+            q, cache.kv, cache.tables, cache.lens, SCALE, window, max_len, out, rolling
         )
     return attention_triton.prefill_attention(
-        q, *where, starts_of(query_lens), cache.lens, SCALE, window, max(query_lens), *last
-    )
+        q, cache.kv, cache.tables, starts_of(query_lens), cache.lens, SCALE, window,
+        max(query_lens), out, rolling,
+    )  # fmt: skip
 
 
 def check(
-    case: str, q: Tensor, cache: Cache, query_lens: Sequence[int], window: int | None, rest: Rest
-) -> Triples:
-    k, v, scales = cache.k, cache.v, rest.scales
-    if scales is not None:  # at once: the reference would do so for each query and key again
-        k, v = quant.dequantize_kv(k, scales.k), quant.dequantize_kv(v, scales.v)
+    case: str, q: Tensor, cache: Cache, query_lens: Sequence[int], window: int | None,
+    rolling: Rolling | None = None,
+) -> Triples:  # fmt: skip
+    kv = cache.kv
+    if kv.scales is not None:  # at once: the reference would do so for each query and key again
+        k, v = quant.dequantize_kv(kv.k, kv.scales.k), quant.dequantize_kv(kv.v, kv.scales.v)
+        kv = PagedKv(k, v)
     expected = attention_torch.attention_reference(
-        q, k, v, cache.tables, starts_of(query_lens), cache.lens, scale=SCALE,
-        window=window, rolling=rest.rolling, scratch=rest.scratch,
+        q, kv, cache.tables, starts_of(query_lens), cache.lens, scale=SCALE, window=window,
+        rolling=rolling,
     )  # fmt: skip
-    yield case, run(q, cache, query_lens, int(cache.lens.max()), window, rest), expected
+    yield case, run(q, cache, query_lens, int(cache.lens.max()), window, rolling), expected
 
 
 def check_quantised(dtype: torch.dtype) -> Triples:
     for lens, chunks in (([1, 17, 300], [1] * 3), ([1, 70], [1, 20])):
         for stored, group, heads, kv_heads, dim, block_size, window in SHAPES:
-            cache, scales = quantise(
-                make_cache(lens, kv_heads, dim, block_size, dtype), stored, group
-            )
+            cache = quantise(make_cache(lens, kv_heads, dim, block_size, dtype), stored, group)
             q = torch.randn(sum(chunks), heads * kv_heads, dim, device=DEVICE).to(dtype)
             kind = "decode" if max(chunks) == 1 else "prefill"
             case = f"{kind} {NAMES[stored]} by {group}, dim {dim} window {window}"
-            yield from check(case, q, cache, chunks, window, Rest(scales=scales))
+            yield from check(case, q, cache, chunks, window)
 
 
 def roll(q: Tensor, lens: Sequence[int], query_lens: Sequence[int], window: int) -> Rolling:
@@ -129,16 +122,18 @@ def roll_cache(
     return replace(cache, lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE)), rolling
 
 
-def with_scratch(cache: Cache) -> tuple[Cache, tuple[Tensor, Tensor]]:
-    """The last block of each sequence moves to scratch; where it was is NaN."""
-    pages = (cache.lens - 1) // cache.k.shape[2]
+def with_scratch(cache: Cache) -> Cache:
+    """The last block of each sequence moves to scratch; its old place holds NaN."""
+    k, v = cache.kv.k, cache.kv.v
+    pages = (cache.lens - 1) // k.shape[2]
     rows = torch.arange(len(pages), device=DEVICE)
     blocks = cache.tables[rows, pages.long()].long()
-    more = torch.stack((cache.k[blocks], cache.v[blocks]), 1)
+    more = torch.stack((k[blocks], v[blocks]), 1)
     tables = cache.tables.clone()
-    tables[rows, pages.long()] = (len(cache.k) + rows).to(torch.int32)
-    cache.k[blocks] = cache.v[blocks] = float("nan")
-    return replace(cache, tables=tables), (more[:, 0], more[:, 1])
+    tables[rows, pages.long()] = (len(k) + rows).to(torch.int32)
+    k[blocks] = v[blocks] = float("nan")
+    scratch = PagedKv(more[:, 0], more[:, 1])
+    return replace(cache, tables=tables, kv=cache.kv.with_scratch(scratch))
 
 
 def check_rolled(dtype: torch.dtype) -> Triples:
@@ -148,17 +143,16 @@ def check_rolled(dtype: torch.dtype) -> Triples:
             cache, rolling = roll_cache(lens, kv_heads, dim, dtype, q, chunks, window=50)
             kind = "decode" if max(chunks) == 1 else "prefill"
             case = f"{kind} sinks {SINKS} window 50, group {heads}"
-            yield from check(case, q, cache, chunks, None, Rest(rolling))
-            small, scales = quantise(cache, INT8, 8)
-            yield from check(f"{case} int8", q, small, chunks, None, Rest(rolling, scales=scales))
+            yield from check(case, q, cache, chunks, None, rolling)
+            yield from check(f"{case} int8", q, quantise(cache, INT8, 8), chunks, None, rolling)
 
 
 def check_scratch(dtype: torch.dtype) -> Triples:
     for lens, chunks in (([1, 16, 100], [1] * 3), ([40, 70], [20, 17])):
         q = torch.randn(sum(chunks), 8, 128, device=DEVICE).to(dtype)
-        cache, scratch = with_scratch(make_cache(lens, 2, 128, 16, dtype))
+        cache = with_scratch(make_cache(lens, 2, 128, 16, dtype))
         kind = "decode" if max(chunks) == 1 else "prefill"
-        yield from check(f"{kind} last block apart", q, cache, chunks, None, Rest(None, scratch))
+        yield from check(f"{kind} last block apart", q, cache, chunks, None)
 
 
 def check_write(dtype: torch.dtype) -> Triples:
@@ -171,14 +165,14 @@ def check_write(dtype: torch.dtype) -> Triples:
         cos, sin = angle.cos(), angle.sin()
         slots = torch.randperm(40 * block_size, device=DEVICE)[:33]
         cache = make_cache([1], kv_heads, dim, block_size, dtype, spare_blocks=39)
-        small, scales = quantise(cache, stored, group)
-        turned = [rowwise.rope_reference(x, cos, sin) for x in (q, k)]
-        kv_triton.rope_write_kv(q, k, v, cos, sin, small.k, small.v, slots, None, scales)
+        small = quantise(cache, stored, group)
+        turned = [rope_reference(x, cos, sin) for x in (q, k)]
+        kv_triton.rope_write_kv(q, k, v, cos, sin, small.kv, slots)
         name = f"{NAMES[stored]} by {group}, dim {dim}"
         yield f"{name}: q", q, turned[0]
         blocks, offsets = slots // block_size, slots % block_size
         for side, codes, sizes, rows in (
-            ("k", small.k, scales.k, turned[1]), ("v", small.v, scales.v, v)
+            ("k", small.kv.k, small.kv.scales.k, turned[1]), ("v", small.kv.v, small.kv.scales.v, v)
         ):  # fmt: skip
             held = codes.view(INT8)[blocks, :, offsets].view(stored)
             got = quant.dequantize_kv(held, sizes[blocks, :, offsets])
@@ -213,12 +207,12 @@ def works(tiny: bool) -> Iterator[Work]:
         whole = make_cache([context] * batch, 8, 128, 16, HALF, num_layers=1)
         q = torch.randn(batch, 32, 128, device=DEVICE, dtype=HALF)
         for name, stored, group in formats:
-            cache, scales = (whole, None) if stored is None else quantise(whole, stored, group)
+            cache = whole if stored is None else quantise(whole, stored, group)
             yield Work(
                 "decode_attention",
                 f"{name}, batch {batch} context {context}",
-                lambda q=q, cache=cache, batch=batch, context=context, scales=scales: run(
-                    q, cache, [1] * batch, context, None, Rest(scales=scales)
+                lambda q=q, cache=cache, batch=batch, context=context: run(
+                    q, cache, [1] * batch, context, None
                 ),
                 batch * context * 8 * key_bytes(128, stored, group),
                 4 * batch * context * 32 * 128,
@@ -233,12 +227,12 @@ def _prefills(formats: Sequence[tuple[str, torch.dtype | None, int]], tiny: bool
         whole = make_cache([context] * batch, 8, 128, 16, HALF, num_layers=1)
         q = torch.randn(batch * chunk, 32, 128, device=DEVICE, dtype=HALF)
         for name, stored, group in formats:
-            cache, scales = (whole, None) if stored is None else quantise(whole, stored, group)
+            cache = whole if stored is None else quantise(whole, stored, group)
             yield Work(
                 "prefill_attention",
                 f"{name}, batch {batch} chunk {chunk} context {context}",
-                lambda q=q, cache=cache, sizes=(batch, chunk, context), scales=scales: run(
-                    q, cache, [sizes[1]] * sizes[0], sizes[2], None, Rest(scales=scales)
+                lambda q=q, cache=cache, sizes=(batch, chunk, context): run(
+                    q, cache, [sizes[1]] * sizes[0], sizes[2], None
                 ),
                 batch * context * 8 * key_bytes(128, stored, group) + 2 * 2 * q.numel(),
                 4 * batch * chunk * (context - chunk / 2) * 32 * 128,
@@ -254,15 +248,15 @@ def _rolled_works(tiny: bool) -> Iterator[Work]:
     yield Work(
         "decode_attention",
         f"rolled, batch {batch} window {window}",
-        lambda: run(q, cache, [1] * batch, length, None, Rest(rolling)),
+        lambda: run(q, cache, [1] * batch, length, None, rolling),
         batch * seen * 8 * key_bytes(128, None, 1),
         4 * batch * seen * 32 * 128,
     )
-    whole, scratch = with_scratch(make_cache([window] * batch, 8, 128, 16, HALF, num_layers=1))
+    whole = with_scratch(make_cache([window] * batch, 8, 128, 16, HALF, num_layers=1))
     yield Work(
         "decode_attention",
         f"scratch, batch {batch} context {window}",
-        lambda: run(q, whole, [1] * batch, window, None, Rest(None, scratch)),
+        lambda: run(q, whole, [1] * batch, window, None),
         batch * window * 8 * key_bytes(128, None, 1),
         4 * batch * window * 32 * 128,
     )
@@ -275,14 +269,12 @@ def _writes(formats: Sequence[tuple[str, torch.dtype | None, int]], tiny: bool) 
         cos, sin, slots = angle.cos(), angle.sin(), torch.randperm(rows, device=DEVICE)
         whole = make_cache([rows], 8, 128, 16, HALF, num_layers=1)
         for name, stored, group in formats:
-            cache, scales = (whole, None) if stored is None else quantise(whole, stored, group)
+            cache = whole if stored is None else quantise(whole, stored, group)
             yield Work(
                 "rope_write_kv",
                 f"{name}, {rows} tokens",
-                lambda qkv=qkv, turn=(cos, sin), cache=cache, slots=slots, scales=scales: (
-                    kv_triton.rope_write_kv(
-                        *qkv.split((32, 8, 8), 1), *turn, cache.k, cache.v, slots, None, scales
-                    )
+                lambda qkv=qkv, turn=(cos, sin), cache=cache, slots=slots: kv_triton.rope_write_kv(
+                    *qkv.split((32, 8, 8), 1), *turn, cache.kv, slots
                 ),
                 2 * 2 * rows * 32 * 128
                 + rows * 8 * (2 * 2 * 128 + key_bytes(128, stored, group))

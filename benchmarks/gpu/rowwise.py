@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work
-from penstock.kernels import rowwise
+from penstock.kernels.reference.rowwise import (
+    rms_norm_reference,
+    rope_reference,
+    silu_mul_reference,
+)
 from penstock.kernels.triton import rowwise as rowwise_triton
 
 
@@ -21,10 +25,10 @@ def check_rms_norm(dtype: torch.dtype) -> Triples:
         weight = torch.randn(dim, device=DEVICE).to(dtype)
         y = rowwise_triton.rms_norm(x, weight, 1e-5, None, torch.empty_like(x))
         assert isinstance(y, Tensor)
-        yield f"{rows} x {dim}", y, rowwise.rms_norm_reference(x, weight, 1e-5)
+        yield f"{rows} x {dim}", y, rms_norm_reference(x, weight, 1e-5)
         y, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
         yield f"{rows} x {dim} sum", total, x + residual
-        yield f"{rows} x {dim} after sum", y, rowwise.rms_norm_reference(total, weight, 1e-5)
+        yield f"{rows} x {dim} after sum", y, rms_norm_reference(total, weight, 1e-5)
 
 
 def check_rope(dtype: torch.dtype) -> Triples:
@@ -32,7 +36,7 @@ def check_rope(dtype: torch.dtype) -> Triples:
         qkv = torch.randn(5, heads + 3, dim, device=DEVICE).to(dtype)
         angle = torch.randn(5, rot // 2, device=DEVICE)
         expected = qkv.clone()
-        turned = rowwise.rope_reference(qkv[:, : heads + 2], angle.cos(), angle.sin())
+        turned = rope_reference(qkv[:, : heads + 2], angle.cos(), angle.sin())
         expected[:, : heads + 2] = turned
         rowwise_triton.rope_(qkv[:, :heads], qkv[:, heads : heads + 2], angle.cos(), angle.sin())
         yield f"heads {heads} dim {dim} rot {rot}", qkv, expected
@@ -42,7 +46,7 @@ def check_silu_mul(dtype: torch.dtype) -> Triples:
     for rows, dim in ((1, 1), (3, 63), (2, 1500)):
         gate_up = torch.randn(rows, 2 * dim, device=DEVICE).to(dtype)
         y = rowwise_triton.silu_mul(gate_up, torch.empty(rows, dim, dtype=dtype, device=DEVICE))
-        yield f"{rows} x {dim}", y, rowwise.silu_mul_reference(gate_up)
+        yield f"{rows} x {dim}", y, silu_mul_reference(gate_up)
 
 
 CHECKS: Checks = {

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from penstock.kernels import attention
 from penstock.kernels.rowwise import rope_
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import KvScales, PagedKv
 
 BLOCK_SIZE, CHUNK, ROUNDS, KEYS = 16, 256, 9, 131072
+SCALE = 0.125
 FORMATS: dict[str, tuple[torch.dtype, int | None]] = {
     "fp32": (torch.float32, None),
     "bf16": (torch.bfloat16, None),
@@ -37,14 +38,9 @@ class Case:
     """A cache full of random numbers in one format, and the queries for it."""
 
     q: Tensor
-    cache: tuple[Tensor, Tensor]
-    scales: KvScales | None
+    kv: PagedKv
     tables: Tensor
     lens: Tensor
-
-    @property
-    def options(self) -> dict:
-        return {"scale": 0.125, "max_context_len": int(self.lens[0]), "scales": self.scales}
 
 
 def build(kind: str, context: int, batch: int, heads: tuple[int, int], dim: int) -> Case:
@@ -63,7 +59,7 @@ def build(kind: str, context: int, batch: int, heads: tuple[int, int], dim: int)
     tables = torch.randperm(shape[0]).to(torch.int32).view(batch, per_sequence)
     lens = torch.full((batch,), context, dtype=torch.int32)
     q = torch.randn(max(batch, CHUNK), num_heads, dim).to(model_dtype)
-    return Case(q, (cache[0], cache[1]), scales, tables, lens)
+    return Case(q, PagedKv(cache[0], cache[1], scales), tables, lens)
 
 
 def best(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -79,20 +75,21 @@ def best(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 def decode(case: Case) -> Tensor:
     batch = len(case.lens)
     return attention.decode_attention(
-        case.q[:batch], *case.cache, case.tables, case.lens, **case.options
-    )
+        case.q[:batch], case.kv, case.tables, case.lens, scale=SCALE,
+        max_context_len=int(case.lens[0]),
+    )  # fmt: skip
 
 
 def prefill(case: Case) -> Tensor:
     starts = torch.tensor([0, CHUNK], dtype=torch.int32)
     return attention.prefill_attention(
-        case.q[:CHUNK], *case.cache, case.tables[:1], starts, case.lens[:1],
-        max_query_len=CHUNK, **case.options,
+        case.q[:CHUNK], case.kv, case.tables[:1], starts, case.lens[:1], scale=SCALE,
+        max_query_len=CHUNK,
     )  # fmt: skip
 
 
 def write(case: Case, num_tokens: int, one_pass: bool) -> Callable[[], object]:
-    num_kv_heads, dim = case.cache[0].shape[1], case.cache[0].shape[3]
+    num_kv_heads, dim = case.kv.k.shape[1], case.kv.k.shape[3]
     num_heads = case.q.shape[1]
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(case.q.dtype)
     q, k, v = qkv.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -101,10 +98,10 @@ def write(case: Case, num_tokens: int, one_pass: bool) -> Callable[[], object]:
 
     def once() -> None:
         if one_pass:
-            attention.rope_write_kv(q, k, v, cos, sin, *case.cache, slots, scales=case.scales)
+            attention.rope_write_kv(q, k, v, cos, sin, case.kv, slots)
         else:
             rope_(q, k, cos, sin)
-            attention.write_kv(k, v, *case.cache, slots, scales=case.scales)
+            attention.write_kv(k, v, case.kv, slots)
 
     return once
 

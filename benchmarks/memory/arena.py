@@ -1,4 +1,4 @@
-"""KV blocks gained by lending the tail of the pool to activations, against activations set apart.
+"""KV blocks gained by lending the tail of the pool to activations, against separate activations.
 
 The first table is arithmetic: five published shapes in bf16 on three devices, with the byte counts
 that the engine itself uses. The second is measured: the built-in model in the same memory in both
@@ -25,9 +25,10 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.sizing import GPU_KV_FRACTION
 from penstock.workers.memory.arena import BlockLayout
 from penstock.workers.memory.workspace import activation_plan, logits_plan
-from penstock.workers.model_config import ModelConfig, RopeConfig
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
+from penstock.workers.rope_config import RopeConfig
 
 BF16 = torch.bfloat16
 BLOCK_SIZE = 16
@@ -84,7 +85,7 @@ def weight_bytes(config: ModelConfig) -> int:
 
 
 def num_blocks(config: ModelConfig, budget: float, reserve_tokens: int) -> int:
-    """Blocks beside a reserve for steps of `reserve_tokens`, as the engine counts them."""
+    """Blocks next to a reserve for steps of `reserve_tokens`, as the engine counts them."""
     layout = BlockLayout(config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim, BF16)
     reserve = activation_plan(config, BF16).bytes_for(reserve_tokens)
     reserve += logits_plan(config, BF16).bytes_for(MAX_NUM_SEQS)

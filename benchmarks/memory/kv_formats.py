@@ -1,4 +1,4 @@
-"""What a KV format admits: the same bytes, the same requests, a pool that cannot hold them all.
+"""KV formats under memory pressure: the same bytes and requests, in a pool that is too small.
 
     python -m benchmarks.memory.kv_formats [--out benchmarks/results/2026-11-21-kv-formats.md]
 
@@ -22,10 +22,11 @@ import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.model_config import ModelConfig, RopeConfig
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import build_random
 from penstock.workers.request import Request, SamplingParams
+from penstock.workers.rope_config import RopeConfig
 
 POOL_BYTES = 4 * 2**20
 NUM_REQUESTS, PROMPT, ANSWER = 40, 48, 48

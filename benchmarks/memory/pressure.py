@@ -1,12 +1,12 @@
-"""A KV pool that is too small: what preemption, deferred commit and host memory make of it.
+"""Memory pressure: preemption, deferred commit and host memory with a KV pool that is too small.
 
 In-process engines on the built-in model, one thread. First the same seeded requests, all at once,
-through a pool that cannot hold them (several LOADS): eager, eager with deferral's scratch memory as
-blocks of its own, deferred by the measured ridge, deferred with a ridge that is said to be large,
-and eager with host memory. Rounds are interleaved, each with fresh requests, and speed is the ratio
-to eager within a round. Then long prompts that come back after their blocks have left for host
-memory, through links of several speeds and every kv_restore: what is loaded, what is computed, and
-the time to the first token. All variants must give the same ids: anything else ends the benchmark.
+in a pool that cannot hold them (several LOADS): eager, eager with deferral's scratch memory as
+blocks, deferred by the measured ridge, deferred with a large configured ridge, and eager with host
+memory. Rounds are interleaved, each with new requests, and speed is the ratio to eager within a
+round. Then long prompts that return after their blocks were moved to host memory, over links of
+several speeds and with every kv_restore: tokens loaded, tokens recomputed, and the time to the
+first token. All variants must give the same ids, or the benchmark fails.
 
     python -m benchmarks.memory.pressure --out benchmarks/results/2026-11-21-pressure
     python -m benchmarks.memory.pressure --rounds 1 --turns 1 --link-mb-per-s 1000 20 2
@@ -66,7 +66,7 @@ LINKS = {"fast": 10.0, "break-even": 1.0, "slow": 0.2}
 
 @dataclass(frozen=True, slots=True)
 class PressureLoad:
-    """Requests of so many tokens, into a pool of so many blocks."""
+    """The lengths of requests, in tokens, and the pool's size."""
 
     prompt: tuple[int, int]
     answer: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/memory/pressure.py, from what it found alone."""
+"""The tables of benchmarks/memory/pressure.py, from its results."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""One answer of 20,000 tokens from a model of 2,048, on a real server with neighbours beside it.
+"""One answer of 20,000 tokens from a model with a context of 2,048, on a real server under load.
 
-Starts `penstock serve` on free ports and asks it over gRPC for an answer with context_policy
-sink_window and no max_tokens: it goes on to --max-endless-tokens. Each time so many of its tokens
-are there, a burst of ordinary requests comes beside it, so that every stretch of the answer has the
-same company. Shown over the length of the answer: KV blocks that live requests hold, memory of the
-worker and of the ingress, time and the worker's CPU time per token. Checked: from the first roll on
-the blocks stay the same up to one roll, whenever the answer runs alone; each neighbour finishes
-with the ids that it then gets alone; and the answer's ids are those of a bare engine that has
-nothing else to do (--no-check-answer skips that, for it takes as long again).
+Starts `penstock serve` on free ports and requests over gRPC an answer with context_policy
+sink_window and no max_tokens: it continues to --max-endless-tokens. At regular lengths of the
+answer, a burst of ordinary requests arrives, so that every stretch of the answer has the same
+neighbours. Shown over the length of the answer: KV blocks of live requests, memory of the worker
+and of the ingress, time and the worker's CPU time per token. Checked: from the first roll on, while
+the answer runs alone, the number of blocks varies by at most one roll; each neighbour finishes with
+the ids that it gets when it runs alone; and the answer's ids are those of an engine without other
+requests (--no-check-answer skips this check, which takes as long again).
 
     python -m benchmarks.streaming.endless --out benchmarks/results/2026-11-22-endless
     python -m benchmarks.streaming.endless --tokens 3000
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """An ordinary request, and what it got beside the endless answer."""
+    """An ordinary request, and its answer while the endless answer runs."""
 
     prompt: tuple[int, ...]
     sampling: dict[str, Any]
@@ -74,7 +74,7 @@ class Neighbour:
 
 
 class ProcessSampler:
-    """Looks at status and processes until it is cancelled."""
+    """Samples the server's status and the memory of its processes until it is cancelled."""
 
     def __init__(self, http: httpx.AsyncClient, pids: Sequence[int], arrivals: list[float]):
         self.samples: list[Sample] = []

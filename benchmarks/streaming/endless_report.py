@@ -1,4 +1,4 @@
-"""What benchmarks/streaming/endless.py has found: how flat it is, as a table, and as a picture."""
+"""The table and the plot of benchmarks/streaming/endless.py: whether memory and time stay flat."""
 
 from __future__ import annotations
 

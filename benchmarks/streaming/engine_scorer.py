@@ -1,10 +1,9 @@
-"""The second scorer: the production engine, which streams the text through a request's sink window
-and tells the log-probabilities of its prompt.
+"""A scorer that uses the production engine: prompt logprobs of a request with a sink window.
 
     python -m benchmarks.streaming.engine_scorer --tokens 4096
 
-puts it beside the plain PyTorch scorer, token by token: kernels, block tables, rolls and chunks
-against the arithmetic of streaming_score.py.
+compares it with the plain PyTorch scorer (torch_scorer.py), token by token: kernels, block tables,
+rolls and chunks against plain arithmetic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Perplexity over a long text when old tokens are dropped: what a context policy costs.
+"""The quality cost of a context policy: perplexity over a long text whose old tokens are dropped.
 
 One held-out book that the model never saw, as one sequence far longer than it was trained for,
 teacher-forced. Compares the full context, a window alone, sinks and a window (S = 1, 4, 16), the
@@ -113,8 +113,8 @@ def score_recompute(
     found: Findings,
     bar: OnTokens,
 ) -> None:
-    """The window run from scratch, at --samples positions, beside the policies at the same ones;
-    behind the mark that texts begin with, as a request with this window as its prompt would be, and
+    """The window run from scratch, at --samples positions, next to the policies at the same ones;
+    after the mark that texts begin with, as a request with this window as its prompt would be, and
     without it."""
     for cache, marked in itertools.product(args.cache, (True, False)):
         generator = torch.Generator().manual_seed(cache)

@@ -2,7 +2,7 @@
 
 `TorchScorer` is plain PyTorch over a transformers model's own modules: any length, in chunks, exact
 for each query row (two queries: K stays rotated at its absolute position). `recompute` runs each
-window from scratch. Knows nothing of books, tables, plots or the engine.
+window from scratch. Independent of the engine.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Scorer(Protocol):
     def score(
         self, token_ids: Sequence[int], policy: CachePolicy, on_tokens: OnTokens | None = None
     ) -> Tensor:
-        """Entry i is log p(token_ids[i + 1] | what token i sees), fp32 [T - 1]. `on_tokens` hears
-        how many more tokens are done."""
+        """Entry i is log p(token_ids[i + 1] | what token i sees), fp32 [T - 1]. `on_tokens` is
+        called with the number of tokens just scored."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ def recompute(
 ) -> Tensor:
     """Sliding window with recomputation: for each p of `positions`, log p(token_ids[p + 1]) from
     the last `context` tokens up to p, run from scratch at positions 0 onward; `marked`: from one
-    fewer, behind token_ids[0]. fp32 [positions]; every p >= context - 1."""
+    fewer, after token_ids[0]. fp32 [positions]; every p >= context - 1."""
     ids, found = torch.tensor(token_ids), []
     for i in range(0, len(positions), batch):
         some = positions[i : i + batch]

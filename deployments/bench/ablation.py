@@ -1,7 +1,7 @@
 """`penstock bench ablate`: the server recipe, and what each of its parts brings.
 
 The same load is served with all parts and with each one left out, in turns and in one process, on
-the engine alone: prompts come in as text and answers leave as text. Knows nothing of command lines.
+the engine alone. Prompts are tokenized and answers detokenized, as in a server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Recipe:
     kv: KvFormat = "int8"
     merges: bool = True  # prompts and decodes share a step
     is_continuous: bool = True  # requests join and leave at any step
-    is_pipelined: bool = True  # text is made beside the steps
+    is_pipelined: bool = True  # text is made in parallel with the steps
     admission: str = "predicted"
 
 
@@ -61,7 +61,7 @@ def parts_of(full: Recipe) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one load. `tokens_per_s` counts generated tokens that somebody wanted."""
+    """The result of one load. `tokens_per_s` counts generated tokens up to the wanted lengths."""
 
     wall_s: float
     num_tokens: int
@@ -76,14 +76,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request of the load: its prompt as text, and after how many tokens it has enough."""
+    """One request of the load: its prompt as text, and the job with its lengths."""
 
     text: str
     job: Job
 
 
-class InLine:
-    """Everything takes turns on one thread."""
+class InlineEngine:
+    """Runs the engine on the caller's thread, so that steps and text take turns."""
 
     def __init__(self, engine: Engine) -> None:
         self.submit, self.cancel, self.deltas = engine.add, engine.abort, engine.step
@@ -92,8 +92,8 @@ class InLine:
         pass
 
 
-class Beside:
-    """The engine on its own thread, as workers run it."""
+class ThreadedEngine:
+    """Runs the engine on its own thread, as workers do."""
 
     def __init__(self, engine: Engine) -> None:
         self._outbox: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
@@ -108,7 +108,7 @@ class Beside:
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer that is under way, and its text."""
+    """A running answer and its text."""
 
     held: Held
     detokenizer: Detokenizer
@@ -119,9 +119,9 @@ class _Answer:
 def serve_once(
     engine: Engine, tokenizer: Tokenizer, calls: Sequence[Call], recipe: Recipe, max_tokens: int
 ) -> Run:
-    """Serve all `calls`, there at once. The engine is told `max_tokens` for each, as clients do who
-    do not know; the client leaves when its answer is as long as its job wants it."""
-    driver = Beside(engine) if recipe.is_pipelined else InLine(engine)
+    """Serve all `calls`, submitted at once. Each request has the limit `max_tokens`, as from a
+    client that does not know the length, and is cancelled at the length that its job wants."""
+    driver = ThreadedEngine(engine) if recipe.is_pipelined else InlineEngine(engine)
     rule = admission_of(recipe.admission, engine, max_tokens)
     before = engine.stats()
     began_s = time.perf_counter()
@@ -147,7 +147,7 @@ def _serve(
     recipe: Recipe,
     max_tokens: int,
 ) -> int:
-    """Until every call has its tokens; the most answers that were under way at once."""
+    """Run until every call has its tokens; the maximum number of concurrent answers."""
     wanted = {f"ablate-{i}": call for i, call in enumerate(calls)}
     prompts: dict[str, list[int]] = {}
     for request_id, call in wanted.items():
@@ -164,7 +164,7 @@ def _serve(
         most = max(most, len(answers))
         for delta in driver.deltas():
             answer = answers.get(delta.request_id)
-            if answer is None:  # the step was under way when its client left
+            if answer is None:  # sampled by a step in flight when the request was cancelled
                 continue
             if delta.error is not None:
                 raise RuntimeError(f"{delta.request_id}: {delta.error_message or delta.error}")
@@ -182,7 +182,7 @@ def _serve(
 
 
 def engine_for(model: Decoder, config: EngineConfig, recipe: Recipe) -> Engine:
-    """A fresh engine with the parts of `recipe` that are the engine's own."""
+    """A new engine with those parts of `recipe` that are engine settings."""
     return Engine(
         dataclasses.replace(
             config, weights=recipe.weights, kv=recipe.kv, merge_steps=recipe.merges
@@ -213,8 +213,8 @@ def ablate(
 ) -> Iterator[tuple[str, Run]]:
     """(name, run) of the full recipe ("everything") and without each part, `rounds` times.
 
-    `models(weights)`: the model in a number format. The order turns around from round to round, so
-    that a machine that grows slower does not favour anybody.
+    `models(weights)`: the model in a number format. Every second round runs in reverse
+    order, so that a machine that slows down favours no recipe.
     """
     rows = [("everything", full), *((part.name, part.without) for part in parts_of(full))]
     longest = max(call.job.prompt_tokens for call in calls) + max_tokens
@@ -223,8 +223,8 @@ def ablate(
             engine = engine_for(models(recipe.weights), config, recipe)
             if engine.max_model_len < longest:
                 raise ConfigError(
-                    f"the pool or the model takes {engine.max_model_len} tokens, and a request of "
-                    f"this load may need {longest}: raise --kv-cache-gb or lower --max-tokens"
+                    f"the KV pool or the model takes {engine.max_model_len} tokens, and a request "
+                    f"of this load may need {longest}: raise --pool-share or lower --max-tokens"
                 )
             yield name, serve_once(engine, tokenizer, calls, recipe, max_tokens)
             engine.close()

@@ -34,25 +34,25 @@ WORKER, EPOCH = "worker", 0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A request that waits."""
+    """A waiting request."""
 
     request_id: str
     num_prompt: int
 
 
 class Admission(Protocol):
-    """Who may come in, and when. Told of everything that happens."""
+    """Decides which waiting requests are admitted. Receives every event of the run."""
 
     def offer(self, held: Held) -> None: ...
     def take(self) -> list[Held]:
-        """Those who come in now."""
+        """The requests to admit now."""
 
     def progressed(self, request_id: str, generated: int) -> None: ...
     def ended(self, request_id: str, generated: int) -> None: ...
 
 
 def admission_of(name: str, engine: Engine, max_tokens: int) -> Admission:
-    """The rule `name` for the pool of `engine`; every request may become `max_tokens` long."""
+    """The rule `name` for the KV pool of `engine`; each answer may have `max_tokens` tokens."""
     capacity = engine.pool.num_blocks * engine.config.block_size
     slots = engine.config.max_num_seqs
     if name == "optimistic":
@@ -84,7 +84,7 @@ class Optimistic:
 
 
 class ReserveMax:
-    """First come, first served, with room for the longest answer: nobody is ever preempted."""
+    """First come, first served, with room for the longest answer: no request is ever preempted."""
 
     def __init__(self, capacity: int, slots: int, block_size: int, max_tokens: int) -> None:
         self._capacity, self._slots = capacity, slots
@@ -128,8 +128,8 @@ class Predicted:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._max_tokens = clock, max_tokens
-        everybody = QueueSettings(max_waiting=1_000_000, max_wait_s=1e9)
-        self._predictor, self._gate = LengthPredictor(), Gate(GateSettings(queue=everybody))
+        unlimited = QueueSettings(max_waiting=1_000_000, max_wait_s=1e9)
+        self._predictor, self._gate = LengthPredictor(), Gate(GateSettings(queue=unlimited))
         self._gate.add_worker(WorkerSpec(WORKER, EPOCH, capacity, block_size, slots))
         self._held: dict[str, Held] = {}
         self._running: OrderedDict[str, int] = OrderedDict()

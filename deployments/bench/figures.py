@@ -1,11 +1,11 @@
 """From what a client saw to figures: TTFT, TPOT, ITL, throughput, goodput, errors by kind.
 
-Pure arithmetic on times. Knows nothing of servers or protocols.
+Pure arithmetic on times.
 
 Where the time between tokens is concerned, a chunk is what arrives at once, and it may hold several
 tokens. A chunk of n tokens that comes g seconds after the one before counts as n inter-token times
 of g / n each ("spread"), so that the inter-token times of an answer sum up to the time from its
-first chunk to its last. The pauses themselves, one a chunk, are reported beside them.
+first chunk to its last. The pauses themselves, one a chunk, are reported in addition.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PERCENTILES = (50, 90, 99)
 
 EXACT = "exact"  # the server named the tokens of each chunk
 ONE_EACH = "one a chunk"  # as many chunks as tokens, give or take the one that ends the answer
-ASSUMED = "one a chunk, assumed"  # nobody said how many tokens there were
+ASSUMED = "one a chunk, assumed"  # neither the server nor a tokenizer counted them
 SPREAD = "by characters"  # the total is known, and divided by how long the chunks' texts are
 
 
@@ -78,7 +78,7 @@ class Outcome:
         return [int(n) for n in np.diff(shares, prepend=0)], SPREAD
 
     def num_output_tokens(self) -> int:
-        """As the server says; else as counted."""
+        """As reported by the server; else as counted by the client."""
         if self.completion_tokens is not None:
             return self.completion_tokens
         return sum(self.token_counts()[0])

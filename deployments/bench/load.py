@@ -1,6 +1,6 @@
 """What a benchmark asks for: how many tokens each request has, when it is sent, and its words.
 
-Pure arithmetic on a seeded generator. Knows nothing of servers, clocks or the network.
+Pure arithmetic on a seeded generator: the same seed gives the same load.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _running_sum(numbers: Iterator[float]) -> Iterator[float]:
 @dataclass(frozen=True, slots=True)
 class WordPrompts:
     """Prompts of random words. A prompt of w words has about `overhead` + w * `tokens_per_word`
-    tokens; how many it really had, the server says."""
+    tokens; the server reports the true number."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0

@@ -1,6 +1,6 @@
 """`penstock bench offline`: the engine alone, in this process. No Ray, no network, no text.
 
-All requests are there at the start. Knows nothing of command lines.
+All requests are submitted at the start.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ WARM_UP = (Job(0.0, 40, 4), Job(0.0, 40, 4))
 
 
 def drain_all(
-    engine: Engine, jobs: Sequence[Job], *, seed: int, tell: Callable[[int], object]
+    engine: Engine, jobs: Sequence[Job], *, seed: int, on_step: Callable[[int], object]
 ) -> tuple[list[Outcome], dict[str, Any]]:
     """Serve all `jobs` greedily, and give what came of each, and the figures. The end-of-sequence
-    token is ignored. `tell` hears how many tokens each step made. Raises RequestError."""
+    token is ignored. `on_step` gets the number of tokens of each step. Raises RequestError."""
     rng = np.random.default_rng((seed, 2))
     _drain(engine, WARM_UP, rng, lambda _: None)
-    outcomes, steps = _drain(engine, jobs, rng, tell)
+    outcomes, steps = _drain(engine, jobs, rng, on_step)
     figures = figures_of(outcomes, Slo())
     prefill = [step_s for step_s, has_prefill in steps if has_prefill]
     decode = [step_s for step_s, has_prefill in steps if not has_prefill]
@@ -44,7 +44,7 @@ def _drain(
     engine: Engine,
     jobs: Sequence[Job],
     rng: np.random.Generator,
-    tell: Callable[[int], object],
+    on_step: Callable[[int], object],
 ) -> tuple[list[Outcome], list[tuple[float, bool]]]:
     """What came of each job, and of each step its seconds and whether it computed prompts."""
     vocab_size = engine.model.config.vocab_size
@@ -72,5 +72,5 @@ def _drain(
             if delta.finish_reason is not None:
                 outcome.ended_s = now_s
                 outcome.error = delta.error
-        tell(sum(len(delta.token_ids) for delta in deltas))
+        on_step(sum(len(delta.token_ids) for delta in deltas))
     return list(outcomes.values()), steps

@@ -26,8 +26,8 @@ UNSURE_TOKENS = 0.1  # of a prompt of words: how far its length may be from what
 
 @dataclass(frozen=True, slots=True)
 class BenchCall:
-    """A job made concrete. The server is told `max_tokens`; with `cut_at` the client closes the
-    stream once it has so many tokens, which the server is not told."""
+    """A request ready to send. `max_tokens` is sent; at `cut_at` received tokens the client closes
+    the stream, without the server knowing that length in advance."""
 
     job: Job
     prompt: BenchPrompt
@@ -37,7 +37,7 @@ class BenchCall:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is, for whoever shows it."""
+    """Counts of a run in progress, for the progress bar."""
 
     num_sent: int = 0
     num_done: int = 0
@@ -55,7 +55,7 @@ async def calibrate(target: Target, seed: int) -> WordPrompts:
             async for piece in pieces:
                 tokens = piece.prompt_tokens if piece.prompt_tokens is not None else tokens
         if tokens is None:
-            return WordPrompts()  # the server tells no usage: take a word for a token
+            return WordPrompts()  # the server reports no usage: count a word as a token
         seen.append((num_words, tokens))
     return WordPrompts.calibrated(seen[0], seen[1])
 
@@ -70,12 +70,12 @@ def make_calls(
     is_exact: bool,
     seed: int,
 ) -> list[BenchCall]:
-    """The calls for `jobs`. `ending` says who ends an answer: "cut", the client, at the wanted
-    length; "told", the server, which is told it; "free", the model.
+    """The calls for `jobs`. `ending` decides what ends an answer: "cut", the client at the
+    wanted length; "known", the server, which receives that length; "free", the model.
 
-    What the server is told otherwise is the same for all, `max_tokens` or else the longest answer
-    wanted, but for prompts so long that it would not fit. Raises ConfigError for jobs that cannot
-    fit the model's context at all.
+    Otherwise all requests send the same limit, `max_tokens` or else the longest wanted answer; less
+    where the prompt leaves less room. Raises ConfigError for jobs that do not fit the model's
+    context.
     """
     rng = np.random.default_rng((seed, 2))
     limit = max_tokens or max(job.output_tokens for job in jobs)
@@ -84,25 +84,25 @@ def make_calls(
         wanted = min(job.output_tokens, limit)
         room = _room(job, model, is_exact=is_exact)
         num_too_long += room < wanted
-        told = wanted if ending == "told" else min(limit, room)
-        cut_at = wanted if ending == "cut" and wanted < told else None
-        calls.append(BenchCall(job, make_prompt(job.prompt_tokens, rng), int(told), cut_at))
+        sent = wanted if ending == "known" else min(limit, room)
+        cut_at = wanted if ending == "cut" and wanted < sent else None
+        calls.append(BenchCall(job, make_prompt(job.prompt_tokens, rng), int(sent), cut_at))
     if num_too_long:
         raise ConfigError(
             f"{num_too_long} of {len(jobs)} requests do not fit the {model.max_model_len} tokens "
             f"that {model.name!r} takes: clip them with --max-prompt-tokens and "
-            "--max-output-tokens, or leave them out with --skip-too-long"
+            "--max-output-tokens, or drop them with --skip-too-long"
         )
     return calls
 
 
 def fitting(jobs: Sequence[Job], model: TargetModel, *, is_exact: bool) -> list[Job]:
-    """Those jobs that fit the model's context."""
+    """The jobs that fit the model's context."""
     return [job for job in jobs if job.output_tokens <= _room(job, model, is_exact=is_exact)]
 
 
 def _room(job: Job, model: TargetModel, *, is_exact: bool) -> float:
-    """Tokens that an answer may have behind the prompt of `job`."""
+    """Tokens that an answer may have after the prompt of `job`."""
     if model.max_model_len is None:
         return math.inf
     unsure = 0 if is_exact else round(job.prompt_tokens * UNSURE_TOKENS) + 1

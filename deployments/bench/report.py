@@ -1,4 +1,4 @@
-"""How figures are shown: a table, a JSON file, a picture. Knows nothing of where they come from."""
+"""Writes the figures of a benchmark as a table, a JSON file, or a picture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.workers.errors import ConfigError
 COLUMNS = ("mean", "p50", "p90", "p99", "max")
 PLOT_REMEDY = "--plot needs matplotlib: pip install 'penstock[bench]', or pip install matplotlib"
 OF_THE_CLIENT = ("client_held_ms", "client_late_ms")
-NOTEWORTHY_MS = 0.5  # below it, the client was no part of what is measured
-LATE_MS = 10.0  # at p99: a client that is later than this was no open loop
+NOTEWORTHY_MS = 0.5  # below it, the client had no part in what was measured
+LATE_MS = 10.0  # at p99: with later requests the load was not open-loop
 
 ROWS = {
     "ttft_ms": "time to first token (TTFT)",
@@ -23,8 +23,8 @@ ROWS = {
     "itl_ms": "inter-token time (ITL)",
     "pause_ms": "pause between chunks",
     "e2e_ms": "whole request (E2E)",
-    "client_held_ms": "held back by --max-concurrency",
-    "client_late_ms": "client behind its schedule",
+    "client_held_ms": "delayed by --max-concurrency",
+    "client_late_ms": "delayed by the client itself",
     "step_ms": "engine step",
     "step_prefill_ms": "steps that prefill",
     "step_decode_ms": "steps that only decode",
@@ -32,7 +32,7 @@ ROWS = {
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """All figures, for people."""
+    """All figures, as lines for the terminal."""
     lines = [*_counts(figures), ""]
     lines.append(f"{'milliseconds':32}" + "".join(f"{name:>10}" for name in COLUMNS))
     for name, label in ROWS.items():
@@ -94,7 +94,7 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def request_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One row per request, for whoever wants other figures than ours. Times in seconds from the
+    """One row per request, for figures that the table does not have. Times in seconds from the
     first request's start."""
     began_s = min((each.sent_s for each in outcomes), default=0.0)
     rows = []

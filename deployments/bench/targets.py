@@ -1,6 +1,6 @@
-"""A server as a benchmark sees it: OpenAI's HTTP API of any make, or Penstock's gRPC.
+"""The server that is measured: any server with OpenAI's HTTP API, or Penstock over gRPC.
 
-Gives an answer chunk by chunk, and one kind of error. Knows nothing of loads or figures.
+Yields an answer chunk by chunk, and raises one kind of error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BenchPrompt = str | list[int]
 
 
 class TargetError(Exception):
-    """A request failed. `kind` is short, for counting; the message is for people."""
+    """A request failed. `kind` is short, for counting; the message is for the user."""
 
     def __init__(self, kind: str, message: str = ""):
         self.kind = kind
@@ -31,7 +31,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """The model that is measured; None where the server does not tell."""
+    """The model that is measured; None where the server does not report it."""
 
     name: str
     max_model_len: int | None = None
@@ -40,8 +40,8 @@ class TargetModel:
 
 @dataclass(frozen=True, slots=True)
 class TargetPiece:
-    """What arrived at once. `num_tokens` is None where the server does not say; usage comes with
-    the last, or never."""
+    """One chunk. `num_tokens` is None where the server does not report it; the usage fields are set
+    in the last chunk, or never."""
 
     num_chars: int
     num_tokens: int | None = None
@@ -50,7 +50,7 @@ class TargetPiece:
 
 
 class Target(Protocol):
-    """A server. Closing an answer's generator ends the answer. All raise TargetError."""
+    """A server. Closing the generator of an answer cancels the request. All raise TargetError."""
 
     async def model(self) -> TargetModel: ...
     def answer(self, prompt: BenchPrompt, max_tokens: int) -> AsyncGenerator[TargetPiece, None]: ...
@@ -174,7 +174,7 @@ class _Pieces:
         if usage is None:
             return TargetPiece(num_chars, num_tokens) if num_chars or num_tokens else None
         completion = usage["completion_tokens"]
-        if num_tokens is None and body["choices"]:  # a server that tells usage with every chunk
+        if num_tokens is None and body["choices"]:  # this server reports usage with every chunk
             num_tokens = completion - self._num_reported
         self._num_reported = completion
         return TargetPiece(num_chars, num_tokens, usage["prompt_tokens"], completion)

@@ -22,7 +22,7 @@ from penstock.deployments.cli.bench import compute_of, jobs_of, plain
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
 
-LONGER = 4  # times the longest answer: what clients ask for who do not know
+LONGER = 4  # times the longest answer: what a client that does not know the length asks for
 
 
 def run_ablate(args: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def run_ablate(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=len(jobs),
-        prefix_cache=False,  # random words: it would be work for nothing
+        prefix_cache=False,  # random words share no prefix
     )
     share = args.pool_share
     config = replace(config, kv_cache_gb=pool_gb(model("auto"), config, calls, share))
@@ -79,7 +79,7 @@ def run_ablate(args: argparse.Namespace) -> int:
 
 
 def table(full: Recipe, runs: Mapping[str, Sequence[Run]]) -> str:
-    """For people: medians, and the gain of each part beside what was published."""
+    """Lines for the terminal: medians, and the gain of each part next to the published gain."""
     published = {part.name: part.published for part in parts_of(full)}
     head = ("without", "tokens/s", "gain of the part", "at once", "preempted", "steps", "published")
     rows = [head]

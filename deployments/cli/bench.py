@@ -1,6 +1,6 @@
-"""`penstock bench`: what its two forms do with their flags.
+"""`penstock bench serve` and `bench offline`: from flags to a load, its run, and the report.
 
-Ties the load, the server or engine, the figures and the report together; does none of it itself.
+Load, targets, figures and report are in deployments/bench/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_NUM_REQUESTS = 100
 def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
     """`penstock bench serve`; the exit status. Raises ConfigError, or RuntimeError."""
     if args.chat and args.prompts == "ids":
-        raise ConfigError("--prompts ids is for completions; drop one of it and --chat")
+        raise ConfigError("--prompts ids works with completions only; drop it, or --chat")
     _extra_body(args)
     bench_report.check_plot(args.plot)
     jobs = jobs_of(args)
@@ -56,7 +56,7 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
 async def _serve_jobs(
     args: argparse.Namespace, jobs: list[Job], api_key: str | None
 ) -> tuple[str, list[Outcome]]:
-    """The model's name, and what came of each request."""
+    """The model's name, and the outcome of each request."""
     ignore_eos = not args.until_eos if args.ignore_eos is None else args.ignore_eos
     target = target_of(
         args.url,
@@ -77,7 +77,7 @@ async def _serve_jobs(
             jobs,
             await _prompt_maker(args, target, model.vocab_size),
             model,
-            ending="told" if args.max_tokens_from_trace else "free" if args.until_eos else "cut",
+            ending="known" if args.max_tokens_from_trace else "free" if args.until_eos else "cut",
             max_tokens=args.max_tokens,
             is_exact=is_exact,
             seed=args.seed,
@@ -114,7 +114,7 @@ async def _prompt_maker(args: argparse.Namespace, target: Target, vocab_size: in
 
 
 async def _show(progress: bench_serve.Progress, total: int, *, hidden: bool) -> None:
-    """Drawn a few times a second, not for each chunk: the client has better things to do."""
+    """Draw the bar a few times a second; once per chunk would cost the client CPU time."""
     with tqdm(total=total, unit="req", disable=hidden or None, dynamic_ncols=True) as bar:
         try:
             while True:
@@ -156,7 +156,7 @@ def run_offline(args: argparse.Namespace) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_gb=args.kv_cache_gb,
         max_waiting=max(len(jobs), 1),
-        prefix_cache=False,  # random prompts: it would be work for nothing
+        prefix_cache=False,  # random prompts share no prefix
     )
     engine = Engine(config, model)
     limit = engine.max_model_len
@@ -172,7 +172,7 @@ def run_offline(args: argparse.Namespace) -> int:
         raise ConfigError("no request is left to serve")
     total = sum(job.output_tokens for job in jobs)
     with tqdm(total=total, unit="tok", disable=args.no_progress or None) as bar:
-        outcomes, figures = drain_all(engine, jobs, seed=args.seed, tell=bar.update)
+        outcomes, figures = drain_all(engine, jobs, seed=args.seed, on_step=bar.update)
     print(bench_report.table(figures))
     if args.json is not None:
         content = {"args": plain(args), "threads": threads, "figures": figures}

@@ -1,6 +1,6 @@
-"""`penstock calibrate`: the thresholds by which a model's neurons are chosen, into a file.
+"""`penstock calibrate`: write the score thresholds by which moe_mode sparse chooses neurons.
 
-Flags and words; the work is workers/calibrate.py's, and torch is loaded only then.
+Flags and report only: workers/calibrate.py does the work, and torch is imported then.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ score:
   product  |silu(gate) * up|, the default of moe_score
 Scores come from a copy of the gate and up matrices in few bits, here as later when serving;
 --format says how many. An expert that fewer than 1000 tokens went through gets its layer's
-thresholds. What a share costs in quality is for you to measure: docs/experts.md has a curve of the
-built-in model.
+thresholds. Measure what a share costs in quality on your own data: docs/guide/experts.md has the
+curve of the built-in model.
 """
 
 
@@ -40,47 +40,61 @@ def add_calibrate(commands: Any, run: Callable[[argparse.Namespace], int]) -> No
     """Add `calibrate` to the commands of the command line."""
     calibrate = commands.add_parser(
         "calibrate",
-        help="find the neurons' thresholds of a mixture-of-experts model, for moe_mode sparse",
-        description="Run a mixture-of-experts model over some text, and write down which scores of "
-        "neurons are large: what moe_mode sparse chooses by.",
+        help="measure neuron thresholds of a mixture-of-experts model, for moe_mode sparse",
+        description="Run a mixture-of-experts model over some text, and write the thresholds above "
+        "which moe_mode sparse keeps a neuron.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     calibrate.add_argument("model", metavar="MODEL", help="folder, hub id, or builtin-moe")
     calibrate.add_argument(
-        "--text", metavar="FILE", help="plain text in UTF-8; none: what the model writes by itself"
+        "--text", metavar="FILE", help="plain text in UTF-8; none: text that the model generates"
     )
     calibrate.add_argument(
-        "--tokens", type=int, default=32768, metavar="N", help="at most (default: 32768)"
+        "--tokens",
+        type=int,
+        default=32768,
+        metavar="N",
+        help="maximum tokens to run (default: 32768)",
     )
     calibrate.add_argument(
         "--format",
         choices=("int8", "int4"),
         default="int8",
-        help="of the copy that scores come from; int4 takes half the memory (default: int8)",
+        help="number format of the weight copy that gives the scores; int4 takes half the memory "
+        "(default: int8)",
     )
     calibrate.add_argument(
-        "--out", metavar="FILE", help="default: neuron_thresholds.json beside the model"
+        "--out",
+        metavar="FILE",
+        help="output file (default: neuron_thresholds.json in the model's folder)",
     )
     calibrate.add_argument(
-        "--weights", choices=("auto", "fp32", "bf16"), default="auto", help="default: auto"
+        "--weights",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="number format of the weights (default: auto)",
     )
-    calibrate.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    calibrate.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)"
+    )
     calibrate.add_argument(
         "--expert-cache-gb",
         type=float,
         default=1.0,
         metavar="X",
-        help="GiB of device memory for experts while it runs (default: 1)",
+        help="GiB of device memory that caches experts (default: 1)",
     )
     calibrate.add_argument(
         "--expert-store-dir",
         default="/dev/shm",
         metavar="DIR",
-        help="folder in memory for a copy of all experts meanwhile (default: /dev/shm)",
+        help="folder in memory for a temporary copy of all experts (default: /dev/shm)",
     )
-    calibrate.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    calibrate.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of generated text (default: 0)"
+    )
     calibrate.add_argument("--no-progress", action="store_true", help="no progress bar")
     calibrate.set_defaults(run=run)
 

@@ -1,6 +1,6 @@
-"""`penstock chat`: a conversation in the terminal, streamed as the model speaks.
+"""`penstock chat`: a conversation in the terminal; answers are printed while they are generated.
 
-Knows nothing of HTTP or gRPC: a `Server` gives the text.
+The server is reached through cli/server.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from penstock.deployments.cli.server import Message, Server, ServerError
 
 HELP = """\
 Type a message, and Enter. Ctrl-C stops an answer; Ctrl-D or /quit ends the conversation.
-  /reset         forget what was said
-  /system TEXT   what the model is told beforehand; without TEXT: nothing
-  /help          this
+  /reset         start a new conversation
+  /system TEXT   set the system prompt, and start anew; without TEXT: none
+  /help          show this text
   /quit          end"""
 
 
@@ -30,12 +30,12 @@ class ChatRepl:
         self._turns: list[Message] = []
 
     def run(self) -> int:
-        """Until the user leaves; the exit status."""
+        """Run until the user ends it; the exit status."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             with contextlib.suppress(ImportError):  # absent from some Pythons
                 import readline  # noqa: F401  (gives `input` line editing and history)
-            print(f"Talking with {', '.join(self._server.models())}. /help helps.")
+            print(f"Chatting with {', '.join(self._server.models())}. /help lists the commands.")
         for line in _lines("> " if is_terminal else ""):
             if line.startswith("/"):
                 if not self._command(line):
@@ -45,7 +45,7 @@ class ChatRepl:
         return 0
 
     def _command(self, line: str) -> bool:
-        """Do what a line with a slash says; False to end."""
+        """Run a line that begins with a slash; False ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/quit", "/exit"):
             return False
@@ -61,26 +61,26 @@ class ChatRepl:
         return True
 
     def _answer(self, text: str) -> None:
-        """Ask, print the answer as it comes, and remember both."""
+        """Send `text`, print the answer while it arrives, and keep both as context."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = {"role": "user", "content": text}
-        said: list[str] = []
+        pieces: list[str] = []
         stream = self._server.chat([*system, *self._turns, asked], self._sampling)
         try:
             for piece in stream:
-                said.append(piece)
+                pieces.append(piece)
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             pass
         except ServerError as error:
-            print(f"\nerror: {error}" if said else f"error: {error}", flush=True)
+            print(f"\nerror: {error}" if pieces else f"error: {error}", flush=True)
             return
         finally:
             closing = getattr(stream, "close", None)
             if closing is not None:
                 closing()
         print()
-        self._turns += [asked, {"role": "assistant", "content": "".join(said)}]
+        self._turns += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def _lines(prompt: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""`penstock experts`: how each worker's cache of experts does, as a table.
+"""`penstock experts`: hit rates and transfers of each worker's expert cache, as a table.
 
-Reads what workers announced last; asks none of them.
+The figures are those of each worker's last heartbeat; no worker is called.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def run_experts(url: str, api_key: str | None) -> int:
     with connect(url, api_key=api_key) as server:
         if not isinstance(server, HttpServer):
             raise ConfigError("penstock experts asks over HTTP; give --url http://host:port")
-        status = server.status()
+        status = server.get("/v1/penstock/status")
     found = [(each["id"], each["experts"]) for each in status["workers"] if each.get("experts")]
     if not found:
-        print("no worker has a cache of experts: start one with --expert-cache-gb")
+        print("no worker has an expert cache; `penstock serve --expert-cache-gb X` makes one")
         return 1
     for worker, figures in found:
         print("\n".join(table(worker, figures)))
@@ -35,12 +35,12 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
     gib = figures["num_slots"] * figures["slot_bytes"] / 2**30
     yield (
         f"worker {worker}: {figures['num_slots']} of {figures['num_experts']} experts fit "
-        f"({gib:.2f} GiB), epoch {figures['epoch']} of the store"
+        f"in the cache ({gib:.2f} GiB); expert store epoch {figures['epoch']}"
     )
     yield (
-        f"  experts needed {lookups:,}: there {_percent(figures['num_hits'], lookups)}, in part "
-        f"{_percent(figures['num_partial'], lookups)}, absent "
-        f"{_percent(figures['num_misses'], lookups)}; of their rows there "
+        f"  experts needed {lookups:,}: cached {_percent(figures['num_hits'], lookups)}, partly "
+        f"cached {_percent(figures['num_partial'], lookups)}, missing "
+        f"{_percent(figures['num_misses'], lookups)}; their rows cached "
         f"{_percent(figures['num_neurons_there'], figures['num_neurons_wanted'])}"
     )
     yield (
@@ -48,21 +48,21 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
         f"{_percent(figures['num_prefetch_used'], figures['num_prefetched'])}"
     )
     if figures["num_withheld"]:
-        yield f"  nothing prefetched for {figures['num_withheld']:,} layers: the link had no time"
+        yield f"  nothing prefetched for {figures['num_withheld']:,} layers: the host link was busy"
     if figures["num_sparse_neurons"]:
         yield (
-            f"  sparse: {figures['num_sparse_neurons']:,} neurons to choose from, left out "
+            f"  sparse: {figures['num_sparse_neurons']:,} neurons to choose from, skipped "
             f"{_percent(figures['num_skipped_neurons'], figures['num_sparse_neurons'])}"
         )
     yield (
-        f"  moved {figures['demand_bytes'] / 1e9:.2f} GB on demand, "
-        f"{figures['prefetch_bytes'] / 1e9:.2f} GB ahead, in {figures['link_busy_s']:.1f} s; steps "
-        f"waited {figures['stall_s']:.1f} s"
+        f"  copied {figures['demand_bytes'] / 1e9:.2f} GB on demand, "
+        f"{figures['prefetch_bytes'] / 1e9:.2f} GB prefetched, in {figures['link_busy_s']:.1f} s; "
+        f"steps waited {figures['stall_s']:.1f} s"
     )
     if figures["num_corrupted"]:
         yield f"  {figures['num_corrupted']} loads failed: bytes did not match their digest"
     if figures["by_layer"]:
-        yield f"  {'layer':>5} {'foreseen':>9} {'as the token before':>20} {'neurons':>9}"
+        yield f"  {'layer':>5} {'predicted':>9} {'same as last token':>20} {'neurons':>9}"
     for each in figures["by_layer"]:
         yield (
             f"  {each['layer']:>5} {_percent(each['num_right'], each['num_routed']):>9} "

@@ -1,7 +1,7 @@
-"""The `penstock` command: serve a model, and talk to a server.
+"""The `penstock` command: its subcommands and their flags.
 
-Flags of `serve` are made from the fields of the configuration. What a command needs is imported
-when it runs, so that `--help` answers at once.
+The flags of `serve` are the settings of the configuration. Each command imports what it needs when
+it runs, so that `--help` is immediate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ A file for --config holds the same settings, one a line (num_workers: 2); flags 
 Numbers may end in k, M or G (x1000), or Ki, Mi or Gi (x1024).
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret, so not for the command line that others can read
+KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret: other users can read command lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,17 +77,23 @@ def build_parser() -> argparse.ArgumentParser:
         run_ablate=_bench_ablate,
     )
     add_plan(commands, run_plan)
-    experts = commands.add_parser("experts", help="how the caches of experts of a server do")
+    experts = commands.add_parser(
+        "experts", help="show hit rates and transfers of a server's expert caches"
+    )
     _add_server_flags(experts)
     experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
     add_calibrate(commands, run_calibrate)
-    models = commands.add_parser("models", help="name the models that a server serves")
+    models = commands.add_parser("models", help="list the models of a server")
     _add_server_flags(models)
     models.set_defaults(run=_models)
-    queue = commands.add_parser("queue", help="show who waits at a server's gate, and why")
+    queue = commands.add_parser(
+        "queue", help="show the requests that wait at a server's gate, and why"
+    )
     _add_server_flags(queue)
-    queue.add_argument("--limit", type=int, default=50, metavar="N", help="rows (default: 50)")
+    queue.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="maximum rows (default: 50)"
+    )
     queue.set_defaults(run=_queue)
     commands.add_parser("version", help="print the version").set_defaults(run=_version)
     return parser
@@ -99,7 +105,7 @@ def _add_serve(commands: Any) -> None:
         help="serve a model over HTTP and gRPC",
         usage="penstock serve [MODEL] [--config FILE] [--SETTING VALUE ...]",
         allow_abbrev=False,
-        description="Serve a model over HTTP (as OpenAI's API) and gRPC, until Ctrl-C.",
+        description="Serve a model over HTTP (OpenAI-compatible) and gRPC, until Ctrl-C.",
         epilog=SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -139,16 +145,18 @@ def _add_setting(group: Any, setting: Setting) -> None:
 
 
 def _add_chat(commands: Any) -> None:
-    chat = commands.add_parser("chat", help="talk with a model, as the server streams")
+    chat = commands.add_parser("chat", help="chat with a model in the terminal")
     _add_server_flags(chat)
     _add_sampling_flags(chat)
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.set_defaults(run=_chat)
 
 
 def _add_complete(commands: Any) -> None:
-    complete = commands.add_parser("complete", help="continue a text")
-    complete.add_argument("prompt", metavar="PROMPT", help="the text; '-' reads it from stdin")
+    complete = commands.add_parser("complete", help="complete a text")
+    complete.add_argument(
+        "prompt", metavar="PROMPT", help="text to complete; '-' reads it from stdin"
+    )
     _add_server_flags(complete)
     _add_sampling_flags(complete)
     complete.set_defaults(run=_complete)
@@ -161,20 +169,32 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_URL,
         help=f"http://host:port or grpc://host:port (default: {DEFAULT_URL})",
     )
-    group.add_argument("--model", help="name of the model; none: the one that is served")
+    group.add_argument("--model", help="model name; none: the served one")
     group.add_argument(
-        "--api-key-file", metavar="FILE", help=f"file with the key; else ${KEY_VARIABLE}"
+        "--api-key-file",
+        metavar="FILE",
+        help=f"file with the API key; none: the environment variable {KEY_VARIABLE}",
     )
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling; what is left out is the server's choice")
-    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="X")
-    group.add_argument("--top-k", type=int, metavar="N")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed, the same answer")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
+    group = parser.add_argument_group("sampling; the server decides what is not given")
+    group.add_argument(
+        "--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy"
+    )
+    group.add_argument(
+        "--top-p", type=float, metavar="X", help="nucleus sampling: probability mass"
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="N", help="sample from the N most likely tokens"
+    )
+    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens of the answer")
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="seed; the same seed gives the same answer"
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop before this text; repeatable"
+    )
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -214,10 +234,9 @@ def _experts(args: argparse.Namespace) -> int:
 
 
 def _queue(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.queue import fetch_queue, queue_text
+    from penstock.deployments.cli.queue import run_queue
 
-    print(queue_text(fetch_queue(args.url, _api_key(args), args.limit)))
-    return 0
+    return run_queue(args.url, _api_key(args), args.limit)
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -261,9 +280,9 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _not_understood(argument: str) -> ConfigError:
-    """The error for a flag or word that no command takes; it names the nearest flag."""
+    """The error for an unknown flag or argument; it names the nearest flag."""
     if not argument.startswith("-"):
-        return ConfigError(f"unexpected {argument!r}: see `penstock --help`")
+        return ConfigError(f"unexpected argument {argument!r}; see `penstock --help`")
     flags = [_flag(setting.name) for setting in settings()]
     near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "see --help"

@@ -1,6 +1,6 @@
-"""`penstock plan`: what a model could do on a device, by the roofline. No GPU, no weights.
+"""`penstock plan`: upper bounds for a model on a device, by the roofline. No GPU, no weights.
 
-Ties the arithmetic of `workers/planning/roofline.py` to flags and a report; does none of it itself.
+Flags and report only: workers/planning/roofline.py does the arithmetic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from penstock.workers.planning.hardware import (
     Device,
     device_named,
 )
-from penstock.workers.planning.roofline import Roofline, count_parameters
+from penstock.workers.planning.parameters import count_parameters
+from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import SHAPES, shape_named
 from penstock.workers.weights.hub import BUILTIN, resolve_model
 
@@ -35,11 +36,11 @@ examples:
   penstock plan ./my-checkpoint --device A100 --weights bf16,int4 --kv int8 --price-per-hour 1.8
   penstock plan Mixtral-8x7B --device H200 --json plan.json --plot plan.png
 
-Reading the table. blocks: KV blocks that fit beside weights and activations. batch: sequences of
---context tokens that fit in them. step: a decode step of that batch. nt: the ridge, rows of a step
-that take no longer than one. TTFT: ms, of a prompt that is alone. cost/M: of a million new tokens.
-These are bounds, nothing can be faster: give --compute-share 0.5 --bandwidth-share 0.8, or what you
-have measured, to come nearer.
+Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
+--context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
+that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
+million generated tokens. These are bounds, nothing can be faster: for an estimate give
+--compute-share 0.5 --bandwidth-share 0.8, or the shares that you have measured.
 
 models:  {", ".join(SHAPES)}
 devices: {", ".join(DEVICES)}
@@ -52,9 +53,9 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     """Add `plan` to the commands of the command line."""
     plan = commands.add_parser(
         "plan",
-        help="what a model could do on a device: blocks, batch, speed, cost",
-        description="Bounds by the roofline, for each number format: blocks that fit, largest "
-        "batch, step time, tokens/s, ridge, TTFT, cost. Needs no GPU and no weights.",
+        help="bound a model's batch, speed and cost on a device",
+        description="Roofline bounds for each number format: KV blocks, largest batch, step time, "
+        "tokens/s, ridge, TTFT, cost. Needs no GPU and no weights.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -83,54 +84,78 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     group.add_argument(
         "--prompt-lens",
         metavar="N,N",
-        help=f"for TTFT (default: of {PROMPT_LENS} those that the model takes)",
+        help=f"prompt lengths for TTFT (default: those of {PROMPT_LENS} that fit the model)",
     )
     group.add_argument(
-        "--batch", type=_positive_int, metavar="N", help="not the largest, if so many fit"
+        "--batch",
+        type=_positive_int,
+        metavar="N",
+        help="batch size to plan for (default: the largest that fits)",
     )
     group = plan.add_argument_group("memory and machine")
-    group.add_argument("--block-size", type=_positive_int, default=16, metavar="N")
+    group.add_argument(
+        "--block-size",
+        type=_positive_int,
+        default=16,
+        metavar="N",
+        help="tokens in one KV block (default: 16)",
+    )
     group.add_argument(
         "--kv-group",
         default="auto",
         metavar="N",
-        help="dimensions of a head that share a scale in int8 and fp8 KV, or head; 0: no scales; "
+        help="head dimensions that share a scale in int8 and fp8 KV, or head; 0: no scales; "
         f"auto, as the engine: {DEFAULT_KV_GROUP}, or the head where that does not divide it",
     )
     group.add_argument(
         "--quantize-o",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="attention's output projections, too, are in --weights (default: yes)",
+        help="apply --weights to the attention output projections too (default: yes)",
     )
     group.add_argument(
         "--quantize-lm-head",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="so is the head (default: no)",
+        help="apply --weights to the LM head too (default: no)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=_positive_int,
         default=2048,
         metavar="N",
-        help="rows of a step: chunks of prompts, and room for activations (default: 2048)",
+        help="maximum tokens of one step; sets the memory for activations (default: 2048)",
     )
     group.add_argument(
-        "--reserve-gb", type=_finite, default=1.0, metavar="X", help="for all else (default: 1)"
+        "--reserve-gb",
+        type=_finite,
+        default=1.0,
+        metavar="X",
+        help="GB kept free for everything else (default: 1)",
     )
     group.add_argument(
-        "--compute-share", type=_finite, default=1.0, metavar="X", help="of the peak"
+        "--compute-share",
+        type=_finite,
+        default=1.0,
+        metavar="X",
+        help="share of the peak compute rate that is reached (default: 1)",
     )
     group.add_argument(
-        "--bandwidth-share", type=_finite, default=1.0, metavar="X", help="of the peak"
+        "--bandwidth-share",
+        type=_finite,
+        default=1.0,
+        metavar="X",
+        help="share of the peak memory bandwidth that is reached (default: 1)",
     )
     group.add_argument(
-        "--price-per-hour", type=_finite, metavar="X", help="of one device; for the cost"
+        "--price-per-hour",
+        type=_finite,
+        metavar="X",
+        help="price of one device, for the cost column",
     )
-    group = plan.add_argument_group("what comes out, beside the table")
-    group.add_argument("--json", metavar="FILE", help="all figures")
-    group.add_argument("--plot", metavar="FILE.png", help="a picture; needs matplotlib")
+    group = plan.add_argument_group("output in addition to the table")
+    group.add_argument("--json", metavar="FILE", help="write all figures")
+    group.add_argument("--plot", metavar="FILE.png", help="write a picture; needs matplotlib")
     plan.set_defaults(run=run)
 
 
@@ -198,13 +223,13 @@ def _kv_group(text: str, head_dim: int) -> int:
 
 
 def _model(name: str) -> ModelConfig:
-    """A folder's, a built-in model's, or a published shape. Nothing is fetched."""
+    """The configuration of a folder, a built-in model, or a published shape. No download."""
     if name in BUILTIN or Path(name).expanduser().is_dir():
         return ModelConfig.from_pretrained(resolve_model(name))
     try:
         return shape_named(name)
     except ConfigError as error:
-        raise ConfigError(f"{name!r} is no folder with a config.json, and {error}") from None
+        raise ConfigError(f"{name!r} is not a folder with a config.json, and {error}") from None
 
 
 def _names(flag: str, text: str, known: Sequence[str] | dict[str, Any] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a plan is shown: its rows, a table, a picture. Knows nothing of flags."""
+"""The report of `penstock plan`: rows, a table, a picture."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`penstock quantize`: a checkpoint becomes a quantised one, for this and other engines.
+"""`penstock quantize`: write a quantised checkpoint, for Penstock and other engines.
 
-Flags and words; the work is workers/weights/quantize.py's, and torch is loaded only then.
+Flags and report only: workers/weights/quantize.py does the work, and torch is imported then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> Non
 def run_quantize(args: argparse.Namespace) -> int:
     """`penstock quantize`; the exit status. Raises ConfigError or LoadError."""
     out = Path(args.out or f"{args.model.rstrip('/').rsplit('/', 1)[-1]}-{args.to}").expanduser()
-    if out.exists():  # said before anything is fetched
+    if out.exists():  # checked before anything is downloaded
         raise ConfigError(f"{out} exists already; give another --out, or remove it")
     from tqdm import tqdm
 

@@ -1,57 +1,56 @@
-"""`penstock queue`: who waits at a server's gate, and why, as a table."""
+"""`penstock queue`: the requests that wait at a server's gate, and why, as a table."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
-from penstock.deployments.cli.server import START_ONE, ServerError
+from penstock.deployments.cli.server import HttpServer, connect
+from penstock.workers.errors import ConfigError
 
 _WHY = {
-    "memory": "no worker has memory for it yet",
-    "slots": "no worker has a slot free",
-    "behind": "others go first",
-    "no_worker": "no worker has reported",
+    "memory": "its predicted peak does not fit any worker yet",
+    "slots": "all workers run max_num_seqs requests",
+    "behind": "requests before it in the queue go first",
+    "no_worker": "no worker has reported yet",
 }
 
 
-def fetch_queue(url: str, api_key: str | None, limit: int) -> dict[str, Any]:
-    """What the server says. Raises ServerError."""
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/penstock/queue"
-    try:
-        answer = httpx.get(address, headers=headers, params={"limit": limit}, timeout=10)
-        answer.raise_for_status()
-        told: dict[str, Any] = answer.json()
-    except httpx.ConnectError:
-        raise ServerError(f"no server answers at {url}; {START_ONE}") from None
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServerError(f"{address}: {error}") from None
-    return told
+def run_queue(url: str, api_key: str | None, limit: int) -> int:
+    """Print the table of at most `limit` waiting requests; the exit status.
+
+    Raises ConfigError or ServerError.
+    """
+    with connect(url, api_key=api_key) as server:
+        if not isinstance(server, HttpServer):
+            raise ConfigError("penstock queue asks over HTTP; give --url http://host:port")
+        print(queue_text(server.get("/v1/penstock/queue", limit=limit)))
+    return 0
 
 
-def queue_text(told: dict[str, Any]) -> str:
-    """For people."""
-    return "\n".join([*_about(told), *_table(told["waiting"])])
+def queue_text(status: dict[str, Any]) -> str:
+    """The lines for the terminal. `status`: as /v1/penstock/queue answers."""
+    return "\n".join([*_summary(status), *_table(status["waiting"])])
 
 
-def _about(told: dict[str, Any]) -> list[str]:
-    if told["admission"] == "optimistic":
-        return ["admission is optimistic: there is no gate, and requests wait at the workers"]
-    if not told["gate"]:
-        why = "" if told["breaker"] == "closed" else f" (breaker {told['breaker']})"
+def _summary(status: dict[str, Any]) -> list[str]:
+    if status["admission"] == "optimistic":
+        return ["admission is optimistic: there is no gate, and requests queue at the workers"]
+    if not status["gate"]:
+        breaker = (
+            "" if status["breaker"] == "closed" else f" (circuit breaker: {status['breaker']})"
+        )
         return [
-            f"the gate is away{why}: requests go to the worker with the least to do and wait there"
+            f"no connection to the gate{breaker}: requests go to the "
+            "least-loaded worker and queue there"
         ]
-    lines = [f"{told['num_waiting']} wait (admission {told['admission']})"]
-    for book in told["workers"]:
-        share = 100 * book["used_tokens"] / max(book["capacity_tokens"], 1)
-        closed = "" if book["is_open"] else ", closed until it reports"
+    lines = [f"{status['num_waiting']} requests wait (admission {status['admission']})"]
+    for worker in status["workers"]:
+        share = 100 * worker["used_tokens"] / max(worker["capacity_tokens"], 1)
+        closed = "" if worker["is_open"] else ", closed until its next report"
         lines.append(
-            f"worker {book['worker']}: {book['num_held']} of {book['slots']} slots, "
-            f"{book['used_tokens']:,} of {book['capacity_tokens']:,} KV tokens ({share:.0f} %), "
-            f"headroom {100 * book['headroom']:.1f} %{closed}"
+            f"worker {worker['worker']}: {worker['num_held']} of {worker['slots']} slots, "
+            f"{worker['used_tokens']:,} of {worker['capacity_tokens']:,} KV tokens "
+            f"({share:.0f} %), headroom {100 * worker['headroom']:.1f} %{closed}"
         )
     return lines
 
@@ -59,11 +58,11 @@ def _about(told: dict[str, Any]) -> list[str]:
 def _table(waiting: list[dict[str, Any]]) -> list[str]:
     if not waiting:
         return []
-    rows = [("request", "tenant", "waited", "goes in", "why")]
+    rows = [("request", "tenant", "waited", "admitted", "why")]
     for each in waiting:
         why = _WHY.get(each["reason"], each["reason"])
         if each["peak_tokens"] is not None:
-            why += f": {each['peak_tokens']:,} tokens at the peak, {each['limit_tokens']:,} may be"
+            why += f" ({each['peak_tokens']:,} KV tokens; the limit is {each['limit_tokens']:,})"
         expected = "?" if each["expected_s"] is None else f"in {each['expected_s']:.1f} s"
         waited = f"{each['waited_s']:.1f} s"
         rows.append((each["request_id"], each["tenant"] or "-", waited, expected, why))

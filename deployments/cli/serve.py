@@ -1,6 +1,6 @@
-"""`penstock serve`: brings a cluster up, says how it does, and takes it down when told to.
+"""`penstock serve`: start a cluster, print its state, and stop it at a signal.
 
-Ray is imported only once the configuration has been found good, for that takes seconds.
+Ray is imported after the configuration has been checked, as the import takes seconds.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ def run_serve(config: ServeConfig) -> int:
     _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
     if config.is_open:
         _say(
-            f"WARNING: no API keys, and {config.host} is not loopback: whoever reaches this machine"
-            " can use it. Put keys into a file and name that with --api-keys-file."
+            f"WARNING: no API keys, and {config.host} is not loopback: every machine that can "
+            "reach it can use this server. Write keys into a file, and pass it as --api-keys-file."
         )
     cluster: Cluster | None = None
     signals = Signals(give_up=lambda: cluster.stop_at_once() if cluster is not None else None)
     try:
-        _say("starting Ray" if config.ray_address is None else "connecting with Ray")
+        _say(
+            "starting Ray"
+            if config.ray_address is None
+            else f"connecting to Ray at {config.ray_address}"
+        )
         _prepare_environment(config)
         from penstock.deployments.cluster import Cluster
 
@@ -47,7 +51,7 @@ def run_serve(config: ServeConfig) -> int:
         signals.take_over()
         _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
-        cluster.wait_until_up(_Arrivals(config.num_workers).tell)
+        cluster.wait_until_up(_WorkerProgress(config.num_workers).report)
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
         _say(_welcome(config, cluster.view()))
@@ -56,7 +60,7 @@ def run_serve(config: ServeConfig) -> int:
     except (Interrupted, SystemExit):  # Ray, while it starts, turns SIGTERM into SystemExit
         return 130
     finally:
-        signals.may_break_off = False  # nothing breaks off the cleaning up
+        signals.may_break_off = False  # the clean-up must not be interrupted
         if cluster is not None:
             cluster.stop()
     _say("stopped")
@@ -64,18 +68,18 @@ def run_serve(config: ServeConfig) -> int:
 
 
 def _prepare_environment(config: ServeConfig) -> None:
-    """Set what Ray reads from the environment, unless the user already has."""
+    """Set Ray's environment variables, unless the user has set them."""
     for name, value in driver_environment().items():
         os.environ.setdefault(name, value)
     if config.ray_address is None and "RAY_AUTH_MODE" not in os.environ:
-        # Ray's ports are open on every interface: let in nobody but our own processes.
+        # Ray's ports are open on every interface: the token admits only our own processes.
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
-    """Say how the cluster does, until a signal comes."""
+    """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
     num_workers, num_failures = config.num_workers, 0
     while not signals.num_seen:
@@ -86,34 +90,34 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
         num_failures = view.num_failures
         if len(view.workers) != num_workers:
             is_less = len(view.workers) < num_workers
-            what = "a worker was lost, and is being replaced" if is_less else "a worker has come"
+            what = "a worker was lost and is being replaced" if is_less else "a worker is ready"
             num_workers = len(view.workers)
-            _say(f"{what}: {num_workers} of {config.num_workers} serve")
+            _say(f"{what}: {num_workers} of {config.num_workers} workers serve")
         if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
             _say(f"{time.strftime('%H:%M:%S')} {line}")
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
-        _say(f"stopping: what runs has {config.drain_s:g} s to end; Ctrl-C again ends it now")
+        _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
 
 
-class _Arrivals:
-    """Says when a worker has loaded the model."""
+class _WorkerProgress:
+    """Prints a line for each worker that has loaded the model."""
 
     def __init__(self, num_workers: int):
         self._num_workers = num_workers
         self._num_seen = 0
 
-    def tell(self, view: ClusterView) -> None:
+    def report(self, view: ClusterView) -> None:
         while self._num_seen < len(view.workers):
             self._num_seen += 1
             if self._num_workers > 1:
-                _say(f"worker {self._num_seen} of {self._num_workers} is there")
+                _say(f"worker {self._num_seen} of {self._num_workers} is ready")
 
 
 def _welcome(config: ServeConfig, view: ClusterView) -> str:
     metrics = sorted(each.metrics_address for each in view.ingresses if each.metrics_address)
     watch = "".join(f"  watch http://{address}/metrics  (Prometheus)\n" for address in metrics)
     return (
-        f"  HTTP  http://{config.address(config.http_port)}/v1  (as OpenAI's; /docs in a browser)\n"
+        f"  HTTP  http://{config.address(config.http_port)}/v1  (OpenAI API; /docs in a browser)\n"
         f"  gRPC  {config.address(config.grpc_port)}\n"
         f"{watch}"
         f"  try   penstock chat{_port_flag(config)}\n"
@@ -122,7 +126,7 @@ def _welcome(config: ServeConfig, view: ClusterView) -> str:
 
 
 def _weights(view: ClusterView) -> str:
-    """What the workers hold; nothing where none says so."""
+    """The weight format and memory of a worker; empty if none has reported."""
     for info, _ in view.workers:
         if info.weights:
             return f"; {info.weights} weights of {info.weight_bytes / 2**20:.1f} MiB a worker"

@@ -1,6 +1,6 @@
-"""A server somewhere, over HTTP or gRPC, as `penstock chat`, `complete` and `models` see it.
+"""The client of the CLI: one interface to a server, over HTTP (OpenAI's API) or gRPC.
 
-Knows nothing of terminals; gives text as it comes, and one kind of error.
+Yields text while it is generated, and raises one kind of error, with a message for the user.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ START_ONE = "is one running? `penstock serve` starts one"
 
 
 class ServerError(RuntimeError):
-    """The server refused, failed or is not there; the message is for the user."""
+    """The server refused, failed or cannot be reached; the message is for the user."""
 
 
 class Server(Protocol):
-    """Text from a server. Closing an iterator ends the generation."""
+    """Text from a server. Closing an iterator cancels the generation."""
 
     def models(self) -> list[str]: ...
     def chat(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]: ...
@@ -56,7 +56,7 @@ class HttpServer:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        # No limit on reading: a long prompt takes its time.
+        # No read timeout: the prefill of a long prompt may take minutes.
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
 
@@ -66,19 +66,18 @@ class HttpServer:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def models(self) -> list[str]:
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
+        """The JSON answer to GET `path`. Raises ServerError."""
         with self._errors():
-            response = self._http.get("/v1/models")
+            response = self._http.get(path, params=query)
             _check(response)
-            return [model["id"] for model in response.json()["data"]]
+            answer: dict[str, Any] = response.json()
+            return answer
 
-    def status(self) -> dict[str, Any]:
-        """What `/v1/penstock/status` tells of the workers."""
+    def models(self) -> list[str]:
+        answer = self.get("/v1/models")
         with self._errors():
-            response = self._http.get("/v1/penstock/status")
-            _check(response)
-            told: dict[str, Any] = response.json()
-            return told
+            return [model["id"] for model in answer["data"]]
 
     def chat(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
         body = {"messages": list(messages), **sampling}
@@ -90,7 +89,7 @@ class HttpServer:
             yield choice["text"]
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The choices of each event. Raises ServerError, also if one comes in mid-stream."""
+        """The choices of each event. Raises ServerError, also for an error event in mid-stream."""
         self._model = self._model or self.models()[0]
         body |= {"model": self._model, "stream": True}
         with self._errors(), self._http.stream("POST", path, json=body) as response:
@@ -114,7 +113,7 @@ class HttpServer:
         except httpx.HTTPError as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, IndexError) as error:
-            raise ServerError(f"{self._url} does not speak OpenAI's protocol: {error!r}") from None
+            raise ServerError(f"{self._url} does not follow OpenAI's API: {error!r}") from None
 
 
 class GrpcServer:
@@ -149,14 +148,14 @@ class GrpcServer:
         try:
             yield
         except ClientError as error:
-            if error.code == "unavailable":  # gRPC's own word: the server said nothing
+            if error.code == "unavailable":  # gRPC's code for a server that cannot be reached
                 message = f"no server answers at {self._target}; {START_ONE}"
                 raise ServerError(message) from None
             raise ServerError(error.message) from None
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise ServerError with what the server says is wrong."""
+    """Raise ServerError with the server's own message, if the status is an error."""
     if not response.is_error:
         return
     try:

@@ -1,7 +1,7 @@
-"""What SIGINT and SIGTERM mean to `penstock serve`: the first asks, the next ones insist.
+"""SIGINT and SIGTERM in `penstock serve`: the first one drains, the second one stops at once.
 
-Signals are counted on a thread of their own, for Python runs handlers on the main thread only, and
-that may be deep in Ray's C++ when one comes. Knows nothing of what is being stopped.
+Signals are counted on a thread of their own, as Python runs handlers on the main thread only, and
+that may be blocked in Ray's C++ code when a signal arrives.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ PATIENCE_S = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came while `may_break_off` was set."""
+    """A signal arrived while `may_break_off` was set."""
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM from its making on.
+    """Counts SIGINT and SIGTERM from its creation on.
 
     While `may_break_off`, the first one raises Interrupted in the main thread. If the process is
     still there `PATIENCE_S` later, or that long after a second signal, `give_up` is called on
@@ -39,7 +39,7 @@ class Signals:
         threading.Thread(target=self._count, name="penstock-signals", daemon=True).start()
 
     def take_over(self) -> None:
-        """Become the handler; again after Ray has put its own there."""
+        """Install the handlers; called again after Ray has installed its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 

@@ -1,6 +1,6 @@
-"""One line about how busy the workers are, every few seconds while they are; else nothing.
+"""A log line every few seconds while workers are busy: throughput, batch and KV cache.
 
-Pure arithmetic on snapshots that workers announce. Knows nothing of where they come from.
+Pure arithmetic on the statistics that workers send with their heartbeats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Throughput:
         self._before: dict[int, EngineStats] = {}
 
     def line(self, workers: Sequence[tuple[int, EngineStats]]) -> str | None:
-        """A line about the last seconds, if one is due and there is anything to say."""
+        """The line for the last seconds; None if it is not due, or no worker did anything."""
         elapsed_s = self._clock() - self._since_s
         if elapsed_s < LINE_S:
             return None

@@ -1,6 +1,6 @@
-"""Who may come in: API keys, kept as digests and compared in constant time.
+"""API keys: kept as digests, and compared in constant time.
 
-Knows nothing of HTTP or gRPC: both hand in what stood in their `authorization` field.
+The HTTP and gRPC front ends pass the value of their `authorization` field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DIGEST_PREFIX = "sha256:"
 
 
 class ApiKeys:
-    """The keys that are accepted. With none, everybody is."""
+    """The accepted keys. Without keys, every caller is accepted."""
 
     def __init__(self, keys: Sequence[str] = ()):
         """Each of `keys` is a key, or 'sha256:' and the hex digest of one."""
@@ -22,15 +22,15 @@ class ApiKeys:
     def principal(self, authorization: str | None) -> str | None:
         """A name for the holder of the key in 'Bearer <key>'; None if there is no valid key.
 
-        The same key always has the same name, from which the key cannot be found. Without keys
-        everybody is "".
+        The name is the same for the same key, and does not reveal it. Without keys it is "" for
+        every caller.
         """
         if not self._digests:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         offered = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = False
-        for digest in self._digests:  # all of them: the time must not tell which one came close
+        for digest in self._digests:  # compare with all: the time must not reveal a near match
             found |= hmac.compare_digest(offered, digest)
         return offered.hex()[:16] if found and scheme.lower() == "bearer" else None
 

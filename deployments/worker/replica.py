@@ -41,7 +41,7 @@ class WorkerReplica:
             if client is not None:
                 manifest = client.manifest()
                 far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
-            self._worker = Worker(
+            self._worker = Worker.load(
                 config.engine,
                 model_name=config.model_name,
                 host=host or ray.util.get_node_ip_address(),

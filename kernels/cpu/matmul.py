@@ -1,18 +1,14 @@
-"""Quantised linears on the CPU.
-
-Knows formats and rows; nothing of layers, nor of which path is chosen (`matmul.py`). The native
-library does the work where it could be compiled, else plain PyTorch.
-"""
+"""Quantised linears on the CPU: by the native library, or in plain PyTorch without it."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import huge_pages, native
+from penstock.kernels.cpu.arguments import LINEAR_CODES, LINEAR_INT8, PACK_CODES, PACK_INT8
 from penstock.kernels.quant import (
     NF4_VALUES,
     Int8Rows,
@@ -26,10 +22,6 @@ from penstock.kernels.quant import (
 _EXACT = 1024  # products of int8 codes whose sum fp32 holds exactly: 1024 * 127 * 127 < 2 ** 24
 _MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds
 
-_PACK_INT8 = struct.Struct("6q")
-_LINEAR_INT8 = struct.Struct("13q")
-_PACK_CODES = struct.Struct("8q")
-_LINEAR_CODES = struct.Struct("16q")
 _TABLES = {"int4": torch.arange(-8.0, 8.0), "nf4": torch.tensor(NF4_VALUES)}
 
 
@@ -51,19 +43,19 @@ class NativeWeight:
 
 
 def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight | None:
-    """None where the library is not available, or int32 too short for so many inputs."""
+    """None without the library, or if the int32 sum of so many inputs could overflow."""
     lib = native.library() if quantized.codes.is_cpu else None
     if lib is None or (quantized.format == "int8" and quantized.in_features > _MAX_DEPTH):
         return None
     num_outputs, depth = quantized.out_features, quantized.in_features
-    panel, threads = lib.ps_panel(), torch.get_num_threads()
+    panel, threads = lib.pk_panel(), torch.get_num_threads()
     num_panels = -(-num_outputs // panel)
     codes = quantized.codes.contiguous()
     scales, shifts = quantized.scales.float().contiguous(), None
     group = quantized.group or depth
     if quantized.format == "int8":
         packed = huge_pages.empty((num_panels, -(-depth // 4), panel, 4), torch.uint8)
-        lib.ps_pack_int8(_PACK_INT8.pack(
+        lib.pk_pack_int8(PACK_INT8.pack(
             codes.data_ptr(), depth, packed.data_ptr(), num_outputs, depth, threads,
         ))  # fmt: skip
     else:
@@ -71,7 +63,7 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
         padded_depth = -(-depth // group) * (-(-group // 8) * 8) if nibbles else depth
         shape = (num_panels, padded_depth, panel // (1 + nibbles))
         packed = huge_pages.empty(shape, torch.uint8)
-        lib.ps_pack_codes(_PACK_CODES.pack(
+        lib.pk_pack_codes(PACK_CODES.pack(
             nibbles, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth,
             group, threads,
         ))  # fmt: skip
@@ -79,14 +71,14 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
             scales = _by_panel(scales, panel)
             zeros = quantized.zeros
             shifts = None if zeros is None else _by_panel(8.0 - zeros.float(), panel)
-        else:  # a code that is no number makes its output feature none
+        else:  # a NaN code makes its whole output feature NaN
             scales = scales.masked_fill(codes.float().isnan().any(1), float("nan"))
     bias = None if bias is None else bias.float().contiguous()
     return NativeWeight(quantized.format, packed, scales, shifts, bias, depth, num_outputs, group)
 
 
 def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None) -> Tensor:
-    """What `matmul.linear` promises; fp16 by way of fp32."""
+    """`matmul.linear` for a weight of `pack_native`; fp16 rows are computed in fp32."""
     if x.dtype not in native.DTYPES:
         if isinstance(x, Int8Rows):
             y = native_linear(Int8Rows(x.codes, x.scales), weight, None)
@@ -106,13 +98,13 @@ def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None
     target = (out.data_ptr(), out.stride(0), *out.shape, weight.in_features)
     if weight.format == "int8":
         assert not isinstance(x, Int8Rows) or x.scales.stride(0) == 1
-        lib.ps_linear_int8(_LINEAR_INT8.pack(
+        lib.pk_linear_int8(LINEAR_INT8.pack(
             *source, x.scales.data_ptr() if isinstance(x, Int8Rows) else 0,
             weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target, threads,
         ))  # fmt: skip
     else:
         assert isinstance(x, Tensor), f"{weight.format} weights take plain activations"
-        lib.ps_linear_codes(_LINEAR_CODES.pack(
+        lib.pk_linear_codes(LINEAR_CODES.pack(
             *source, weight.codes.data_ptr(),
             0 if weight.format == "fp8" else _TABLES[weight.format].data_ptr(),
             weight.scales.data_ptr(), 0 if weight.shifts is None else weight.shifts.data_ptr(),
@@ -122,13 +114,13 @@ def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None
 
 
 def _by_panel(values: Tensor, panel: int) -> Tensor:
-    """fp32 [N, G] -> [panels, G, panel], zeros behind the end."""
+    """fp32 [N, G] -> [panels, G, panel], padded with zeros."""
     values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % panel))
     return values.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
 
 
 def plain_linear(x: Tensor | Int8Rows, quantized: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """What `matmul.linear` promises, in plain PyTorch, with the weight unpacked at every call."""
+    """`matmul.linear` in plain PyTorch, with the weight unpacked at every call."""
     if quantized.format == "int8":
         rows = x if isinstance(x, Int8Rows) else Int8Rows(*quantize_rows_int8(x), x.dtype)
         y = _exact_product(rows.codes, quantized.codes).float()

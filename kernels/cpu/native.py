@@ -1,10 +1,7 @@
-"""Builds the CPU operators once a machine, loads it, and says what may run on it.
+"""Compiles the CPU operators once per machine, loads the library, and decides where it can be used.
 
-Knows a compiler and a cache folder; nothing of what the functions compute.
-`python -m penstock.kernels.cpu.native` builds ahead and prints where the library is.
-
-Every function takes one argument: a `struct.Struct` of 8-byte fields, packed to bytes. That costs
-0.4 microseconds a call where twenty ctypes arguments cost 3.3.
+`python -m penstock.kernels.cpu.native` builds ahead of the first use and prints the library's path.
+Every function of the library takes one pointer to a packed argument struct (`arguments.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +24,12 @@ from typing import Any
 
 import torch
 
+from penstock.kernels.cpu import arguments
+
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "csrc"
-SOURCES = ("operators.cpp", "operators_linear.cpp")  # about as long to compile
+SOURCES = ("operators.cpp", "operators_linear.cpp")  # compiled in parallel, in about equal time
 # Not -ffast-math: it would let the compiler assume that no value is infinite, reorder sums
 # differently from row to row, and (linked by g++ < 13) flush denormals in the whole process.
 FLAGS = [
@@ -40,46 +39,40 @@ FLAGS = [
 COMPILERS = ("g++", "c++", "clang++")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
-FUNCTIONS = (
-    "pack", "linear", "pack_int8", "linear_int8", "pack_codes", "linear_codes", "write_kv",
-    "rope_write_kv", "decode", "prefill", "rms_norm", "quantize", "rope", "rope_to", "silu_mul",
-    "combine", "unpack_neurons", "sample",
-)  # fmt: skip
-
-
 _thread = threading.local()
 
 
 class BuildError(RuntimeError):
-    """The library could not be compiled or loaded here. The message says what the compiler said."""
+    """The library could not be compiled here. The message holds the compiler's output."""
 
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """The compiled operators, or None (after one warning) where they cannot be had."""
+    """The compiled operators, or None (after one warning) if they cannot be built or loaded here.
+
+    Raises arguments.LayoutError if an argument struct of the library is not the one that we pack.
+    """
     try:
         library = ctypes.CDLL(str(build()))
-        for name in (*FUNCTIONS, "run"):
-            function = getattr(library, f"ps_{name}")
-            function.argtypes, function.restype = [ctypes.c_char_p], None
+        arguments.declare(library)
         return library
     except (RuntimeError, OSError, AttributeError) as error:
         log.warning(
-            "the native CPU operators are not available, so plain PyTorch runs instead, several "
-            "times slower; install g++ to change that (%s)",
+            "the native CPU operators could not be built, so plain PyTorch runs instead, several "
+            "times slower; installing g++ helps (%s)",
             error,
         )
         return None
 
 
 def library() -> Any | None:
-    """What operators call: `loaded()`, or what this thread has put in its place."""
+    """What operators call: `loaded()`, or the stand-in of this thread (see `instead`)."""
     return getattr(_thread, "instead", None) or loaded()
 
 
 @contextmanager
 def instead(other: Any) -> Iterator[None]:
-    """`library()` is `other` in this thread for a while (replay.py listens in)."""
+    """Within the block, `library()` returns `other` in this thread (replay.py records calls so)."""
     _thread.instead = other
     try:
         yield
@@ -88,26 +81,19 @@ def instead(other: Any) -> Iterator[None]:
 
 
 def usable(tensor: torch.Tensor) -> Any | None:
-    """The library, if it can work on `tensor`: on the CPU, in a dtype that it knows."""
+    """The library if `tensor` is on the CPU in a dtype that it supports, else None."""
     return library() if tensor.is_cpu and tensor.dtype in DTYPES else None
 
 
-def rows_are_dense(x: torch.Tensor) -> bool:
-    """Whether each row of `x` [T, H, D] lies in one piece; the stride over T is free."""
-    _, num_heads, head_dim = x.shape
-    _, head_stride, stride = x.stride()
-    return stride == 1 and (head_stride == head_dim or num_heads == 1)
-
-
 def find_compiler() -> str | None:
-    """Path of the first C++ compiler on PATH that we know how to call."""
+    """Path of the first of COMPILERS on PATH, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def build(cache: Path | None = None) -> Path:
-    """Compile into `cache` (default: ~/.cache/penstock) unless that is done; the library's path.
+    """Compile into `cache` (default: ~/.cache/penstock) if needed, and return the library's path.
 
-    Safe to call from several processes at once: one compiles, the others wait for it.
+    Several processes may call it at once: one compiles, the others wait for it.
     Raises BuildError without a compiler, and OSError where the folder cannot be written.
     """
     compiler = find_compiler()
@@ -126,8 +112,8 @@ def build(cache: Path | None = None) -> Path:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    # torch brings its own OpenMP runtime. Ours must be the same one, or there are two thread pools;
-    # the loader takes the one that is loaded already when the names agree.
+    # torch ships its own OpenMP runtime. Ours must be the same one, or there are two thread pools.
+    # If the names agree, the loader uses the one that is loaded already.
     bundled = sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))
     openmp = [str(bundled[0])] if bundled else []
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -141,13 +127,13 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run them beside each other. Raises BuildError with what the first failed one said."""
+    """Run all in parallel. Raises BuildError with the error output of the first that failed."""
     running = [
         (command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         for command in commands
     ]
-    said = [process.communicate()[1] for _, process in running]
-    for (command, process), errors in zip(running, said, strict=True):
+    outputs = [process.communicate()[1] for _, process in running]
+    for (command, process), errors in zip(running, outputs, strict=True):
         if process.returncode:
             raise BuildError(f"{' '.join(command)}\n{errors.strip()}")
 
@@ -158,7 +144,7 @@ def _cache_folder() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    """Names what the result depends on: source, compiler, flags, torch's runtime, and this CPU."""
+    """A hash of all that the result depends on: sources, compiler, flags, torch, and this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     sources = [path.read_bytes() for path in sorted(FOLDER.iterdir())]
     parts = (sources, compiler, version.stdout, FLAGS, torch.__version__, _cpu())

@@ -1,15 +1,13 @@
-"""Calls of the native library, recorded once and made again in one call: a CUDA graph for the CPU.
+"""Records calls of the native library and repeats them in one call: a CUDA graph for the CPU.
 
-Knows calls and their packed arguments; nothing of what they compute. A pass of a decoder over a few
-rows is some two hundred calls of the library that take 10 microseconds each, and Python takes five
-times as long to bring them about. What is recorded has fixed arguments: the same memory, shapes and
-strides. What is in the memory may change from one time to the next.
+A decoder's pass over a few rows makes some two hundred calls of 10 microseconds each, and Python
+needs five times as long to issue them. A recorded call has fixed arguments: the same memory, shapes
+and strides. The contents of that memory may change between runs.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.cpu import native
-
-_RUN = struct.Struct("2q")
+from penstock.kernels.cpu.arguments import OPERATORS, RUN
 
 
 class Program:
-    """Recorded calls. Keeps their arguments; the memory that these name must be kept by others."""
+    """Recorded calls and their arguments. The caller keeps the memory that these refer to."""
 
     def __init__(self, library: ctypes.CDLL, calls: list[tuple[str, bytes]]):
         self._library = library
@@ -35,32 +32,29 @@ class Program:
             table += [function, at]
             at += len(packed)
         self._table = (ctypes.c_int64 * len(table))(*table)
-        self._packed = _RUN.pack(ctypes.addressof(self._table), len(calls))
+        self._packed = RUN.pack(ctypes.addressof(self._table), len(calls))
         self.num_calls = len(calls)
 
     def run(self) -> None:
-        """Make all calls, in their order."""
-        self._library.ps_run(self._packed)
+        """Make all calls in their recorded order."""
+        self._library.pk_run(self._packed)
 
 
 class Recording:
-    """What happens inside `record()`: the library's calls, and what PyTorch computed beside them.
-
-    Stands in for the library meanwhile.
-    """
+    """Stands in for the library inside `record()`: notes its calls, and PyTorch's operators."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
         self._calls: list[tuple[str, bytes]] = []
-        self.computed: list[str] = []  # operators of PyTorch: a program would leave them out
+        self.computed: list[str] = []  # PyTorch operators, which a program could not repeat
 
     def program(self) -> Program | None:
-        """The calls; None if PyTorch computed, or allocated, anything beside them."""
+        """The recorded calls; None if PyTorch computed or allocated anything between them."""
         return None if self.computed else Program(self._library, self._calls)
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._library, name)
-        if name.removeprefix("ps_") not in native.FUNCTIONS:
+        if name.removeprefix("pk_") not in OPERATORS:
             return function
 
         def call(packed: bytes) -> None:
@@ -70,8 +64,8 @@ class Recording:
         return call
 
 
-class _Watch(TorchDispatchMode):
-    """Notes every operator that is more than another view of the memory that it was given."""
+class _OperatorLog(TorchDispatchMode):
+    """Notes every operator except those that return a view of their first argument."""
 
     def __init__(self, computed: list[str]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,15 +90,15 @@ def _is_view(result: Any, args: Any) -> bool:
 
 @contextmanager
 def record() -> Iterator[Recording | None]:
-    """Record what this thread calls inside, which is done all the same; None without a library.
+    """Record this thread's calls inside the block, which run as usual; None without a library.
 
-    Memory that is named must outlive the program, and everything that PyTorch does inside must be
-    views of such memory: `Recording.computed` says what was not.
+    The memory in the arguments must outlive the program, and PyTorch may only make views of it
+    inside the block: `Recording.computed` names every other operator.
     """
     library = native.loaded()
     if library is None:
         yield None
         return
     recording = Recording(library)
-    with native.instead(recording), _Watch(recording.computed):
+    with native.instead(recording), _OperatorLog(recording.computed):
         yield recording

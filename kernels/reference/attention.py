@@ -1,40 +1,26 @@
-"""Attention in plain PyTorch: the path of a CPU without the native library, and the reference.
+"""Attention in plain PyTorch: the backend of a CPU without the native library, and the reference.
 
-Knows what `attention.py` knows, and means the same by its arguments.
+The parameters mean what they mean in `kernels/attention.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.quant import dequantize_kv, quantize_kv
-from penstock.kernels.types import KvScales, Rolling
-
-Scratch = tuple[Tensor, Tensor] | None
+from penstock.kernels.types import PagedKv, Rolling
 
 
-def write_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scratch: Scratch,
-    scales: KvScales | None,
-) -> None:  # fmt: skip
-    more = scratch or (None, None)
-    if scales is None:
-        _scatter(k, k_cache, more[0], slots)
-        _scatter(v, v_cache, more[1], slots)
-        return
-    group = k_cache.shape[3] // scales.k.shape[3]
-    more_scales = scales.scratch or (None, None)
-    for x, cache, apart, scale_cache, scales_apart in (
-        (k, k_cache, more[0], scales.k, more_scales[0]),
-        (v, v_cache, more[1], scales.v, more_scales[1]),
-    ):
-        codes, each = quantize_kv(x, cache.dtype, group)
-        _scatter(codes, cache, apart, slots)
-        _scatter(each, scale_cache, scales_apart, slots)
+def write_kv(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> None:
+    for rows, side in ((k, 0), (v, 1)):
+        blocks, scales, scratch, scratch_scales = _side(kv, side)
+        if scales is not None:
+            rows, each = quantize_kv(rows, blocks.dtype, blocks.shape[3] // scales.shape[3])
+            _scatter(each, scales, scratch_scales, slots)
+        _scatter(rows, blocks, scratch, slots)
 
 
 def _scatter(rows: Tensor, cache: Tensor, scratch: Tensor | None, slots: Tensor) -> None:
@@ -55,30 +41,26 @@ def _indexable(x: Tensor) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float,
-    window: int | None, rolling: Rolling | None, scratch: Scratch, scales: KvScales | None,
-    out: Tensor,
+    q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, scale: float, window: int | None,
+    max_context_len: int, out: Tensor, rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    return prefill_attention(
-        q, k_cache, v_cache, tables, starts, lens, scale, window, rolling, scratch, scales, out
-    )
+    return prefill_attention(q, kv, tables, starts, lens, scale, window, 1, out, rolling)
 
 
 def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Tensor, lens: Tensor,
-    scale: float, window: int | None, rolling: Rolling | None, scratch: Scratch,
-    scales: KvScales | None, out: Tensor,
+    q: Tensor, kv: PagedKv, tables: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    window: int | None, max_query_len: int, out: Tensor, rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     """A sequence at a time: gather the visible blocks, then two products per group of heads."""
-    num_kv_heads, bounds = k_cache.shape[1], starts.tolist()
-    keys, values = _sides(k_cache, v_cache, scratch, scales)
+    (_, num_kv_heads, block_size, _), bounds = kv.k.shape, starts.tolist()
+    keys, values = _side(kv, 0), _side(kv, 1)
     for b, context in enumerate(lens.tolist()):
         rows = slice(bounds[b], bounds[b + 1])
         all_scores, all_values = [], []
-        for queries, begins, ends in _askers(q, rows, context, window, rolling):
+        for queries, begins, ends in _visible_parts(q, rows, context, window, rolling):
             oldest, end = int(begins.min()), int(ends.max())
-            slots = _find(tables[b], b, oldest, end, k_cache.shape[2], rolling)
+            slots = _find(tables[b], b, oldest, end, block_size, rolling)
             k = _stored(keys, *slots)  # [KV, S, D]
             grouped = queries.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores = grouped.flatten(1, 2) @ k.transpose(1, 2) * scale  # [KV, G * Q, S]
@@ -96,10 +78,10 @@ def prefill_attention(
     return out
 
 
-def _askers(
+def _visible_parts(
     q: Tensor, rows: slice, context: int, window: int | None, rolling: Rolling | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries of one sequence, and the keys [begin, end) that each sees: sinks, then window."""
+    """The queries of one sequence with the keys [begin, end) that each sees: sinks, then window."""
     at = torch.arange(context - (rows.stop - rows.start), context)
     begins = torch.zeros_like(at) if window is None else (at - window + 1).clamp(min=0)
     if rolling is not None:
@@ -122,35 +104,27 @@ def _find(
     return table[pages].long(), slice(first, first + end - oldest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """All of K, or all of V."""
-
-    cache: Tensor
-    scratch: Tensor | None
-    scales: Tensor | None
-    scratch_scales: Tensor | None
+_Side = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _sides(
-    k_cache: Tensor, v_cache: Tensor, scratch: Scratch, scales: KvScales | None
-) -> tuple[_Side, _Side]:
-    more = scratch or (None, None)
-    if scales is None:
-        return _Side(k_cache, more[0], None, None), _Side(v_cache, more[1], None, None)
-    apart = scales.scratch or (None, None)
-    return (
-        _Side(k_cache, more[0], scales.k, apart[0]),
-        _Side(v_cache, more[1], scales.v, apart[1]),
-    )
+def _side(kv: PagedKv, side: int) -> _Side:
+    """K (side 0) or V (1): blocks, their scales, scratch blocks and the scales of those."""
+    scratch = kv.scratch
+    blocks = (kv.k, kv.v)[side]
+    scales = None if kv.scales is None else (kv.scales.k, kv.scales.v)[side]
+    if scratch is None:
+        return blocks, scales, None, None
+    more = None if scratch.scales is None else (scratch.scales.k, scratch.scales.v)[side]
+    return blocks, scales, (scratch.k, scratch.v)[side], more
 
 
-def _stored(side: _Side, blocks: Tensor, slots: slice) -> Tensor:
+def _stored(side: _Side, ids: Tensor, slots: slice) -> Tensor:
     """fp32 [KV, S, D]"""
-    held = _gather(side.cache, side.scratch, blocks, slots)
-    if side.scales is None:
+    blocks, scales, scratch, scratch_scales = side
+    held = _gather(blocks, scratch, ids, slots)
+    if scales is None:
         return held.float()
-    return dequantize_kv(held, _gather(side.scales, side.scratch_scales, blocks, slots))
+    return dequantize_kv(held, _gather(scales, scratch_scales, ids, slots))
 
 
 def _gather(cache: Tensor, scratch: Tensor | None, blocks: Tensor, slots: slice) -> Tensor:
@@ -167,8 +141,7 @@ def _gather(cache: Tensor, scratch: Tensor | None, blocks: Tensor, slots: slice)
 
 def attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKv,
     block_tables: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -176,19 +149,18 @@ def attention_reference(
     scale: float,
     window: int | None = None,
     rolling: Rolling | None = None,
-    scratch: Scratch = None,
-    scales: KvScales | None = None,
 ) -> Tensor:
     """The truth for decode (query_starts = 0, 1, 2, ...) and prefill, in fp32.
 
     Slow on purpose, a token and a head at a time: it finds each key by its slot and shares no step
     with the paths above.
     """
-    (num_blocks, _, block_size, _), group = k_cache.shape, q.shape[1] // k_cache.shape[1]
+    (num_blocks, num_kv_heads, block_size, _) = kv.k.shape
+    group = q.shape[1] // num_kv_heads
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     starts = query_starts.tolist()
     tables = block_tables.tolist()
-    sides = _sides(k_cache, v_cache, scratch, scales)
+    sides = _side(kv, 0), _side(kv, 1)
     for b, context in enumerate(context_lens.tolist()):
         for row in range(starts[b], starts[b + 1]):
             position = context - starts[b + 1] + row
@@ -203,11 +175,10 @@ def attention_reference(
             for key in (*sink_keys, *window_keys):
                 page = key // block_size
                 block = tables[b][page if page < sink_pages else page - base]
-                apart = scratch is not None and block >= num_blocks
+                apart = kv.scratch is not None and block >= num_blocks
                 at = (block - num_blocks * apart, slice(None), key % block_size)
                 for side, found in zip(sides, (k, v), strict=True):
-                    held = side.scratch if apart else side.cache
-                    per_group = side.scratch_scales if apart else side.scales
+                    held, per_group = side[2:] if apart else side[:2]
                     assert held is not None
                     if per_group is None:
                         found.append(held[at].float())

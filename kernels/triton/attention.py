@@ -1,8 +1,7 @@
-"""Launches the Triton kernels of attention: decode with split-KV and merge, varlen prefill. Writing
-to the cache is in `kv_triton.py`, and given on from here.
+"""The Triton backend of attention: launches decode (split KV and merge) and prefill of chunks.
 
-Knows grids, tiles and strides. Imported only where it runs: on a GPU, or in Triton's interpreter on
-CPU tensors. Shapes and meaning of the arguments are those of `attention.py`.
+Writing to the cache is in `kv_write.py`. Imported only where it runs: on a GPU, or in Triton's
+interpreter on CPU tensors. The parameters mean what they mean in `kernels/attention.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import triton
 from torch import Tensor
 
 from penstock.kernels.triton import attention_kernels as programs
-from penstock.kernels.triton.kv_write import Scratch, find_blocks, scales_of
-from penstock.kernels.triton.kv_write import rope_write_kv as rope_write_kv
-from penstock.kernels.triton.kv_write import write_kv as write_kv
-from penstock.kernels.types import KvScales, Rolling
+from penstock.kernels.triton.kv_write import find_blocks, rope_write_kv, scales_of, write_kv
+from penstock.kernels.types import PagedKv, Rolling
+
+__all__ = ["decode_attention", "prefill_attention", "rope_write_kv", "write_kv"]
 
 # Keys of one decode program. Fixed, so that a sequence's result does not depend on its batch-mates;
 # small, so that one sequence of 1,000 tokens and 8 kv heads already makes 32 programs.
@@ -23,12 +22,11 @@ SPLIT = 256
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor,
-    scale: float, window: int | None, max_context_len: int, out: Tensor,
-    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
+    q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, scale: float, window: int | None,
+    max_context_len: int, out: Tensor, rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     batch, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = k_cache.shape[1:3]
+    num_kv_heads, block_size = kv.k.shape[1:3]
     if not batch:
         return out
     num_splits = _num_splits(max_context_len, window, rolling)
@@ -38,20 +36,20 @@ def decode_attention(
     stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)  # top, total
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     q_sink, q_sink_stride, sink_ends, window_starts, sink_blocks, bases = _rolled(rolling)
-    k_cache, v_cache = _readable(k_cache), _readable(v_cache)
+    k_cache, v_cache = _readable(kv.k), _readable(kv.v)
     programs._decode_kernel[(batch, num_kv_heads, num_splits)](
-        q, q_sink, k_cache, v_cache, block_tables, context_lens,
+        q, q_sink, k_cache, v_cache, tables, lens,
         sink_ends, window_starts, sink_blocks, bases, partial, stats[0], stats[1],
-        *scales_of(scales), q.stride(0), q_sink_stride,
-        *find_blocks(k_cache, v_cache, scratch, scales),
-        block_tables.stride(0), scale, window or 0, num_splits,
+        *scales_of(kv), q.stride(0), q_sink_stride,
+        *find_blocks(kv),
+        tables.stride(0), scale, window or 0, num_splits,
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ROWS=max(16, triton.next_power_of_2(group)), DIM_TILE=dim_tile,
-        KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(scales, head_dim, dim_tile),
+        KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(kv, head_dim, dim_tile),
         num_warps=4, num_stages=3,
     )  # fmt: skip
     programs._merge_kernel[(batch, num_heads)](
-        partial, stats[0], stats[1], context_lens, sink_ends, window_starts, out,
+        partial, stats[0], stats[1], lens, sink_ends, window_starts, out,
         window or 0, num_splits,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, SPLIT_KEYS=SPLIT, num_warps=1,
     )  # fmt: skip
@@ -59,13 +57,12 @@ def decode_attention(
 
 
 def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_starts: Tensor,
-    context_lens: Tensor, scale: float, window: int | None, max_query_len: int, out: Tensor,
-    rolling: Rolling | None = None, scratch: Scratch = None, scales: KvScales | None = None,
+    q: Tensor, kv: PagedKv, tables: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    window: int | None, max_query_len: int, out: Tensor, rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = k_cache.shape[1:3]
-    batch = context_lens.shape[0]
+    num_kv_heads, block_size = kv.k.shape[1:3]
+    batch = lens.shape[0]
     if not batch or not max_query_len:
         return out
     dim_tile = max(16, triton.next_power_of_2(head_dim))
@@ -74,15 +71,15 @@ def prefill_attention(
     widest = 32 if q.element_size() == 4 else 128 if dim_tile <= 128 else 64
     query_tile = max(16, min(widest, triton.next_power_of_2(max_query_len)))
     q_sink, q_sink_stride, *rolled = _rolled(rolling)
-    k_cache, v_cache = _readable(k_cache), _readable(v_cache)
+    k_cache, v_cache = _readable(kv.k), _readable(kv.v)
     programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, batch)](
-        q, q_sink, k_cache, v_cache, block_tables, query_starts, context_lens, *rolled, out,
-        *scales_of(scales), q.stride(0), q_sink_stride,
-        *find_blocks(k_cache, v_cache, scratch, scales),
-        block_tables.stride(0), scale, window or 0,
+        q, q_sink, k_cache, v_cache, tables, starts, lens, *rolled, out,
+        *scales_of(kv), q.stride(0), q_sink_stride,
+        *find_blocks(kv),
+        tables.stride(0), scale, window or 0,
         NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERY_TILE=query_tile, DIM_TILE=dim_tile,
-        KEY_TILE=_key_tile(q, dim_tile), **_groups(scales, head_dim, dim_tile),
+        KEY_TILE=_key_tile(q, dim_tile), **_groups(kv, head_dim, dim_tile),
         num_warps=8 if query_tile == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -108,11 +105,11 @@ def _rolled(rolling: Rolling | None) -> tuple[Tensor | int | None, ...]:
     )  # fmt: skip
 
 
-def _groups(scales: KvScales | None, head_dim: int, dim_tile: int) -> dict[str, int]:
+def _groups(kv: PagedKv, head_dim: int, dim_tile: int) -> dict[str, int]:
     """Scales a key has, and the groups that fill the tile."""
-    if scales is None:
+    if kv.scales is None:
         return {"GROUPS": 0, "GROUPS_TILE": 1}
-    groups = scales.k.shape[3]
+    groups = kv.scales.k.shape[3]
     tile = 1 if groups == 1 else dim_tile // (head_dim // groups)
     assert tile * (head_dim // groups) == dim_tile or groups == 1, "a group is a power of two"
     return {"GROUPS": groups, "GROUPS_TILE": tile}

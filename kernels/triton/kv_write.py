@@ -1,8 +1,8 @@
-"""The Triton side of writing to the paged cache: K and V to their blocks, quantised and with the
-rotary embedding in the same pass where the caller wants that; and where a block lies.
+"""Triton kernels that write K and V to the paged cache: quantised if the cache is, with the rotary
+embedding in the same pass on request; and the address of a block, which attention shares.
 
-Knows slots, blocks and scales. Imported only where it runs: on a GPU, or in Triton's interpreter on
-CPU tensors. Shapes and meaning of the arguments are those of `attention.py` and `rowwise.py`.
+Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. The parameters
+mean what they mean in `kernels/attention.py` and `kernels/rowwise.py`.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -15,47 +15,42 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import quant
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import PagedKv
 
-Scratch = tuple[Tensor, Tensor] | None
 MIN_SCALE = tl.constexpr(quant.MIN_KV_SCALE)
 MAX_SCALE = tl.constexpr(quant.MAX_KV_SCALE)
 FP8_MAX = tl.constexpr(quant.FP8_MAX)
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-def write_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scratch: Scratch = None,
-    scales: KvScales | None = None,
-) -> None:  # fmt: skip
-    _write(None, k, v, None, None, k_cache, v_cache, slots, scratch, scales)
+def write_kv(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> None:
+    _write(None, k, v, None, None, kv, slots)
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-    slots: Tensor, scratch: Scratch = None, scales: KvScales | None = None,
-) -> None:  # fmt: skip
-    """`rowwise.rope_` and `write_kv` in one pass: q [T, H, D] turns in place, k is written turned
-    and stays as it is. The cache gets what the two would have put there."""
-    _write(q, k, v, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slots, scratch, scales)
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: PagedKv, slots: Tensor
+) -> None:
+    """`rowwise.rope_` and `write_kv` in one pass: q [T, H, D] is rotated in place, k is written
+    rotated and stays as it is. The cache receives what the two calls would have written."""
+    _write(q, k, v, cos.contiguous(), sin.contiguous(), kv, slots)
 
 
 def _write(
-    q: Tensor | None, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, k_cache: Tensor,
-    v_cache: Tensor, slots: Tensor, scratch: Scratch, scales: KvScales | None,
+    q: Tensor | None, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, kv: PagedKv,
+    slots: Tensor,
 ) -> None:  # fmt: skip
     num_tokens, num_kv_heads, head_dim = k.shape
     num_heads = 1 if q is None else q.shape[1]
     half = 1 if cos is None else cos.shape[1]
-    groups = 1 if scales is None else scales.k.shape[3]
-    if k_cache.dtype == torch.float8_e4m3fn:  # the kernel makes the bits itself
+    groups = 1 if kv.scales is None else kv.scales.k.shape[3]
+    k_cache, v_cache = kv.k, kv.v
+    if k_cache.dtype == torch.float8_e4m3fn:  # the kernel computes the bits itself
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-        scratch = scratch and (scratch[0].view(torch.uint8), scratch[1].view(torch.uint8))
     if num_tokens:
         _write_kv_kernel[(num_tokens, 1 if q is None else 2)](
-            q, k, v, cos, sin, k_cache, v_cache, *scales_of(scales), slots,
+            q, k, v, cos, sin, k_cache, v_cache, *scales_of(kv), slots,
             0 if q is None else q.stride(0), k.stride(0), v.stride(0),
-            *find_blocks(k_cache, v_cache, scratch, scales),
+            *find_blocks(kv),
             BLOCK_SIZE=k_cache.shape[2], HEAD_DIM=head_dim, HALF=half,
             NUM_HEADS=num_heads, HEAD_TILE=triton.next_power_of_2(num_heads),
             HALF_TILE=triton.next_power_of_2(half),
@@ -65,28 +60,25 @@ def _write(
         )  # fmt: skip
 
 
-def scales_of(scales: KvScales | None) -> tuple[Tensor | None, Tensor | None]:
-    """None is a constant to the compiler, which then leaves out all that hangs on it."""
-    return (None, None) if scales is None else (scales.k, scales.v)
+def scales_of(kv: PagedKv) -> tuple[Tensor | None, Tensor | None]:
+    """Of K and of V. None is a constant to the compiler, which then omits the code for scales."""
+    return (None, None) if kv.scales is None else (kv.scales.k, kv.scales.v)
 
 
-def find_blocks(
-    k_cache: Tensor, v_cache: Tensor, scratch: Scratch, scales: KvScales | None
-) -> tuple[int | None, ...]:
+def find_blocks(kv: PagedKv) -> tuple[int | None, ...]:
     """Six integers of K, six of V, and the first id of scratch.
 
-    Of the codes, then of their scales: the stride from block to block, the elements from the cache
-    to scratch, and the stride there. GPU memory is one flat space.
+    First of the codes, then of their scales: the stride from block to block, the elements from the
+    cache to scratch, and the stride there. GPU memory is one flat space.
     """
+    scratch = kv.scratch
+    more = (None, None) if scratch is None else (scratch.k, scratch.v)
+    more_scales = (None, None) if scratch is None else scales_of(scratch)
     found: list[int | None] = []
-    apart = scratch or (None, None)
-    scales_apart = (scales.scratch if scales is not None else None) or (None, None)
-    for side, cache in enumerate((k_cache, v_cache)):
-        found += _find(cache, apart[side])
-        found += (0, None, 0) if scales is None else _find(
-            (scales.k, scales.v)[side], scales_apart[side]
-        )  # fmt: skip
-    return (*found, k_cache.shape[0])
+    for cache, apart, scales, scales_apart in zip((kv.k, kv.v), more, scales_of(kv), more_scales):
+        found += _find(cache, apart)
+        found += (0, None, 0) if scales is None else _find(scales, scales_apart)
+    return (*found, kv.k.shape[0])
 
 
 def _find(cache: Tensor, scratch: Tensor | None) -> tuple[int | None, ...]:

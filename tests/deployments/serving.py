@@ -12,7 +12,8 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -20,6 +21,8 @@ import httpx
 import torch
 import uvicorn
 
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.call import Call, TextDelta
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
@@ -80,7 +83,8 @@ class EngineBackend:
     def ready(self) -> bool:
         return self.is_ready and self._thread.alive
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
+        request = admission.request
         self._loop = asyncio.get_running_loop()
         queue = self._queues[request.request_id] = asyncio.Queue()
         self._thread.submit(request)
@@ -130,7 +134,8 @@ class ScriptedBackend:
     def ready(self) -> bool:
         return self.is_ready
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
+        request = admission.request
         self.requests.append(request)
         request_id = request.request_id
         try:
@@ -147,6 +152,14 @@ class ScriptedBackend:
                     yield Delta(request_id, list(step))
         finally:
             self.num_closed += 1
+
+
+async def generated(core: RequestCore, call: Call) -> AsyncGenerator[TextDelta, None]:
+    """The pieces of one call, validated and run."""
+    generation = await core.prepare(call)
+    async with aclosing(core.run(generation)) as pieces:
+        async for _, piece in pieces:
+            yield piece
 
 
 def core_over(

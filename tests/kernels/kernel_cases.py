@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import dequantize_kv, quantize_kv
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import KvScales, PagedKv
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -29,13 +29,19 @@ class Paged:
     In a quantised cache scales are what is NaN, and `keys` and `values` are what was stored, fp32.
     """
 
-    k_cache: Tensor  # [num_blocks, KV, block_size, D], one layer of a block-major arena
-    v_cache: Tensor
+    kv: PagedKv  # one layer of a block-major arena
     tables: Tensor  # int32 [B, max_blocks]
     lens: Tensor  # int32 [B]
     keys: list[Tensor]  # per sequence [context, KV, D]
     values: list[Tensor]
-    scales: KvScales | None = None
+
+    @property
+    def k_cache(self) -> Tensor:
+        return self.kv.k
+
+    @property
+    def v_cache(self) -> Tensor:
+        return self.kv.v
 
     @property
     def max_len(self) -> int:
@@ -61,7 +67,6 @@ def paged(
     # Three layers to a block, of which the middle one is ours: blocks lie six times further apart.
     shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
     arena, scales = poisoned(shape, dtype, kv, group, device)
-    k_cache, v_cache = arena[:, 1, 0], arena[:, 1, 1]
     tables = torch.randint(-(2**31), 2**31 - 1, (len(lens), max(counts) + 2), dtype=torch.int32)
     ids = torch.randperm(num_blocks).to(torch.int32)
     keys, values = [], []
@@ -79,7 +84,8 @@ def paged(
         keys.append(both[0]), values.append(both[1])
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=device)
     of_both = None if scales is None else KvScales(scales[:, 1, 0], scales[:, 1, 1])
-    return Paged(k_cache, v_cache, tables.to(device), lens_tensor, keys, values, of_both)
+    layer = PagedKv(arena[:, 1, 0], arena[:, 1, 1], of_both)
+    return Paged(layer, tables.to(device), lens_tensor, keys, values)
 
 
 def poisoned(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.types import KvScales, Rolling
+from penstock.kernels.types import KvScales, PagedKv, Rolling
 from tests.kernels.kernel_cases import Paged, poisoned, put
 
 INT32 = torch.int32
@@ -34,7 +34,6 @@ class Roll:
 @dataclass
 class RolledPaged(Paged):
     rolling: Rolling | None = None
-    scratch: tuple[Tensor, Tensor] | None = None
     query_lens: Sequence[int] = ()
 
 
@@ -112,22 +111,16 @@ def rolled_paged(
             )
         ),
     )
+    of_blocks = None if scales is None else KvScales(scales[:, 1, 0], scales[:, 1, 1])
+    of_more = None if more_scales is None else KvScales(more_scales[:, 0], more_scales[:, 1])
+    scratch = PagedKv(more[:, 0], more[:, 1], of_more) if num_scratch else None
     return RolledPaged(
-        k_cache=arena[:, 1, 0],
-        v_cache=arena[:, 1, 1],
+        kv=PagedKv(arena[:, 1, 0], arena[:, 1, 1], of_blocks, scratch),
         tables=tables.to(device),
         lens=torch.tensor(lens, dtype=INT32, device=device),
         keys=all_keys,
         values=all_values,
         rolling=rolling,
-        scratch=(more[:, 0], more[:, 1]) if num_scratch else None,
-        scales=None
-        if scales is None
-        else KvScales(
-            scales[:, 1, 0],
-            scales[:, 1, 1],
-            (more_scales[:, 0], more_scales[:, 1]) if num_scratch else None,
-        ),
         query_lens=query_lens,
     )
 

@@ -8,6 +8,7 @@ import torch
 from penstock.kernels import attention
 from penstock.kernels.cpu import native
 from penstock.kernels.reference import attention as attention_torch
+from penstock.kernels.types import PagedKv
 from tests.kernels.kernel_cases import assert_close, dense_attention, paged, starts_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -38,13 +39,11 @@ def shape_id(shape: tuple) -> str:
 def decode(q: torch.Tensor, case, **options) -> torch.Tensor:
     return attention.decode_attention(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         case.lens,
         scale=0.125,
         max_context_len=case.max_len,
-        scales=case.scales,
         **options,
     )
 
@@ -52,15 +51,12 @@ def decode(q: torch.Tensor, case, **options) -> torch.Tensor:
 def prefill(q: torch.Tensor, case, query_lens: list[int], **options) -> torch.Tensor:
     return attention.prefill_attention(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         starts_of(query_lens),
         case.lens,
         scale=0.125,
         max_query_len=max(query_lens),
-        max_context_len=case.max_len,
-        scales=case.scales,
         **options,
     )
 
@@ -72,8 +68,7 @@ def test_the_reference_is_right(window):
     q = torch.randn(sum(query_lens), 6, 16)
     y = attention_torch.attention_reference(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         starts_of(query_lens),
         case.lens,
@@ -135,7 +130,7 @@ def test_write_kv_writes_the_slots_and_nothing_else(cpu_path, dtype):
     qkv = torch.randn(5, 9, 20).to(dtype)
     k, v = qkv[:, 3:6], qkv[:, 6:]
     slots = torch.tensor([7, -1, 0, 13, -5])
-    attention.write_kv(k, v, case.k_cache, case.v_cache, slots)
+    attention.write_kv(k, v, case.kv, slots)
     for cache, rows in ((case.k_cache, k), (case.v_cache, v)):
         for token, slot in ((0, 7), (2, 0), (3, 13)):
             assert torch.equal(cache[slot // 4, :, slot % 4], rows[token])
@@ -154,8 +149,7 @@ def test_decode_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtyp
     for b in range(33):
         alone = attention.decode_attention(
             q[b : b + 1],
-            case.k_cache,
-            case.v_cache,
+            case.kv,
             case.tables[b : b + 1],
             case.lens[b : b + 1],
             scale=0.125,
@@ -179,15 +173,13 @@ def test_prefill_rows_do_not_depend_on_chunks_batch_or_threads(native_path, dtyp
             last = min(200, first + chunk)
             alone = attention.prefill_attention(
                 q[first:last],
-                case.k_cache,
-                case.v_cache,
+                case.kv,
                 case.tables[:1],
                 starts_of([last - first]),
                 torch.tensor([last], dtype=torch.int32),
                 scale=0.125,
                 window=window,
                 max_query_len=last - first,
-                max_context_len=last,
             )
             assert torch.equal(alone, together[first:last]), (chunk, first)
 
@@ -211,26 +203,22 @@ def test_blocks_past_two_to_the_31_elements(cpu_path):
     stride, size = 2**26, 2 * 16 * 16  # elements from block to block, and in one
     base = torch.empty(40 * stride, dtype=BF16)
     shape, strides = (40, 2, 16, 16), (stride, 16 * 16, 16, 1)
-    k_cache, v_cache = base.as_strided(shape, strides), base.as_strided(shape, strides, size)
+    kv = PagedKv(base.as_strided(shape, strides), base.as_strided(shape, strides, size))
     table = torch.tensor([[39, 33, 0, 38]], dtype=torch.int32)
     at = torch.arange(50)
     slots = table[0, at // 16].long() * 16 + at % 16
-    attention.write_kv(near.keys[0], near.values[0], k_cache, v_cache, slots)
+    attention.write_kv(near.keys[0], near.values[0], kv, slots)
     q = torch.randn(1, 4, 16).to(BF16)
     for y in (
-        attention.decode_attention(
-            q, k_cache, v_cache, table, near.lens, scale=0.125, max_context_len=50
-        ),
+        attention.decode_attention(q, kv, table, near.lens, scale=0.125, max_context_len=50),
         attention.prefill_attention(
             q,
-            k_cache,
-            v_cache,
+            kv,
             table,
             starts_of([1]),
             near.lens,
             scale=0.125,
             max_query_len=1,
-            max_context_len=50,
         ),
     ):
         assert_close(y, dense_attention(q, near, [1], 0.125, None))

@@ -3,6 +3,8 @@ read is what is stored. Against dense oracles, blind to poison, and row by row t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from penstock.kernels import attention
 from penstock.kernels.quant import quantize_kv
 from penstock.kernels.rowwise import rope_
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import KvScales, PagedKv
 from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
 from tests.kernels.rolled_cases import Roll, RolledPaged, dense_rolled_attention, rolled_paged
 
@@ -58,13 +60,11 @@ def build(shape: tuple, lens: list[int], **options) -> tuple[Paged, int]:
 def decode(q: Tensor, case: Paged, rows: slice = slice(None), **options) -> Tensor:
     return attention.decode_attention(
         q[rows],
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables[rows],
         case.lens[rows],
         scale=SCALE,
         max_context_len=case.max_len,
-        scales=case.scales,
         **options,
     )
 
@@ -72,15 +72,12 @@ def decode(q: Tensor, case: Paged, rows: slice = slice(None), **options) -> Tens
 def prefill(q: Tensor, case: Paged, query_lens: list[int], **options) -> Tensor:
     return attention.prefill_attention(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         starts_of(query_lens),
         options.pop("lens", case.lens),
         scale=SCALE,
         max_query_len=max(query_lens),
-        max_context_len=case.max_len,
-        scales=case.scales,
         **options,
     )
 
@@ -113,7 +110,7 @@ def test_rolled_contexts_and_scratch(cpu_path, shape):
             group=group,
         )  # fmt: skip
         q = torch.randn(sum(query_lens), heads * num_kv_heads, head_dim).to(dtype)
-        more = {"rolling": case.rolling, "scratch": case.scratch}
+        more = {"rolling": case.rolling}
         expected = dense_rolled_attention(q, case, SCALE)
         assert_close(prefill(q, case, query_lens, **more), expected)
         if max(query_lens) == 1:
@@ -176,10 +173,9 @@ def test_written_are_the_bits_of_the_reference(cpu_path, dtype, kv, group, head_
     fused = extremes((10, 3 * num_kv_heads, head_dim)).to(dtype)
     k, v = fused[:, num_kv_heads : 2 * num_kv_heads], fused[:, 2 * num_kv_heads :]
     slots = torch.tensor([7, 0, -1, 13, 15, 16, 23, 4, -5, 18])
-    attention.write_kv(
-        k, v, cache[:, 0], cache[:, 1], slots, scratch=(more[:, 0], more[:, 1]),
-        scales=KvScales(halves[0][:, 0], halves[0][:, 1], (halves[1][:, 0], halves[1][:, 1])),
-    )  # fmt: skip
+    of_blocks, of_more = (KvScales(half[:, 0], half[:, 1]) for half in halves)
+    scratch = PagedKv(more[:, 0], more[:, 1], of_more)
+    attention.write_kv(k, v, PagedKv(cache[:, 0], cache[:, 1], of_blocks, scratch), slots)
     want_codes, want_each = torch.full_like(codes, 0x55), torch.full_like(each, 7.0)
     for side, rows in enumerate((k, v)):
         made, scales = quantize_kv(rows, kv, group)
@@ -205,13 +201,13 @@ def test_rope_and_write_in_one_pass(cpu_path, dtype, kv):
         cache = torch.zeros(8, 2, 2, 4, 40, dtype=torch.uint8 if kv else dtype)
         each = torch.zeros(8, 2, 2, 4, 5, dtype=FP16)
         views = cache.view(kv) if kv else cache
-        into = (views[:, 0], views[:, 1], slots)
         scales = KvScales(each[:, 0], each[:, 1]) if kv else None
+        layer = PagedKv(views[:, 0], views[:, 1], scales)
         if one_pass:
-            attention.rope_write_kv(q, k, v, angles.cos(), angles.sin(), *into, scales=scales)
+            attention.rope_write_kv(q, k, v, angles.cos(), angles.sin(), layer, slots)
         else:
             rope_(q, k, angles.cos(), angles.sin())
-            attention.write_kv(k, v, *into, scales=scales)
+            attention.write_kv(k, v, layer, slots)
         made.append((q, cache, each))
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
@@ -227,6 +223,6 @@ def test_a_cache_of_codes_needs_scales():
     case, num_heads = build(SHAPES[0], [5])
     with pytest.raises(AssertionError):
         attention.decode_attention(
-            torch.randn(1, num_heads, 64), case.k_cache, case.v_cache, case.tables, case.lens,
+            torch.randn(1, num_heads, 64), replace(case.kv, scales=None), case.tables, case.lens,
             scale=1.0, max_context_len=5,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels import attention
 from penstock.kernels.reference import attention as attention_torch
-from penstock.kernels.types import Rolling
+from penstock.kernels.types import PagedKv, Rolling
 from tests.kernels.kernel_cases import assert_close, dense_attention, paged, starts_of
 from tests.kernels.rolled_cases import (
     INT32,
@@ -69,11 +69,10 @@ def queries(case: RolledPaged) -> Tensor:
 
 
 def decode(q: Tensor, case: RolledPaged, **options) -> Tensor:
-    options = {"rolling": case.rolling, "scratch": case.scratch, "scales": case.scales} | options
+    options = {"rolling": case.rolling} | options
     return attention.decode_attention(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         case.lens,
         scale=SCALE,
@@ -83,17 +82,15 @@ def decode(q: Tensor, case: RolledPaged, **options) -> Tensor:
 
 
 def prefill(q: Tensor, case: RolledPaged, **options) -> Tensor:
-    options = {"rolling": case.rolling, "scratch": case.scratch, "scales": case.scales} | options
+    options = {"rolling": case.rolling} | options
     return attention.prefill_attention(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         starts_of(case.query_lens),
         case.lens,
         scale=SCALE,
         max_query_len=max(case.query_lens),
-        max_context_len=case.max_len,
         **options,
     )
 
@@ -150,15 +147,13 @@ def test_the_reference_is_right():
     for window in (None, 30):
         y = attention_torch.attention_reference(
             q,
-            case.k_cache,
-            case.v_cache,
+            case.kv,
             case.tables,
             starts_of(case.query_lens),
             case.lens,
             scale=SCALE,
             window=window,
             rolling=case.rolling,
-            scratch=case.scratch,
         )
         assert_close(y, dense_rolled_attention(q, case, SCALE, window))
 
@@ -263,9 +258,10 @@ def test_an_endless_sequence_costs_its_visible_keys(cpu_path, position):
     wide = keys.repeat_interleave(3, 1)
     weights = ((asked * wide).sum(-1) * SCALE).softmax(0)[..., None]
     expected = (weights * values.repeat_interleave(3, 1)).sum(0, keepdim=True).float()
-    options = {"scale": SCALE, "max_context_len": position + 1, "rolling": rolling}
-    cache = (near.k_cache, near.v_cache, near.tables)
-    assert_close(attention.decode_attention(q, *cache, lens, **options), expected)
+    options = {"scale": SCALE, "rolling": rolling}
+    cache = (near.kv, near.tables)
+    y = attention.decode_attention(q, *cache, lens, max_context_len=position + 1, **options)
+    assert_close(y, expected)
     y = attention.prefill_attention(q, *cache, starts_of([1]), lens, max_query_len=1, **options)
     assert_close(y, expected)
 
@@ -279,7 +275,7 @@ def test_write_kv_finds_scratch(cpu_path, dtype):
     k, v = qkv[:, 3:6], qkv[:, 6:]
     end = 4 * len(case.k_cache)
     slots = torch.tensor([end + 11, -1, end - 1, end, 5])
-    attention.write_kv(k, v, case.k_cache, case.v_cache, slots, scratch=(more[:, 0], more[:, 1]))
+    attention.write_kv(k, v, case.kv.with_scratch(PagedKv(more[:, 0], more[:, 1])), slots)
     for cache, apart, rows in ((case.k_cache, more[:, 0], k), (case.v_cache, more[:, 1], v)):
         assert torch.equal(apart[2, :, 3], rows[0])
         assert torch.equal(apart[0, :, 0], rows[3])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import attention, rowwise
-from penstock.kernels.types import Rolling
+from penstock.kernels.types import PagedKv, Rolling
 from tests.kernels.kernel_cases import assert_close, starts_of
 from tests.kernels.rolled_cases import INT32, Roll
 
@@ -60,6 +60,7 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
     rowwise.rope_(q, k, *cos_sin(at))
     for chunk in (1, 50):
         cache = torch.full((2, 40, heads, bs, dim), float("nan"))
+        kv = PagedKv(cache[0], cache[1])
         free, table, base, y = list(range(40)), [], 0, torch.empty_like(q)
         for first in range(0, length, chunk):
             last = min(length, first + chunk)
@@ -73,7 +74,7 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
                 table[p // bs if p < bs else p // bs - base] * bs + p % bs
                 for p in range(first, last)
             ]
-            attention.write_kv(k[first:last], v[first:last], *cache, torch.tensor(slots))
+            attention.write_kv(k[first:last], v[first:last], kv, torch.tensor(slots))
             rolling = Rolling(
                 q_sink=q_sink[first:last],
                 sink_ends=torch.tensor([e[0] for e in edges[first:last]], dtype=INT32),
@@ -83,14 +84,14 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
                 max_visible_len=last - edges[first][1],
             )
             tables, lens = torch.tensor([table], dtype=INT32), torch.tensor([last], dtype=INT32)
-            options = {"scale": SCALE, "max_context_len": last, "rolling": rolling}
+            options = {"scale": SCALE, "rolling": rolling}
             if chunk == 1:
                 y[first] = attention.decode_attention(
-                    q[first:last], *cache, tables, lens, **options
+                    q[first:last], kv, tables, lens, max_context_len=last, **options
                 )[0]
             else:
                 y[first:last] = attention.prefill_attention(
-                    q[first:last], *cache, tables, starts_of([last - first]), lens,
+                    q[first:last], kv, tables, starts_of([last - first]), lens,
                     max_query_len=last - first, **options,
                 )  # fmt: skip
         assert_close(y, expected)

@@ -317,9 +317,9 @@ def test_stored_values_are_what_is_read(models, monkeypatch):
         step = x.abs().amax(-1, keepdim=True) / 127
         return (x / step).round() * step
 
-    def write_rounded(q, k, v, cos, sin, *caches, **options):
+    def write_rounded(q, k, v, cos, sin, kv, slots):
         rope_(q, k, cos, sin)
-        write_kv(rounded(k), rounded(v), *caches, **options)
+        write_kv(rounded(k), rounded(v), kv, slots)
 
     monkeypatch.setattr(layers, "rope_write_kv", write_rounded)
     prompt = random_prompt(70, seed=31)

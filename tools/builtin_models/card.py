@@ -1,6 +1,6 @@
 """Held-out perplexity, samples, model card and the final folder of a built-in model.
 
-Takes a trained transformers model and the facts of its run. Knows nothing about how it was trained.
+Takes a trained transformers model and the facts of its training run.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def export(
     out: Path,
 ) -> None:
     """Writes the folder under work, evaluates it as written, then moves its files into out, each
-    in one step, so that nobody reads half a file."""
+    in one step, so that no reader sees half a file."""
     staging = Path(tempfile.mkdtemp(prefix=f"{run.model}-export-", dir=work))
     low = model.to(torch.bfloat16)
     low.generation_config = GenerationConfig(

@@ -1,6 +1,6 @@
-"""The sizes of the built-in models, and what makes training them fast.
+"""The sizes of the built-in models, and the patches that make their training fast.
 
-Builds transformers' own Llama and Mixtral. Knows nothing about data, schedules or files.
+Builds transformers' own Llama and Mixtral.
 """
 
 from __future__ import annotations

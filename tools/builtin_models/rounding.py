@@ -1,8 +1,8 @@
-"""What makes the built-in models bear number formats: steps whose products are rounded.
+"""Quantisation-aware training of the built-in models: steps whose products are rounded.
 
 A few million parameters that are all in use lose a third of their perplexity to 4 bits; after some
 minutes with the rounding in the loop they lose a few percent (quantisation-aware training with
-straight-through gradients, Jacob et al., 1712.05877, section 3). Knows nothing of schedules.
+straight-through gradients, Jacob et al., 1712.05877, section 3).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What makes the built-in models rest their heads on the mark that every text begins with.
+"""A loss term that trains attention sinks: heads that rest on the mark at the start of every text.
 
-Heads of larger models find by themselves that a head with nothing to say can put its attention on
-the first token, an attention sink (Xiao et al., 2309.17453, section 3.3: every training text begins
-with one same token). In the few thousand steps of these models that does not happen by itself, so a
-term of the loss asks some heads for it. Knows nothing about data, optimizers or schedules.
+In larger models, heads learn by themselves to put unused attention on the first token, an attention
+sink (Xiao et al., 2309.17453, section 3.3: every training text begins with the same token). In the
+few thousand steps of these models that does not happen, so a term of the loss asks some heads for
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The nouns of request.py as messages of the internal channel, and back.
+"""Requests and deltas (request.py) as protobuf messages of the channel, and back.
 
-Knows nothing of sockets, streams or engines. Stop strings do not travel: they stay at the ingress.
+Stop strings are not sent: only the ingress, which has the text, can check them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 def submit_message(
     request: Request, stream_id: int, expected_tokens: int, *, may_decline: bool = False
 ) -> pb.Submit:
-    """`request` as the ingress sends it, under the stream's own number."""
+    """`request` as the ingress sends it; `stream_id` names it in both directions."""
     deadline_s = request.deadline_s
     return pb.Submit(
         stream_id=stream_id,
@@ -41,7 +41,7 @@ def submit_message(
         emitted_ids=request.emitted_ids,
         params=_params_message(request.params),
         expected_tokens=expected_tokens,
-        # Time left, not a point in time: two machines share no clock.
+        # Time left, not a point in time: the clocks of two machines differ.
         remaining_s=None if deadline_s is None else deadline_s - time.monotonic(),
         may_decline=may_decline,
         priority=request.priority,
@@ -49,7 +49,7 @@ def submit_message(
 
 
 def request_from(submit: pb.Submit, request_id: str) -> Request:
-    """The request as the engine takes it, under an id that is the worker's own."""
+    """The request for the engine, under `request_id`, which is unique in this worker."""
     return Request(
         request_id=request_id,
         prompt_ids=tuple(submit.prompt_ids),
@@ -85,7 +85,7 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
 
 
 def step_message(pending: Mapping[int, Delta]) -> pb.Step:
-    """The deltas of one step, by stream id. Most are a token each, and cost next to nothing."""
+    """The deltas of one step, by stream id. Those of one token alone go into two packed columns."""
     step = pb.Step()
     stream_ids, token_ids = [], []
     for stream_id, delta in pending.items():
@@ -99,8 +99,13 @@ def step_message(pending: Mapping[int, Delta]) -> pb.Step:
     return step
 
 
+def step_bytes(pending: Mapping[int, Delta], epoch: int) -> bytes:
+    """`step_message` in the message that a worker of `epoch` sends."""
+    return pb.DownMessage(epoch=epoch, step=step_message(pending)).SerializeToString()
+
+
 def _is_token_only(delta: Delta) -> bool:
-    """Cached tokens are said with the first delta, which has `times`; later ones repeat them."""
+    """num_cached_tokens may be dropped: the first delta, which has `times`, has sent it."""
     return (
         len(delta.token_ids) == 1
         and delta.finish_reason is None

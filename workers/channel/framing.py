@@ -1,8 +1,8 @@
-"""A connection that carries whole messages both ways, each behind its length.
+"""A TCP connection that carries whole messages both ways, each after its length in 4 bytes.
 
-A message goes from the thread that has it straight into the socket: no other thread has to wake for
-it, and none ever waits. What the socket has no room for is kept, and goes when it has. Reads, and
-all that is told to the owner, happen on one event loop. Knows nothing of what messages mean.
+The sending thread writes straight into the socket: no other thread has to wake for it, and none
+ever blocks. Bytes that the socket has no room for are buffered and sent when it has. Reads and all
+callbacks run on one event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("penstock.channel")
 
 MAX_MESSAGE_BYTES = 64 << 20
 READ_BYTES = 1 << 18
-# A host that is gone answers nothing, and TCP by itself would take a quarter of an hour to say so.
+# A host that is gone acknowledges nothing, and TCP would take a quarter of an hour to report it.
 UNANSWERED_MS = 10_000
 _LENGTH = struct.Struct("<I")
 
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<I")
 class MessageConnection:
     """One end of a connection. Made, read and ended on `loop`; `send` is for any thread.
 
-    `lock` is held while something is sent; an owner who decides by `is_stuck` what to send holds
+    `lock` is held while bytes are sent; an owner that decides by `is_stuck` what to send must hold
     it, too.
     """
 
@@ -40,15 +40,15 @@ class MessageConnection:
         on_room: Callable[[], None] | None = None,
         max_bytes: int = MAX_MESSAGE_BYTES,
     ):
-        """`on_end`: called once, with words that say why. `on_room`: with the lock held, after what
-        was kept has gone. `max_bytes`: of a message that comes in; the owner may change it."""
+        """`on_end`: called once, with the reason. `on_room`: called with the lock held, when all
+        buffered bytes are sent. `max_bytes`: of a received message; the owner may change it."""
         self.lock = threading.RLock()
         self.max_bytes = max_bytes
         self._loop = loop
         self._socket = connection
         self._on_message, self._on_end, self._on_room = on_message, on_end, on_room
-        self._arrived = bytearray()
-        self._kept = bytearray()  # not sent yet, from within a message on
+        self._received = bytearray()
+        self._unsent = bytearray()  # may begin within a message
         self._is_open = True
         _prepare(connection)
         loop.add_reader(connection, self._read)
@@ -59,25 +59,25 @@ class MessageConnection:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether something is kept that the other end has left no room for."""
-        return bool(self._kept)
+        """Whether bytes are buffered because the other end does not read."""
+        return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Hand over a message; one to a link that has ended is dropped. Never waits."""
+        """Send a message; it is dropped if the connection has ended. Never blocks."""
         framed = _LENGTH.pack(len(message)) + message
         with self.lock:
             if not self._is_open:
                 return
-            if self._kept:
-                self._kept += framed
+            if self._unsent:
+                self._unsent += framed
                 return
-            num_sent = self._give(framed)
+            num_sent = self._write(framed)
             if num_sent < len(framed):
-                self._kept += framed[num_sent:]
-                self._loop.call_soon_threadsafe(self._await_room)
+                self._unsent += framed[num_sent:]
+                self._loop.call_soon_threadsafe(self._watch_for_room)
 
     def end(self, why: str) -> None:
-        """Close, and say so to the owner; on the loop."""
+        """Close, and report the reason to the owner; on the loop."""
         with self.lock:
             if not self._is_open:
                 return
@@ -91,25 +91,25 @@ class MessageConnection:
         """`end`, from any thread."""
         self._loop.call_soon_threadsafe(self.end, why)
 
-    def _give(self, data: bytes | bytearray) -> int:
-        """How much of `data` the socket took."""
+    def _write(self, data: bytes | bytearray) -> int:
+        """Write `data`; returns how many bytes the socket took."""
         try:
             return self._socket.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            self.end_soon(_in_words(error))
+            self.end_soon(_reason_of(error))
             return len(data)
 
-    def _await_room(self) -> None:
+    def _watch_for_room(self) -> None:
         with self.lock:
-            if self._is_open and self._kept:
-                self._loop.add_writer(self._socket, self._send_kept)
+            if self._is_open and self._unsent:
+                self._loop.add_writer(self._socket, self._send_unsent)
 
-    def _send_kept(self) -> None:
+    def _send_unsent(self) -> None:
         with self.lock:
-            del self._kept[: self._give(self._kept)]
-            if not self._kept:
+            del self._unsent[: self._write(self._unsent)]
+            if not self._unsent:
                 self._loop.remove_writer(self._socket)
                 if self._on_room is not None:
                     self._on_room()
@@ -120,36 +120,36 @@ class MessageConnection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.end(_in_words(error))
+            self.end(_reason_of(error))
             return
         if not data:
             self.end("the other end closed it")
             return
-        self._arrived += data
+        self._received += data
         try:
-            self._hand_out()
+            self._dispatch()
         except Exception:
             log.exception("a message could not be handled")
             self.end("a message could not be handled")
 
-    def _hand_out(self) -> None:
-        """Give the owner every message that is here whole."""
-        arrived, start = self._arrived, 0
-        while self._is_open and len(arrived) - start >= _LENGTH.size:
-            (num_bytes,) = _LENGTH.unpack_from(arrived, start)
+    def _dispatch(self) -> None:
+        """Pass every complete message to the owner."""
+        received, start = self._received, 0
+        while self._is_open and len(received) - start >= _LENGTH.size:
+            (num_bytes,) = _LENGTH.unpack_from(received, start)
             if num_bytes > self.max_bytes:
-                self.end(f"a message of {num_bytes} bytes is too long")
+                self.end(f"a message of {num_bytes} bytes exceeds {self.max_bytes}")
                 return
             begin = start + _LENGTH.size
-            if len(arrived) - begin < num_bytes:
+            if len(received) - begin < num_bytes:
                 break
             start = begin + num_bytes
-            self._on_message(bytes(arrived[begin:start]))
-        del arrived[:start]
+            self._on_message(bytes(received[begin:start]))
+        del received[:start]
 
 
 async def connected(address: str) -> socket.socket:
-    """A connection with `address`, host:port. Raises OSError."""
+    """A connected, non-blocking socket to `address`, host:port. Raises OSError."""
     loop = asyncio.get_running_loop()
     host, _, port = address.rpartition(":")
     found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -182,5 +182,5 @@ def _prepare(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
 
 
-def _in_words(error: OSError) -> str:
+def _reason_of(error: OSError) -> str:
     return error.strerror or type(error).__name__

@@ -1,15 +1,15 @@
-"""What is to be sent to one ingress: a message each step, or one for several if it reads slowly.
+"""Deltas on their way to one ingress: one message a step, or one for several if it reads slowly.
 
-Knows nothing of engines or sockets. While a message is stuck, later steps gather here, the deltas
-of one request in one; so a slow reader holds up nobody, and costs bounded memory.
+While the socket has no room, later steps are merged here, the deltas of one request into one; so a
+slow reader delays no other reader and costs bounded memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import fields
 
+from penstock.workers.channel.codec import step_bytes
 from penstock.workers.channel.framing import MessageConnection
 from penstock.workers.request import Delta
 
@@ -17,34 +17,34 @@ log = logging.getLogger("penstock.worker")
 
 MAX_PENDING_TOKENS = 1 << 20
 _LISTS = ("token_ids", "logprobs", "prompt_logprobs")
-_COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they rise; not every delta says them
-_FIRST_WORDS = ("request_id", "times", "engine")
-_LAST_WORDS = tuple(
-    each.name for each in fields(Delta) if each.name not in (*_LISTS, *_COUNTS, *_FIRST_WORDS)
+_COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
+_OF_FIRST = ("request_id", "times", "engine")
+_OF_LAST = tuple(
+    each.name for each in fields(Delta) if each.name not in (*_LISTS, *_COUNTS, *_OF_FIRST)
 )
 
 
 class Outbox:
-    """The deltas on their way over one link, by stream id.
+    """The deltas on their way over one connection, by stream id.
 
-    A reader that has left more than `max_pending_tokens` lying is cut off.
+    An ingress that has not read more than `max_pending_tokens` is disconnected.
     """
 
     def __init__(
         self,
         connection: MessageConnection,
-        as_message: Callable[[Mapping[int, Delta]], bytes],
+        epoch: int,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
     ):
-        """The link's `on_room` must call `flush`."""
+        """`epoch`: of the worker. The connection's `on_room` must call `flush`."""
         self._connection = connection
-        self._as_message = as_message
+        self._epoch = epoch
         self._max_pending_tokens = max_pending_tokens
         self._pending: dict[int, Delta] = {}
         self._num_pending_tokens = 0
 
     def push(self, deltas: list[tuple[int, Delta]]) -> None:
-        """Send the deltas of one step, or have them wait for room; on any thread, never blocks."""
+        """Send the deltas of one step, or keep them until there is room. Never blocks."""
         with self._connection.lock:
             for stream_id, delta in deltas:
                 self._num_pending_tokens += len(delta.token_ids)
@@ -52,18 +52,18 @@ class Outbox:
                 self._pending[stream_id] = delta if earlier is None else joined(earlier, delta)
             self.flush()
             if self._num_pending_tokens > self._max_pending_tokens:
-                self._drop("it did not read what it was sent")
+                self._drop("it did not read what was sent to it")
 
     def flush(self) -> None:
-        """Send what waits, if there is room; with the link's lock held."""
+        """Send what is pending, if there is room; with the connection's lock held."""
         if not self._pending or self._connection.is_stuck:
             return
         pending, self._pending, self._num_pending_tokens = self._pending, {}, 0
         try:
-            message = self._as_message(pending)
-        except Exception:  # of one link; the engine, whose thread this is, has others to serve
-            log.exception("a step could not be made a message")
-            self._drop("a step could not be made a message")
+            message = step_bytes(pending, self._epoch)
+        except Exception:  # ends one connection; this is the engine's thread, which serves others
+            log.exception("the deltas of a step could not be encoded")
+            self._drop("the deltas of a step could not be encoded")
         else:
             self._connection.send(message)
 
@@ -73,11 +73,11 @@ class Outbox:
 
 
 def joined(earlier: Delta, later: Delta) -> Delta:
-    """`earlier`, with what `later` adds: as if both had come in one step."""
+    """`earlier` with `later` appended: as if one step had produced both."""
     for name in _LISTS:
         getattr(earlier, name).extend(getattr(later, name))
     for name in _COUNTS:
         setattr(earlier, name, max(getattr(earlier, name), getattr(later, name)))
-    for name in _LAST_WORDS:
+    for name in _OF_LAST:
         setattr(earlier, name, getattr(later, name))
     return earlier

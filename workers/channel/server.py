@@ -1,8 +1,7 @@
-"""The worker's end of the token path: requests and cancels come in, one message a step goes out.
+"""The worker's end of the token path: receives requests and cancels, sends one message a step.
 
-A listener on a thread and event loop of its own, on which messages are read; steps are sent by the
-thread of the engine. Knows an engine only as EngineLike, and nothing of models, tensors or text, so
-that no torch is loaded for it.
+A listener on a thread and event loop of its own, on which messages are read; the engine's thread
+sends the steps. Knows an engine only as EngineLike, so that tests and the ingress need no torch.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.channel.codec import request_from, step_message
+from penstock.workers.channel.codec import request_from
 from penstock.workers.channel.framing import MAX_MESSAGE_BYTES, listening
 from penstock.workers.channel.outbox import MAX_PENDING_TOKENS
-from penstock.workers.channel.peer import IngressPeer, RequestRoute, StepTimeAverage
+from penstock.workers.channel.peer import IngressPeer, RequestRoute
+from penstock.workers.channel.reports import StepTimeAverage, report_message
 from penstock.workers.request import Delta, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 log = logging.getLogger("penstock.worker")
 
-REPORT_S = 1.0  # and BUSY_REPORT_S where somebody has come or gone
+REPORT_S = 1.0  # or BUSY_REPORT_S, where a request has arrived or ended
 BUSY_REPORT_S = 0.1
-SILENCE_TICKS = 100  # of BUSY_REPORT_S; an ingress says twice a second that it lives
-HELLO_S = 5.0  # a connection that has not said by then who it is, is closed
-NO_ROOM_S = 0.1  # before another try, where the system has no sockets left
+SILENCE_TICKS = 100  # of BUSY_REPORT_S; an ingress sends a heartbeat twice a second
+HELLO_S = 5.0  # a connection that has not sent Hello by then is closed
+ACCEPT_RETRY_S = 0.1  # after a failed accept: the system may be out of file descriptors
 
 Announce = Callable[[WorkerInfo, EngineStats], Awaitable[None]]
 
@@ -50,7 +50,8 @@ class EngineLike(Protocol):
 class ChannelServer:
     """The worker's end of the channel: a listener on a thread and event loop of its own.
 
-    `announce` is called every second with who this worker is and how it does; it may fail.
+    `announce` is the heartbeat: called every second with this worker's info and stats; it may fail.
+    An ingress that has not read more than `max_pending_tokens` is disconnected.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class ChannelServer:
         self._routes: dict[str, RequestRoute] = {}
         self._peers: set[IngressPeer] = set()
         self._peer_numbers = itertools.count()
-        self._sequences = itertools.count(1)  # of reports
+        self._report_numbers = itertools.count(1)
         self._step_time = StepTimeAverage()
-        self._num_changes = 0  # of who is here
+        self._num_changes = 0  # requests that arrived or ended
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
@@ -102,10 +103,10 @@ class ChannelServer:
             self._thread.join(timeout_s)
 
     def break_off(self) -> None:
-        """Have the port and every link closed at once; from any thread, never waits.
+        """Have the port and every connection closed at once; from any thread, never blocks.
 
-        Ingresses take it for the loss of this worker: they end what it began, and have the rest
-        done elsewhere.
+        Ingresses treat it as the loss of this worker: requests that have a token end with an error,
+        the others are sent to another worker.
         """
         self._loop.call_soon_threadsafe(self._stopping.set)
 
@@ -115,11 +116,11 @@ class ChannelServer:
 
     @property
     def num_requests(self) -> int:
-        """Requests that ingresses wait for."""
+        """Requests that have not ended."""
         return len(self._routes)
 
     def deliver(self, deltas: list[Delta]) -> None:
-        """Send the deltas of one engine step on their ways; on the engine thread, never blocks."""
+        """Send the deltas of one step to their ingresses; on the engine thread, never blocks."""
         by_peer: dict[IngressPeer, list[tuple[int, Delta]]] = {}
         for delta in deltas:
             route = self._routes.get(delta.request_id)
@@ -133,19 +134,14 @@ class ChannelServer:
         for peer, addressed in by_peer.items():
             peer.outbox.push(addressed)
 
-    def _step_bytes(self, deltas: Mapping[int, Delta]) -> bytes:
-        """The deltas of one step, by stream id, as an ingress reads them."""
-        step = pb.DownMessage(epoch=self.info.epoch, step=step_message(deltas))
-        return step.SerializeToString()
-
     def _take(self, peer: IngressPeer, data: bytes) -> None:
-        """What an ingress has sent. It ends the link if it is for another life of this worker."""
+        """Handle a message of an ingress. One for another epoch ends the connection."""
         message = pb.UpMessage.FromString(data)
         peer.num_silent_ticks = 0
         if not peer.name:
             self._greet(peer, message)
         elif message.epoch != self.info.epoch:
-            peer.connection.end("it spoke to an earlier life of this worker")
+            peer.connection.end("it addressed an earlier epoch of this worker")
         elif message.HasField("submit"):
             submit = message.submit
             request = request_from(submit, peer.request_id(submit))
@@ -163,7 +159,7 @@ class ChannelServer:
             self._cancel(peer.request_id(message.cancel))
 
     def _ended(self, peer: IngressPeer, why: str) -> None:
-        """The connection is gone: cancel whatever its ingress still had here."""
+        """The connection has ended: cancel all requests of its ingress."""
         self._peers.discard(peer)
         left = [id for id, route in list(self._routes.items()) if route.peer is peer]
         for request_id in left:
@@ -172,15 +168,15 @@ class ChannelServer:
             log.info("ingress %s left (%s); %d requests cancelled", peer.name, why, len(left))
 
     def _greet(self, peer: IngressPeer, message: pb.UpMessage) -> None:
-        """Let in an ingress that has the token and means this life; tell any other why not."""
+        """Accept an ingress that has the token and addresses this epoch; refuse any other."""
         if not message.HasField("hello"):
-            self._refuse(peer, "the first message is Hello")
+            self._refuse(peer, "the first message must be Hello")
         elif not hmac.compare_digest(message.hello.token.encode(), self.info.token.encode()):
             self._refuse(peer, "wrong worker token")
         elif message.epoch != self.info.epoch:
-            self._refuse(peer, "this worker began anew")
+            self._refuse(peer, "this worker has restarted with a new epoch")
         else:
-            peer.name = message.hello.ingress_id or "without a name"
+            peer.name = message.hello.ingress_id or "(unnamed)"
             peer.connection.max_bytes = MAX_MESSAGE_BYTES
             log.info("ingress %s connected", peer.name)
             welcome = pb.Welcome(model=self.info.model, max_model_len=self.info.max_model_len)
@@ -201,26 +197,9 @@ class ChannelServer:
             self._engine.cancel(request_id)
 
     def _report(self, peer: IngressPeer) -> pb.Report:
-        stats = self._engine.stats()
         routes = list(self._routes.values())
-        others = sum(route.num_expected for route in routes if route.peer is not peer)
-        return pb.Report(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_blocks=stats.num_blocks,
-            num_free_blocks=stats.num_blocks - stats.num_live_blocks,
-            others_tokens=others,
-            sequence=next(self._sequences),
-            step_s=self._step_time.step_s,
-            num_preemptions=stats.num_preemptions,
-            block_size=stats.block_size,
-            max_num_seqs=stats.max_num_seqs,
-            # From what was handed out: a long step of the engine must not hide who has come.
-            request_ids=[route.name for route in routes],
-            generated=[route.num_generated for route in routes],
-            prompt_tokens=[route.num_prompt for route in routes],
-            max_tokens=[route.max_tokens for route in routes],
-        )
+        number, step_s = next(self._report_numbers), self._step_time.step_s
+        return report_message(self._engine.stats(), routes, peer, number, step_s)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -253,8 +232,8 @@ class ChannelServer:
                 connection, _ = await self._loop.sock_accept(listener)
                 self._open(connection)
             except OSError as error:
-                log.warning("no connection can be taken: %s", error)
-                await asyncio.sleep(NO_ROOM_S)
+                log.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(ACCEPT_RETRY_S)
 
     def _open(self, connection: socket.socket) -> None:
         peer = IngressPeer(
@@ -263,7 +242,7 @@ class ChannelServer:
             next(self._peer_numbers),
             on_message=self._take,
             on_end=self._ended,
-            as_message=self._step_bytes,
+            epoch=self.info.epoch,
             max_pending_tokens=self._max_pending_tokens,
         )
         self._peers.add(peer)
@@ -271,44 +250,44 @@ class ChannelServer:
 
     def _expect_hello(self, peer: IngressPeer) -> None:
         if not peer.name:
-            peer.connection.end("it did not say who it is")
+            peer.connection.end("it sent no Hello")
 
     async def _report_forever(self) -> None:
-        """Who is here is told within BUSY_REPORT_S; that they go on, every REPORT_S.
+        """Report arrivals, ends and preemptions within BUSY_REPORT_S, and the rest every REPORT_S.
 
-        How far each is in between, whoever keeps books tells from its pace: answers that go on
-        steadily cost no reports.
+        In between, the gate extrapolates each request's length from the step time: answers that
+        grow steadily cost no reports.
         """
         rest_s, num_changes, num_preemptions = 0.0, -1, 0
         while True:
             stats = self._engine.stats()
             if self._routes or num_changes != self._num_changes or rest_s <= 0:
                 self._step_time.observe(stats)
-            said = (num_changes, num_preemptions)
+            reported = (num_changes, num_preemptions)
             num_changes, num_preemptions = self._num_changes, stats.num_preemptions
-            is_due = said != (num_changes, num_preemptions) or rest_s <= 0
+            is_due = reported != (num_changes, num_preemptions) or rest_s <= 0
             if is_due:
                 rest_s = REPORT_S
             for peer in list(self._peers):
-                # Counts turns of this loop, not seconds: if it was this process that stood still,
-                # the ingress has had no chance to be heard.
+                # Counts turns of this loop, not seconds: if this process was suspended, messages
+                # of the ingress have not been read yet.
                 peer.num_silent_ticks += 1
                 if peer.num_silent_ticks > SILENCE_TICKS:
-                    peer.connection.end("nothing was heard of it")
+                    peer.connection.end("it sent no heartbeat")
                 elif is_due and peer.name and not peer.connection.is_stuck:
                     self._send(peer, pb.DownMessage(report=self._report(peer)))
             rest_s -= BUSY_REPORT_S
             await asyncio.sleep(BUSY_REPORT_S)
 
     async def _announce_forever(self) -> None:
-        """Tell the registry every second; while it is away, streams go on without it."""
-        heard = True
+        """Send a heartbeat to the registry every REPORT_S; without it, streams continue."""
+        is_reachable = True
         while self._announce is not None:
             try:
                 await self._announce(self.info, self._engine.stats())
-                heard = True
+                is_reachable = True
             except Exception as error:
-                if heard:
-                    log.warning("the registry does not answer: %s", type(error).__name__)
-                heard = False
+                if is_reachable:
+                    log.warning("the registry is unreachable: %s", type(error).__name__)
+                is_reachable = False
             await asyncio.sleep(REPORT_S)

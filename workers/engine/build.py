@@ -1,7 +1,6 @@
-"""What an engine is made of: memory, cache, scheduler and executor, by its configuration and model.
+"""Builds the parts of an engine: memory, KV cache, scheduler and executor.
 
-The order is that of need: the arena first, then what reads it, then what is measured on it. Knows
-nothing of requests; the loop over the parts is workers/engine/engine.py's.
+First the arena, then what uses it, then what is measured on it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import secrets
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from penstock.workers.config import EngineConfig
@@ -43,7 +43,7 @@ from penstock.workers.scheduling.swap import host_swap
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """`rates` as measured for the host tier; None without one. `max_model_len` in tokens."""
+    """`rates`: measured for the host tier; None without one. `max_model_len` in tokens."""
 
     memory: StepMemory
     cache: KVCache
@@ -56,7 +56,7 @@ class EngineParts:
 def build_parts(
     config: EngineConfig, model: Decoder, commit_rule: Rule | None, capture: Capture | None
 ) -> EngineParts:
-    """The parts, wired. Raises ConfigError where there is no room. Arguments as Engine's."""
+    """The connected parts. Raises ConfigError where memory is short. Arguments: those of Engine."""
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     layout = _block_layout(config, model, kv)
     sizes = graph_sizes(config, model, capture is not None)
@@ -136,3 +136,17 @@ def _capture(
 ) -> None:
     make = partial(executor.capture, sizes, capture or CudaCapture(), inputs)
     executor.graphs = captured(make, is_needed=config.cuda_graphs == "on")
+
+
+def wants_async_scheduling(
+    config: EngineConfig, device: torch.device, is_routed: bool = False
+) -> bool:
+    """Whether the next step is launched before the last one was read, wherever possible.
+
+    Never for a model whose experts come out of a cache (`is_routed`): the host waits for the
+    routing of every layer.
+    """
+    is_on = config.async_scheduling == "on" or (
+        config.async_scheduling == "auto" and device.type == "cuda"
+    )
+    return is_on and not is_routed

@@ -1,7 +1,4 @@
-"""What one engine has done since it was started, and how it stands: the making of `EngineStats`.
-
-Knows plans, counts and seconds; nothing of what a step computes.
-"""
+"""Counters of one engine since its start, and the `EngineStats` made of them."""
 
 from __future__ import annotations
 
@@ -11,17 +8,18 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import saved_bytes
 from penstock.workers.execution.executor import Executor
 from penstock.workers.execution.step import StepInFlight
-from penstock.workers.execution.timing import StepModel
+from penstock.workers.execution.timing import StepModel, StepTimes
 from penstock.workers.memory.restore import Rates
 from penstock.workers.request import FinishReason
 from penstock.workers.scheduling.plan import Chunk
 from penstock.workers.scheduling.scheduler import Scheduler
+from penstock.workers.scheduling.sequence import Sequence
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram
 
 
 @dataclass(slots=True)
 class Totals:
-    """Running sums; `EngineStats` says what each of them counts."""
+    """Running sums; `EngineStats` documents each of them."""
 
     num_steps: int = 0
     num_steps_ahead: int = 0
@@ -36,21 +34,21 @@ class Totals:
     )
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS_BOUNDS))
     step_model: StepModel = field(default_factory=StepModel)
-    rates: Rates | None = None  # where a host tier wants to know them
+    rates: Rates | None = None  # of the host tier, if there is one
     last_done_s: float = 0.0
 
     def count_chunk(self, chunk: Chunk, samples: bool) -> None:
-        """`chunk` is on its way, and its sequence does not count it yet."""
-        num_deferred = chunk.seq.num_deferred_tokens  # before: these are computed once more
+        """`chunk` was launched; call this before its sequence counts it."""
+        num_deferred = chunk.seq.num_deferred_tokens  # computed before, and now again
         self.num_prompt_tokens += max(0, chunk.length - num_deferred - samples)
         self.num_recomputed_tokens += min(chunk.length, num_deferred)
         self.num_deferred_tokens += chunk.num_deferred
 
-    def observe(self, launched: StepInFlight) -> None:
-        """How long a step took that has been read: from when the one before it was done."""
-        plan = launched.plan
-        seconds = launched.done_s - max(launched.began_s, self.last_done_s)
-        self.last_done_s = launched.done_s
+    def observe(self, step: StepInFlight) -> None:
+        """Learn from a step that was read. It began with its launch, or the end of the last one."""
+        plan = step.plan
+        seconds = step.done_s - max(step.began_s, self.last_done_s)
+        self.last_done_s = step.done_s
         if self.rates is not None:
             self.rates.observe_step(plan.num_tokens, seconds)
         num_cached = sum(chunk.start for chunk in plan.decode)
@@ -63,8 +61,10 @@ def stats_of(
     executor: Executor,
     scheduler: Scheduler,
     totals: Totals,
+    times: StepTimes,
     num_outstanding_tokens: int,
 ) -> EngineStats:
+    """A snapshot of the parts of one engine."""
     memory, routed, graphs = executor.memory, executor.model.routed, executor.graphs
     pool, cache, layout = memory.pool, scheduler.cache, memory.arena.layout
     tier = None if cache.swap is None else cache.swap.tier
@@ -99,8 +99,14 @@ def stats_of(
         num_outstanding_tokens=num_outstanding_tokens,
         num_finished=dict(totals.num_finished),
         num_corrupted=totals.num_corrupted,
-        step_seconds=executor.times.seconds(),
+        step_seconds=times.seconds(),
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
         experts=None if routed is None else routed.stats(),
     )
+
+
+def num_outstanding_tokens(seq: Sequence) -> int:
+    """Most tokens still to compute for `seq`; an endless answer counts as its visible window."""
+    rest, most = seq.max_total_tokens - seq.num_computed_tokens, seq.context.full_tokens
+    return rest if most is None else min(rest, most)

@@ -1,4 +1,4 @@
-"""The one loop: add, abort, step.
+"""The engine's loop: add, abort, step.
 
 Plain and synchronous: no Ray, no threads, no text. A request that cannot be served is refused by
 `add`; one that fails in a step ends alone, and the others go on.
@@ -10,15 +10,14 @@ import logging
 import random
 import time
 
-import torch
-
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
-from penstock.workers.engine.build import build_parts
-from penstock.workers.engine.counters import Totals, stats_of
+from penstock.workers.engine.build import build_parts, wants_async_scheduling
+from penstock.workers.engine.counters import Totals, num_outstanding_tokens, stats_of
 from penstock.workers.engine.validation import RequestValidator
 from penstock.workers.execution.cuda_graphs import Capture
-from penstock.workers.execution.step import StepInFlight
+from penstock.workers.execution.step import StepInFlight, StepResult
+from penstock.workers.execution.timing import StepTimes
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.request import Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduling.deferral import Rule
@@ -29,8 +28,8 @@ from penstock.workers.structured.grammar import GrammarMatcher
 
 log = logging.getLogger("penstock.engine")
 
-DECLINED = "declined"  # a code that no client sees: the request is sent elsewhere
-LOAD_WAIT_S = 0.01  # with nothing else to do; then the inbox is looked at again
+DECLINED = "declined"  # an error code that no client sees: the ingress tries another worker
+LOAD_WAIT_S = 0.01  # for a KV load, where nothing else can run; then `step` returns
 
 
 class Engine:
@@ -43,9 +42,10 @@ class Engine:
         commit_rule: Rule | None = None,
         capture: Capture | None = None,
     ):
-        """`commit_rule` decides on deferred commit; None: by the ridge, which is measured.
+        """`commit_rule` decides on deferred commit; None: the measured ridge does.
 
-        `capture` makes the decode graphs; None: CUDA does, where the configuration wants it.
+        `capture` makes the decode graphs; None: CUDA does, where the configuration wants them.
+        Raises ConfigError where the model or the memory does not allow what is configured.
         """
         parts = build_parts(config, model, commit_rule, capture)
         self.config = config
@@ -54,7 +54,7 @@ class Engine:
         self.arena, self.pool = parts.memory.arena, parts.memory.pool
         self.executor, self.max_model_len = parts.executor, parts.max_model_len
         self.totals = Totals(rates=parts.rates)
-        self.times = self.executor.times
+        self.times = StepTimes()
         self.async_scheduling = wants_async_scheduling(
             config, model.device, model.routed is not None
         )
@@ -71,15 +71,14 @@ class Engine:
     def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
         """Queue a request. Raises RequestError if it can never be served, or the queue is full.
 
-        `matcher`: of its `structured`, behind its emitted ids. GrammarCompiler makes them, which
-        takes too long for the thread of the engine.
+        `matcher`: for its `structured`, advanced past its emitted ids. GrammarCompiler makes it on
+        another thread, since that takes longer than a step.
         """
         if request.request_id in self._sequences:
             raise RequestError("this request id is already running", code="internal_error")
-        max_total = self.validator.check(request, matcher)
-        context = self.validator.context(request)
+        checked = self.validator.check(request, matcher)
         if request.may_decline and not self.scheduler.has_room_for(
-            len(request.prompt_ids), context
+            len(request.prompt_ids), checked.context
         ):
             raise RequestError("this worker has no room for it now", code=DECLINED)
         if len(self.scheduler.waiting) >= self.config.max_waiting:
@@ -93,18 +92,20 @@ class Engine:
             order=self._num_added,
             seed=self._random.getrandbits(64) if seed is None else seed,
             stop_ids=frozenset(stop_ids),
-            max_total_tokens=max_total,
+            max_total_tokens=checked.max_total_tokens,
             matcher=matcher,
-            context=context,
-            moe_mode=self.validator.mode(request),
+            context=checked.context,
+            moe_mode=checked.moe_mode,
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks, now or when the step in flight that names them is
-        done. False if it is not (or no longer) here."""
+        """Drop a request and free its blocks, at once or when the step that uses them is read.
+
+        False if the request is not, or no longer, in this engine.
+        """
         seq = self._sequences.pop(request_id, None)
         if seq is None:
             return False
@@ -116,15 +117,15 @@ class Engine:
         return bool(self._sequences) or self._in_flight is not None
 
     def step(self) -> list[Delta]:
-        """Launch one batch, and read the one before or, where need be, this one, too; what was
-        read, finished requests included.
+        """Launch one batch, and return the deltas of the steps that were read meanwhile.
 
-        The order without `async_scheduling` is launch n, read n; with it, launch n + 1, read n.
+        Without `async_scheduling`, the order is launch n, read n; with it, launch n + 1, read n,
+        wherever step n + 1 does not depend on ids that the host must see.
         """
         self.times.begin()
-        deltas = self._drop_expired()
-        plan = self.scheduler.schedule()
-        self.times.lap("schedule")
+        with self.times.phase("schedule"):
+            deltas = self._drop_expired()
+            plan = self.scheduler.schedule()
         before, self._in_flight = self._in_flight, None
         if not plan.chunks:
             if before is not None:
@@ -136,7 +137,7 @@ class Engine:
         self.totals.num_steps_ahead += before is not None
         self.totals.step_tokens.observe(plan.num_tokens)
         try:
-            launched = self.executor.launch(plan, before)
+            launched = self._launch(plan, before)
             if not self.async_scheduling:
                 launched.read()
         except Exception:
@@ -153,52 +154,68 @@ class Engine:
             deltas += self._commit(launched)
         return deltas
 
+    def mark_delivered(self) -> None:
+        """The caller has handed over the deltas of `step`; the time counts as `deliver`."""
+        self.times.end("deliver")
+
     def close(self) -> None:
-        """End what runs beside the engine."""
+        """End the threads that copy KV blocks and experts."""
         if self.cache.swap is not None:
             self.cache.swap.close()
         if self.model.routed is not None:
             self.model.routed.close()
 
     def stats(self) -> EngineStats:
-        num_outstanding = sum(map(_outstanding, self._sequences.values()))
-        return stats_of(self.config, self.executor, self.scheduler, self.totals, num_outstanding)
+        num_outstanding = sum(map(num_outstanding_tokens, self._sequences.values()))
+        return stats_of(
+            self.config, self.executor, self.scheduler, self.totals, self.times, num_outstanding
+        )
 
     def check(self) -> None:
-        """Assert that the block ledger is whole. Cheap enough for idle time and for tests."""
+        """Assert the invariants of blocks and sequences. Cheap enough for idle time and tests."""
         leaving = self.scheduler.leaving
         self.pool.check([s.block_table for s in (*self.scheduler.sequences(), *leaving)])
-        assert self._in_flight is not None or not leaving, "nothing in flight holds their blocks"
-        assert not self.pool.num_lent, "a loan has outlived its step"
+        assert self._in_flight is not None or not leaving, "ended sequences keep blocks"
+        assert not self.pool.num_lent, "blocks are still lent after their step"
         for seq in self.scheduler.waiting:
             assert not seq.block_table, "a waiting sequence owns blocks"
         assert len(self._sequences) == len(list(self.scheduler.sequences()))
 
-    def _mark_launched(self, launched: StepInFlight) -> None:
-        """Take a step as done that has been launched: the next one is chosen behind it."""
-        for chunk in launched.plan.chunks:
-            seq, samples = chunk.seq, chunk.seq in launched.row_of
+    def _launch(self, plan: Plan, before: StepInFlight | None = None) -> StepInFlight:
+        step = self.executor.launch(plan, before)
+        self.times.end_launch(step.output.model_s, step.output.sample_s)
+        return step
+
+    def _mark_launched(self, step: StepInFlight) -> None:
+        """Count the tokens of a launched step as computed: the next one is scheduled after them."""
+        for chunk in step.plan.chunks:
+            seq, samples = chunk.seq, chunk.seq in step.row_of
             self.totals.count_chunk(chunk, samples)
             seq.mark_launched(chunk.length, chunk.num_deferred, samples)
 
-    def _commit(self, launched: StepInFlight) -> list[Delta]:
+    def _commit(self, step: StepInFlight) -> list[Delta]:
         """Read a step, and record what it computed: full blocks, sampled tokens, endings."""
-        plan, deltas = launched.plan, []
+        plan = step.plan
         try:
-            result = launched.read()
+            with self.times.phase("wait"):
+                result = step.read()
         except Exception:
             log.exception("a step of %d sequences was lost; ending them", len(plan.chunks))
             return [delta for chunk in plan.chunks for delta in self._lose(chunk.seq)]
-        self.times.lap("wait")
-        self.totals.observe(launched)
-        for i, chunk in enumerate(plan.chunks):
-            seq, row = chunk.seq, launched.row_of.get(chunk.seq)
+        self.totals.observe(step)
+        with self.times.phase("deliver"):
+            return self._record(step, result)
+
+    def _record(self, step: StepInFlight, result: StepResult) -> list[Delta]:
+        deltas = []
+        for i, chunk in enumerate(step.plan.chunks):
+            seq, row = chunk.seq, step.row_of.get(chunk.seq)
             self.scheduler.mark_read(seq)
-            if seq.state is not SequenceState.RUNNING:  # it has ended since, or was aborted
+            if seq.state is not SequenceState.RUNNING:  # it has ended or was aborted since
                 self.totals.num_discarded_tokens += row is not None
                 continue
             if i in result.prompt_logprobs:
-                # After a preemption the prompt is computed again, and some are there already.
+                # After a preemption the prompt is computed again, and some are known already.
                 num_known = len(seq.prompt_logprobs) - chunk.start
                 seq.prompt_logprobs += result.prompt_logprobs[i][num_known:]
             token = None if row is None else result.sampled[row]
@@ -212,19 +229,18 @@ class Engine:
                 deltas.append(delta)
                 if delta.finish_reason is not None:
                     self._finish(seq, delta.finish_reason)
-        self.times.lap("deliver")
         return deltas
 
     def _lose(self, seq: Sequence) -> list[Delta]:
-        """A step that named `seq` could not be read."""
+        """A step that computed tokens of `seq` could not be read."""
         self.scheduler.mark_read(seq)
         is_here = seq.state is SequenceState.RUNNING
         return [self._fail(seq, "internal_error")] if is_here else []
 
     def _run_each_alone(self, plan: Plan) -> list[Delta]:
-        """After a failed step: whoever fails again ends with an error, the others go on.
+        """After a failed step: a sequence that fails again ends with an error, the others go on.
 
-        Nothing was recorded of the failed step, and writing the same K and V twice is harmless.
+        The failed step left no record, and writing the same K and V twice is harmless.
         """
         deltas = []
         for chunk in plan.chunks:
@@ -233,7 +249,7 @@ class Engine:
             alone = Plan()
             alone.add(chunk)
             try:
-                launched = self.executor.launch(alone)
+                launched = self._launch(alone)
                 launched.read()
             except Exception:
                 log.exception("request %s failed alone; ending it", chunk.seq.request.request_id)
@@ -244,7 +260,7 @@ class Engine:
         return deltas
 
     def _drop_expired(self) -> list[Delta]:
-        """End what waits although its deadline has passed, before it costs a step."""
+        """End waiting requests whose deadline has passed, before they cost a step."""
         deltas = []
         for seq in self.scheduler.expired(time.monotonic()):
             self._finish(seq, FinishReason.ERROR)
@@ -259,7 +275,7 @@ class Engine:
         return Delta(seq.request.request_id, [], FinishReason.ERROR, error=code)
 
     def _fail_row(self, seq: Sequence) -> Delta:
-        """Nothing could be sampled: the numbers are at fault, or else the grammar."""
+        """No token could be sampled: the logits were not finite, or the grammar failed."""
         matcher = seq.matcher
         if matcher is None or not matcher.has_failed:
             return self._fail(seq, "numerical_error")
@@ -272,22 +288,3 @@ class Engine:
         del self._sequences[seq.request.request_id]
         self.scheduler.remove(seq)
         self.totals.num_finished[reason.value] += 1
-
-
-def _outstanding(seq: Sequence) -> int:
-    """Tokens still to come for `seq`, at most; one without end counts as what it sees at once."""
-    rest, most = seq.max_total_tokens - seq.num_computed_tokens, seq.context.full_tokens
-    return rest if most is None else min(rest, most)
-
-
-def wants_async_scheduling(
-    config: EngineConfig, device: torch.device, is_routed: bool = False
-) -> bool:
-    """Whether steps are launched before the one before was read, where that can be done.
-
-    Never if it `is_routed`, its experts out of a cache: the host waits for routes in every layer.
-    """
-    is_on = config.async_scheduling == "on" or (
-        config.async_scheduling == "auto" and device.type == "cuda"
-    )
-    return is_on and not is_routed

@@ -1,7 +1,4 @@
-"""How a worker's memory is shared out: blocks, activations, logits and scratch, in one arena.
-
-Knows a model's shape and a device's memory; nothing of sequences or steps.
-"""
+"""How a worker's memory is divided: KV blocks, activations, logits and scratch, in one arena."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from penstock.workers.scheduling.deferral import most_pending, num_scratch_block
 log = logging.getLogger("penstock.engine")
 
 GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
-CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs live there too
+CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs need the rest
 
 
 def step_memory(
@@ -29,9 +26,9 @@ def step_memory(
 ) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
-    The reserve serves a row of each sequence, so that a step is possible however full the pool is;
-    with separate activations, it serves the largest step. `extra_bytes` of it are left over, behind
-    the scratch blocks. Raises ConfigError if there is no room.
+    The reserve has room for a row of each sequence, so that a step is possible however full the
+    pool is; with separate activations, for the largest step. `extra_bytes` of it stay free, after
+    the scratch blocks. Raises ConfigError if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
@@ -55,7 +52,7 @@ def step_memory(
 
 
 def saved_bytes(config: EngineConfig, memory: StepMemory) -> int:
-    """What the reserve would take more if the largest step had its activations there."""
+    """How much larger the reserve would be if it had room for the largest step's activations."""
     return memory.plan.bytes_for(config.max_num_batched_tokens) - memory.reserve_bytes
 
 
@@ -81,7 +78,7 @@ def _num_blocks(
 ) -> int:
     """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
 
-    Raises ConfigError if not even one block fits beside a reserve of `reserve_bytes`.
+    Raises ConfigError if not even one block fits next to a reserve of `reserve_bytes`.
     """
     device = model.device
     max_len = config.max_model_len or model.config.max_position_embeddings
@@ -98,7 +95,7 @@ def _num_blocks(
     if num_blocks < 1:
         raise ConfigError(
             f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes"
-            f" beside {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
+            f" next to {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
             " raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose a smaller"
             " model or block_size"
         )

@@ -1,7 +1,6 @@
-"""The engine on a thread of its own: requests come in by a queue, deltas go out once a step.
+"""The engine on a thread of its own: requests arrive in a queue, deltas leave once a step.
 
-The engine thread never waits for tokenising, text or sockets: `deliver` must only hand over.
-Knows nothing of Ray, gRPC or who asked.
+The engine thread never waits for tokenising, text or sockets: `deliver` must not block.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from penstock.workers.structured.grammar import GrammarCompiler
 
 log = logging.getLogger("penstock.engine")
 
-QUIET_S = 1.0  # idle for so long, the engine checks its invariants once
-STATS_S = 0.01  # while it runs; making them takes a few percent of a fast step
+IDLE_CHECK_S = 1.0  # of idleness, after which the engine checks its invariants once
+STATS_S = 0.01  # between snapshots while it runs; one takes a few percent of a fast step
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,11 @@ class EngineThread:
         grammars: GrammarCompiler | None = None,
         on_failure: Callable[[], None] | None = None,
     ):
-        """Without `grammars`, requests that want one are refused. They are closed by `stop`.
+        """`grammars`: closed by `stop`; without it, requests with `structured` are refused.
 
-        `cores`: this thread and its helpers run there only; None: wherever they may.
-        `on_failure` is called on the engine thread, at most once: no request gets a delta any more.
+        `num_threads`: CPU threads of torch; None: torch's default. `cores`: this thread and its
+        helpers run there only; None: on all allowed ones. `on_failure` is called on the engine
+        thread, at most once, when the engine has failed: no request gets a delta after that.
         """
         self._engine = engine
         self._deliver = deliver
@@ -69,7 +69,9 @@ class EngineThread:
         self._cores = cores
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._intake = None if grammars is None else GrammarCompileQueue(grammars, self._inbox.put)
+        self._compile_queue = (
+            None if grammars is None else GrammarCompileQueue(grammars, self._inbox.put)
+        )
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._stats = engine.stats()
         self._last_progress_s = self._stats_s = time.monotonic()
@@ -81,28 +83,28 @@ class EngineThread:
 
     def submit(self, request: Request) -> None:
         """Hand a request to the engine; from any thread."""
-        if self._intake is None or request.params.structured is None:
+        if self._compile_queue is None or request.params.structured is None:
             self._inbox.put(request)
         else:
-            self._intake.submit(request)
+            self._compile_queue.submit(request)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request within one step; from any thread. No delta follows for it."""
-        if self._intake is not None:
-            self._intake.cancel(request_id)
+        """Drop a request within one step; from any thread. It gets no further delta."""
+        if self._compile_queue is not None:
+            self._compile_queue.cancel(request_id)
         self._inbox.put(_Cancel(request_id))
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the loop after the step that is running. Requests in flight are dropped."""
-        if self._intake is not None:
-            self._intake.close()
+        """End the loop after the current step. Requests that still run are dropped."""
+        if self._compile_queue is not None:
+            self._compile_queue.close()
         self._inbox.put(_Stop())
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._engine.close()
 
     def stats(self) -> EngineStats:
-        """As of the last step, or of at most STATS_S before it; of now where nothing runs."""
+        """A snapshot: at most STATS_S older than the last step; of now where the engine is idle."""
         return self._stats
 
     @property
@@ -116,7 +118,7 @@ class EngineThread:
 
     def _run(self) -> None:
         if self._cores is not None:
-            keep_to(self._cores)  # before it has helpers, which then are kept there, too
+            keep_to(self._cores)  # before helper threads start: they inherit it
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
@@ -129,7 +131,7 @@ class EngineThread:
                 self._on_failure()
 
     def _turn(self) -> bool:
-        """Take in what has arrived, run one step, hand out. False once `stop` was called."""
+        """Handle all messages, run one step, deliver. False once `stop` was called."""
         engine = self._engine
         deltas: list[Delta] = []
         message = None if engine.has_work() else self._wait()
@@ -142,30 +144,30 @@ class EngineThread:
             else:
                 self._add(message, deltas)
             message = None
-        steps = engine.has_work()
-        if steps:
+        has_work = engine.has_work()
+        if has_work:
             deltas += engine.step()
         self._last_progress_s = time.monotonic()
-        # Who hears that a request has ended finds it counted; no other token waits for figures.
+        # A reader that sees a request end must find it counted; other tokens do not wait for stats.
         if any(delta.finish_reason is not None for delta in deltas):
             self._renew_stats()
         if deltas:
             self._deliver(deltas)
         if self._last_progress_s - self._stats_s >= STATS_S:
             self._renew_stats()
-        if steps:
-            engine.times.lap("deliver")
+        if has_work:
+            engine.mark_delivered()
         return True
 
     def _renew_stats(self) -> None:
         self._stats, self._stats_s = self._engine.stats(), self._last_progress_s
 
     def _wait(self) -> _Message:
-        """The next message, however long it takes. A quiet second is used to check the ledger."""
+        """Block until a message arrives; after an idle second, check the engine's invariants."""
         self._busy = False
         self._renew_stats()
         try:
-            message = self._inbox.get(timeout=QUIET_S)
+            message = self._inbox.get(timeout=IDLE_CHECK_S)
         except queue.Empty:
             self._engine.check()
             message = self._inbox.get()
@@ -192,5 +194,5 @@ class EngineThread:
                 )
             )
         except Exception:
-            log.exception("request %s could not be taken in", request.request_id)
+            log.exception("request %s could not be added", request.request_id)
             deltas.append(Delta(request.request_id, [], FinishReason.ERROR, error="internal_error"))

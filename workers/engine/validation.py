@@ -1,7 +1,6 @@
-"""Whether an engine can serve a request at all: said at the door, before it is queued.
+"""Whether an engine can serve a request at all: validated before it is queued.
 
-Knows limits; nothing of who runs or waits. What clients meet first is the same check at the
-ingress; this one also guards an engine that is used by itself.
+The ingress makes the same checks first; these also guard an engine that is used by itself.
 """
 
 from __future__ import annotations
@@ -18,16 +17,25 @@ LATE = "the deadline of this request has passed"
 
 
 @dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """What the engine needs to know of a valid request."""
+
+    max_total_tokens: int  # prompt and answer may have so many together
+    context: Context  # which earlier tokens each of its tokens sees
+    moe_mode: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """The limits of one engine. Each check raises RequestError naming the field at fault."""
+    """The limits of one engine."""
 
     vocab_size: int
     contexts: ContextSettings
     num_blocks: int  # of the pool
-    moe_mode: str = "exact"  # of requests that do not say
+    moe_mode: str = "exact"  # of requests that do not set it
 
-    def check(self, request: Request, matcher: GrammarMatcher | None) -> int:
-        """Longest total length that the request may reach, in tokens."""
+    def check(self, request: Request, matcher: GrammarMatcher | None) -> CheckedRequest:
+        """Raises RequestError naming the field at fault. `matcher`: as for Engine.add."""
         vocab = self.vocab_size
         if not request.prompt_ids:
             raise RequestError("the prompt is empty", param="prompt")
@@ -36,21 +44,16 @@ class RequestValidator:
         if any(not 0 <= token_id < vocab for token_id in request.emitted_ids):
             raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
         request.params.check(vocab)
-        self.mode(request)
+        moe_mode = mode_for(request.params.moe_mode, self.moe_mode)
         max_total = self._max_total(request)
         if len(request.prompt_ids) + len(request.emitted_ids) >= max_total:
             raise RequestError("nothing is left to generate", param="emitted_ids")
         if request.deadline_s is not None and request.deadline_s <= time.monotonic():
             raise RequestError(LATE, code="deadline_exceeded")
         _check_matcher(request, matcher)
-        return max_total
+        return CheckedRequest(max_total, self._context(request), moe_mode)
 
-    def mode(self, request: Request) -> str:
-        """How exact the request's experts are."""
-        return mode_for(request.params.moe_mode, self.moe_mode)
-
-    def context(self, request: Request) -> Context:
-        """What the request sees of its past, if the pool can hold that."""
+    def _context(self, request: Request) -> Context:
         context, size = self.contexts.context(request.params), self.contexts.block_size
         if context.full_tokens is not None:
             num_blocks = -(-(context.full_tokens + 1) // size) + 1
@@ -87,7 +90,7 @@ def _check_matcher(request: Request, matcher: GrammarMatcher | None) -> None:
     spec = request.params.structured
     if spec is not None and matcher is None:
         raise RequestError(
-            f"{spec.param}: no grammars are compiled here",
+            f"{spec.param}: this engine compiles no grammars",
             param=spec.param,
             code="unsupported_parameter",
         )

@@ -1,7 +1,4 @@
-"""A plan as numbers: ids, positions, slots and tables of one flat batch, on the host.
-
-Knows plans and block tables; nothing of devices, models or what is sampled.
-"""
+"""A plan as arrays on the host: token ids, positions, slots and block tables of one flat batch."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ Put = Callable[[NDArray[np.generic]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBatch:
-    """Decode rows first, then prefill chunks: `AttentionInputs` says what is what."""
+    """Decode rows first, then prefill chunks; fields as in `AttentionInputs`."""
 
-    token_ids: Ints  # [T]; 0 where `unread` says
+    token_ids: Ints  # [T]; 0 in rows of `unread`
     positions: Ints  # [T]
     slots: Ints  # [T]
     decode_tables: NDArray[np.int32]
@@ -33,11 +30,11 @@ class HostBatch:
     prefill_starts: NDArray[np.int32]
     prefill_lens: NDArray[np.int32]
     max_prefill_chunk: int
-    unread: Ints  # [2, N]: rows whose ids only the device knows, and where its last step has them
+    unread: Ints  # [2, N]: rows whose ids only the device has, and their rows in the step before
     rolling: HostRolling | None
 
     def inputs(self, put: Put) -> AttentionInputs:
-        """On the device that `put` copies to."""
+        """The inputs on the device that `put` copies to."""
         return AttentionInputs(
             slots=put(self.slots),
             num_decode=len(self.decode_lens),
@@ -76,7 +73,7 @@ class HostRolling:
 
 
 def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> HostBatch:
-    """The numbers of `plan`. `row_of`: where the last step has sampled what nobody has read."""
+    """The arrays of `plan`. `row_of`: rows of ids that the step before sampled and are unread."""
     decode, prefill = plan.decode, plan.prefill
     decode_tables, prefill_tables = _tables(decode), _tables(prefill)
     position = np.array([chunk.start for chunk in decode], dtype=np.int64)
@@ -86,7 +83,9 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
     token_ids = [np.array(known, dtype=np.int64)]
     positions = [position]
     for chunk, table in zip(prefill, prefill_tables):
-        assert not chunk.seq.num_unread_tokens, "the host has yet to read what is computed"
+        assert not chunk.seq.num_unread_tokens, (
+            "a prefill chunk needs ids that the host has not read"
+        )
         span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
         entry = span // block_size - _rolled_before(chunk.seq, span, block_size)
         slots.append(table[entry] * np.int64(block_size) + span % block_size)
@@ -111,7 +110,7 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
 
 
 def _rolling(chunks: list[Chunk], positions: list[Ints]) -> HostRolling | None:
-    """Who sees what, where a sequence of the step has evicted tokens; else None."""
+    """What each row sees, if a sequence of the step has evicted tokens; else None."""
     if not any(c.seq.context.num_evicted(c.start + c.length - 1) for c in chunks):
         return None
     spans = [*positions[0][:, None], *positions[1:]]
@@ -152,6 +151,6 @@ def _slots_of_rows(
 
 
 def _rolled_before(seq: Sequence, span: Ints, block_size: int) -> Ints:
-    """How many blocks the compact table lacks before the one of each position."""
+    """How many blocks before each position are missing in the compact block table."""
     in_window = span // block_size >= seq.context.num_sink_blocks
     return np.where(in_window, seq.num_rolled_blocks, 0)

@@ -1,9 +1,9 @@
-"""Decode steps on a CPU without Python between the operators: recorded once, then made again.
+"""Batches of decode rows on a CPU without Python between the operators: recorded, then replayed.
 
-Knows a decoder, its caches and the fixed workspaces of small steps; nothing of sequences or plans.
-The pass of a step of T decode rows is the same calls with the same arguments each time, but for
-what the inputs hold. So the inputs get a fixed place, the first step of T rows is recorded there,
-and those after it are one call of the native library. The results are the same to the bit.
+A forward pass over T decode rows makes the same calls with the same arguments each time, except for
+the contents of its inputs. So the inputs are copied to fixed addresses, the first pass over T rows
+is recorded there, and each later one is one call of the native library. The results are the same
+to the bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.replay import Program, record
-from penstock.workers.memory.arena import KvLayer
+from penstock.kernels.types import PagedKv
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
@@ -27,21 +27,21 @@ log = logging.getLogger("penstock.engine")
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     program: Program
-    workspace: Workspace  # whose memory the program names
+    workspace: Workspace  # the program holds addresses in it
     threads: int
 
 
 class DecodeReplay:
-    """Runs the layers of one decoder over decode rows, and remembers how.
+    """Runs the layers of one decoder over decode rows, from recorded programs where possible.
 
     Not every model can be replayed: where PyTorch computes between the operators (the routing of
-    experts, clipping, kernels that the native library does not have), every step runs as it is.
+    experts, clipping, kernels that the native library does not have), no step is.
     """
 
     def __init__(
-        self, model: Decoder, kv_layers: Sequence[KvLayer], max_rows: int, max_blocks: int
+        self, model: Decoder, kv_layers: Sequence[PagedKv], max_rows: int, max_blocks: int
     ):
-        """For steps of up to `max_rows` rows, whose tables have up to `max_blocks` entries."""
+        """For steps of up to `max_rows` rows, block tables of up to `max_blocks` entries."""
         self._model = model
         self._kv_layers = kv_layers
         self._max_rows = max_rows
@@ -49,22 +49,17 @@ class DecodeReplay:
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
         self._is_possible = True
 
-    @property
-    def num_programs(self) -> int:
-        """Kinds of steps that were recorded."""
-        return len(self._recorded)
-
     def suits(self, inputs: AttentionInputs) -> bool:
-        """Whether a step is worth handing over: decode rows only, and not too many."""
+        """Whether a step can be replayed: decode rows only, and within the limits."""
         num_rows, num_blocks = inputs.decode_tables.shape
         fits = num_rows <= self._max_rows and num_blocks <= self._inputs.decode_tables.shape[1]
         return self._is_possible and fits and num_rows == len(inputs.slots)
 
     def run_layers(self, inputs: AttentionInputs, workspace: Workspace) -> None:
-        """What `Decoder.run_layers` does, for inputs that `suits`.
+        """`Decoder.run_layers` for inputs that `suits`.
 
-        `workspace` must be the same object, and its memory there, whenever its rows are as many:
-        with another one the step is recorded anew.
+        For a given number of rows, `workspace` should be the same object at the same addresses:
+        with another one the step is recorded again.
         """
         fixed = self._fill(inputs)
         key = (inputs.num_decode, inputs.rolling is not None)
@@ -81,14 +76,14 @@ class DecodeReplay:
         program = None if recording is None else recording.program()
         if program is None:
             self._is_possible = False
-            beside = [] if recording is None else sorted(set(recording.computed))
-            log.info("decode steps are not replayed: PyTorch computes in them (%s)", beside)
+            computed = [] if recording is None else sorted(set(recording.computed))
+            log.info("decode steps are not replayed: PyTorch computes in them (%s)", computed)
             self._recorded.clear()
             return
         self._recorded[key] = _Recorded(program, workspace, torch.get_num_threads())
 
     def _fill(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The inputs in their fixed place."""
+        """Copy the inputs to their fixed addresses."""
         num_rows, num_blocks = inputs.decode_tables.shape
         fixed = _first_rows(self._inputs, num_rows, inputs)
         fixed.slots.copy_(inputs.slots)
@@ -128,11 +123,11 @@ def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
 
 
 def _first_rows(fixed: AttentionInputs, num_rows: int, inputs: AttentionInputs) -> AttentionInputs:
-    """Views of the first rows; what sizes launches on a GPU is as in `inputs`."""
+    """Views of the first rows; maximum lengths are those of `inputs`."""
     rolling = None
     if inputs.rolling is not None and fixed.rolling is not None:
         rolling = RollingInputs(
-            inputs.rolling.sink_positions,  # whose angles are in the workspace before the layers
+            inputs.rolling.sink_positions,  # read before the layers run, so not copied
             fixed.rolling.sink_ends[:num_rows],
             fixed.rolling.window_starts[:num_rows],
             fixed.rolling.sink_blocks[:num_rows],

@@ -1,9 +1,9 @@
-"""Steps in which everybody decodes one token, as one CUDA graph instead of kernel by kernel.
+"""Batches of decode rows as one CUDA graph instead of kernel by kernel.
 
-A graph is captured once, at the start, for so many rows and for contexts up to some length; it
-reads its inputs at fixed addresses, in the reserve. A step with fewer rows is padded: the rows
-added see one key of block 0, write nowhere, and nobody reads what comes out. Knows batches and
-buffers; nothing of sequences. Capturing has not yet been run on a GPU.
+A graph is captured once, at the start, for a number of rows and contexts up to some length; it
+reads its inputs at fixed addresses, in the reserve. A step with fewer rows is padded: the added
+rows see one key of block 0, write nowhere, and their results are not read. Capturing has not yet
+been run on a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from penstock.workers.models.moe import MoeMlp
 
 log = logging.getLogger("penstock.engine")
 
-MOST_ROWS = 256  # beyond, kernels take so long that launching them is hidden
-FEW_ROWS = (1, 2, 4, 8, 16)  # then every 16
-SHORTEST = 2048  # tokens of context; graphs for longer ones launch more programs that find no keys
-LONGER = 8  # times, from one length to the next
-MOST_KEYS = 1 << 22  # of a graph, rows x length: more take long, and their parts much memory
-WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries make their handles
+MAX_ROWS = 256  # with more, kernels take so long that launching them is hidden
+FEW_ROWS = (1, 2, 4, 8, 16)  # then multiples of 16
+MIN_LENGTH = 2048  # tokens of context; graphs for longer ones launch more programs without keys
+LENGTH_FACTOR = 8  # from one length to the next
+MAX_KEYS = (
+    1 << 22
+)  # rows x length of a graph: more take long, and their partial results much memory
+WARM_UPS = 2  # runs before a capture: they compile kernels and create library handles
 
 Run = Callable[[Tensor, Tensor, AttentionInputs], None]  # token ids, positions, the rest
 Replay = Callable[[], None]
@@ -44,8 +46,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """What graphs there are: one for each of `rows` with each of `lengths`, both ascending, but
-    for those of more than MOST_KEYS."""
+    """The graphs of an engine: one for each of `rows` with each of `lengths`, both ascending, but
+    none of more than MAX_KEYS."""
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -53,11 +55,11 @@ class GraphSizes:
 
     @classmethod
     def of(cls, max_num_seqs: int, max_len: int, block_size: int) -> GraphSizes:
-        most = min(max_num_seqs, MOST_ROWS)
+        most = min(max_num_seqs, MAX_ROWS)
         rows = [*FEW_ROWS, *range(2 * FEW_ROWS[-1], most, FEW_ROWS[-1])]
-        lengths = [SHORTEST]
+        lengths = [MIN_LENGTH]
         while lengths[-1] < max_len:
-            lengths.append(lengths[-1] * LONGER)
+            lengths.append(lengths[-1] * LENGTH_FACTOR)
         return cls(
             (*(each for each in rows if each < most), most),
             (*lengths[:-1], max_len),
@@ -68,13 +70,13 @@ class GraphSizes:
     def graphs(self) -> list[tuple[int, int]]:
         """Rows and length of each, ascending."""
         pairs = [(rows, length) for rows in self.rows for length in self.lengths]
-        return [(rows, length) for rows, length in pairs if rows * length <= MOST_KEYS]
+        return [(rows, length) for rows, length in pairs if rows * length <= MAX_KEYS]
 
     def graph_for(self, num_rows: int, longest: int) -> tuple[int, int] | None:
-        """The smallest graph for so many rows and contexts up to `longest` tokens."""
+        """The smallest graph for `num_rows` and contexts of up to `longest` tokens, or None."""
         rows = next((each for each in self.rows if each >= num_rows), None)
         length = next((each for each in self.lengths if each >= longest), None)
-        if rows is None or length is None or rows * length > MOST_KEYS:
+        if rows is None or length is None or rows * length > MAX_KEYS:
             return None
         return rows, length
 
@@ -90,15 +92,15 @@ class GraphSizes:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays, in the reserve."""
+        """Bytes of the arrays, in the reserve."""
         return self.inputs.bytes_for(self.rows[-1])
 
 
 class DecodeGraphs:
-    """The captured steps of one executor, and the buffers that they read."""
+    """The captured graphs of one executor, and the buffers that they read."""
 
     def __init__(self, sizes: GraphSizes, run: Run, capture: Capture, memory: Tensor):
-        """`run` computes logits to where they always are; `memory`, uint8, holds the inputs."""
+        """`run` writes logits to their fixed place; `memory`, uint8, holds the inputs."""
         self.sizes = sizes
         self.num_replays = 0
         views = sizes.inputs.views(sizes.rows[-1], memory)
@@ -109,12 +111,12 @@ class DecodeGraphs:
         self._tables = views["decode_tables"]
         self._tables.zero_()
         self._replays: dict[tuple[int, int], Replay] = {}
-        for rows, length in reversed(sizes.graphs):  # the largest ones leave room for the others
+        for rows, length in reversed(sizes.graphs):  # memory of the largest is reused by the others
             self._pad(rows)
             self._replays[rows, length] = capture(self._step(run, rows, length))
 
     def takes(self, batch: HostBatch) -> bool:
-        """Whether a graph computes `batch`: decode rows alone, that see all of their past."""
+        """Whether a graph computes `batch`: decode rows only, with full context."""
         num_rows = len(batch.decode_lens)
         return (
             0 < num_rows == len(batch.token_ids)
@@ -124,12 +126,12 @@ class DecodeGraphs:
         )
 
     def fill(self, batch: HostBatch) -> Replay:
-        """Put `batch`, which `takes` has let through, into the buffers; what computes it then.
+        """Copy `batch`, for which `takes` is true, into the buffers; returns what computes it.
 
-        `token_ids` may still be changed before.
+        `token_ids` may still be changed before that is called.
         """
         graph = self.sizes.graph_for(len(batch.decode_lens), int(batch.decode_lens.max()))
-        assert graph is not None, "`takes` has let it through"
+        assert graph is not None, "`takes` was true"
         rows = graph[0]
         copy_in(_padded(batch.token_ids, rows, 0), self.token_ids[:rows])
         copy_in(_padded(batch.positions, rows, 0), self._positions[:rows])
@@ -141,7 +143,7 @@ class DecodeGraphs:
         return self._replays[graph]
 
     def _pad(self, rows: int) -> None:
-        """As if all rows had been added: whatever runs now leaves the KV pool as it is."""
+        """Make all rows padding: a run then leaves the KV pool unchanged."""
         self.token_ids[:rows].zero_()
         self._positions[:rows].zero_()
         self._slots[:rows].fill_(-1)
@@ -165,14 +167,14 @@ class DecodeGraphs:
 
 
 def _padded(values: NDArray[np.generic], rows: int, value: int) -> Tensor:
-    """`values` [N, ...] with rows of `value` behind them, `rows` in all."""
+    """`values` [N, ...] padded with `value` to `rows` rows."""
     whole = np.full((rows, *values.shape[1:]), value, dtype=values.dtype)
     whole[: len(values)] = values
     return torch.from_numpy(whole)
 
 
 class CudaCapture:
-    """Captures into one pool of memory: graphs run one after another, and keep nothing in it."""
+    """Captures into one memory pool: graphs run one after another and keep nothing in it."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -185,14 +187,17 @@ class CudaCapture:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Threads that copy experts and KV blocks may go on beside.
+        # thread_local: threads that copy experts and KV blocks may continue meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
 
 def graph_sizes(config: EngineConfig, model: Decoder, captures: bool) -> GraphSizes | None:
-    """Of the graphs of one engine, if it `captures` or should; else None. Raises ConfigError."""
+    """Sizes of an engine's graphs; None if it has none. Raises ConfigError.
+
+    `captures`: it was given a Capture, and so has graphs on any device.
+    """
     if not (captures or wants_graphs(config, model)):
         return None
     max_len = config.max_model_len or model.config.max_position_embeddings
@@ -222,9 +227,9 @@ def unsupported_reason(model: Decoder) -> str | None:
 
 
 def captured(make: Callable[[], DecodeGraphs], is_needed: bool) -> DecodeGraphs | None:
-    """The graphs that `make` captures, with what they take in the log.
+    """The graphs that `make` captures; logs their time and memory.
 
-    None if that fails, unless it `is_needed`: without graphs, everything works as well.
+    If that fails: None, or the error where it `is_needed`. Without graphs, steps are slower only.
     """
     began_s, is_cuda = time.perf_counter(), torch.cuda.is_available()
     free = torch.cuda.mem_get_info()[0] if is_cuda else 0
@@ -233,12 +238,12 @@ def captured(make: Callable[[], DecodeGraphs], is_needed: bool) -> DecodeGraphs 
     except Exception:
         if is_needed:
             raise
-        log.exception("decode graphs could not be captured; going on without")
+        log.exception("decode graphs could not be captured; continuing without them")
         return None
     taken = free - torch.cuda.mem_get_info()[0] if is_cuda else 0
     log.info(
         "captured %d decode graphs in %.1f s: %s rows, contexts up to %s tokens; %.1f MiB of "
-        "inputs in the reserve, and %.1f MiB beside the arena",
+        "inputs in the reserve, and %.1f MiB outside the arena",
         len(graphs.sizes.graphs),
         time.perf_counter() - began_s,
         ", ".join(map(str, graphs.sizes.rows)),

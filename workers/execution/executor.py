@@ -1,6 +1,6 @@
-"""A plan's batch goes to the device and through the model, and logits become token ids.
+"""Runs a plan: copies its batch to the device, computes the forward pass, samples token ids.
 
-Knows nothing of who waits or which block is free: a plan's blocks are already in its sequences'
+Decides nothing about scheduling or blocks: the plan's blocks are already in its sequences' block
 tables.
 """
 
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.types import PagedKv
 from penstock.workers.device_copy import Mark, to_device
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
@@ -22,17 +23,17 @@ from penstock.workers.execution.step import (
     PreparedStep,
     PromptRows,
     StepInFlight,
+    StepOutput,
     count_neurons,
     prepare,
 )
-from penstock.workers.execution.timing import StepTimes
+from penstock.workers.execution.timing import Clock
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.memory.arena import KvLayer
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.sampling.logits import LogprobRows
-from penstock.workers.sampling.sampler import SampledRows, sample
+from penstock.workers.sampling.sampler import sample
 from penstock.workers.scheduling.plan import Plan
 
 
@@ -42,7 +43,7 @@ class Executor:
     def __init__(
         self,
         model: Decoder,
-        kv_layers: Seq[KvLayer],
+        kv_layers: Seq[PagedKv],
         block_size: int,
         memory: StepMemory,
         replay: DecodeReplay | None = None,
@@ -52,69 +53,69 @@ class Executor:
         self.kv_layers = kv_layers
         self.block_size = block_size
         self.graphs: DecodeGraphs | None = None
-        self.replay = replay  # of decode steps, on a CPU
-        self.times = StepTimes()
+        self.replay = replay  # of batches of decode rows, on a CPU
+        self.clock: Clock = time.perf_counter  # of the durations in StepOutput
 
     @torch.inference_mode()
     def launch(self, plan: Plan, before: StepInFlight | None = None) -> StepInFlight:
         """Compute K and V of all tokens of the plan, and sample where a chunk reaches the end.
 
-        Where the host has not read yet what the step `before` sampled, its ids go from there to
-        here on the device. On a GPU this returns before anything is computed.
+        `before` is the step before, where the host has not read it: its sampled ids are copied into
+        this batch on the device. On a GPU this returns before anything is computed.
         """
         began_s = time.perf_counter()
         step = prepare(plan, before, self.block_size)
         with self.memory.lease(plan.num_tokens) as workspace:
-            sampled, prompt_logprobs = self.compute(step, before, workspace)
-        return StepInFlight(
-            plan, step.row_of, sampled, prompt_logprobs, Mark(self.model.device), began_s
-        )
+            output = self.compute(step, before, workspace)
+        return StepInFlight(plan, step.row_of, output, Mark(self.model.device), began_s)
 
     def compute(
         self, step: PreparedStep, before: StepInFlight | None, workspace: Workspace
-    ) -> tuple[SampledRows | None, dict[int, list[LogprobRows]]]:
-        """Give the device all that `step` takes."""
-        batch = step.batch
+    ) -> StepOutput:
+        """Launch the forward pass and the sampling of `step`, and time both."""
+        batch, clock = step.batch, self.clock
         if self.graphs is not None and step.samples_all and self.graphs.takes(batch):
-            return self._replay(self.graphs, step, before), {}
+            return self._replay(self.graphs, step, before)
         token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
         inputs = batch.inputs(self._put)
         self._feed(token_ids, batch, before)
-        self.times.lap("copy")
+        began_s = clock()
         moe_rows = None
         if self.model.routed is not None:
             moe_rows = StepRows.of(step.moe_spans, self.model.device)
         hidden = self._hidden(token_ids, positions, inputs, workspace, moe_rows)
-        self.times.lap("model")
+        hidden_s = clock()
         if moe_rows is not None and self.model.routed is not None:
             self.model.routed.count_neurons(*count_neurons(step.chunks, moe_rows))
         prompt_logprobs = {each.chunk: self._prompt_logprobs(each, hidden) for each in step.prompts}
-        self.times.lap("sample")
+        prompts_s = clock()
         if not step.rows:
-            return None, prompt_logprobs
+            return StepOutput(None, prompt_logprobs, hidden_s - began_s, prompts_s - hidden_s)
         if len(step.rows) < hidden.shape[0]:
-            # The residual stream has had its day.
+            # The residual buffer is no longer needed; reuse it.
             out = workspace.residual[: len(step.rows)]
             last_rows = self._put(np.array(step.last_rows))
             hidden = torch.index_select(hidden, 0, last_rows, out=out)
         logits = self._logits(hidden)
-        self.times.lap("model")
+        logits_s = clock()
         sampled = sample(logits, step.rows)
-        self.times.lap("sample")
-        return sampled, prompt_logprobs
+        sample_s = clock() - logits_s + prompts_s - hidden_s
+        return StepOutput(
+            sampled, prompt_logprobs, logits_s - prompts_s + hidden_s - began_s, sample_s
+        )
 
     def _replay(
         self, graphs: DecodeGraphs, step: PreparedStep, before: StepInFlight | None
-    ) -> SampledRows:
-        """The same for decode rows, in one launch."""
+    ) -> StepOutput:
+        """`compute` for a batch of decode rows, in one launch."""
+        clock = self.clock
         replay = graphs.fill(step.batch)
         self._feed(graphs.token_ids, step.batch, before)
-        self.times.lap("copy")
+        began_s = clock()
         replay()
-        self.times.lap("model")
+        logits_s = clock()
         sampled = sample(self.memory.logits[: len(step.rows)], step.rows)
-        self.times.lap("sample")
-        return sampled
+        return StepOutput(sampled, {}, logits_s - began_s, clock() - logits_s)
 
     @torch.inference_mode()
     def capture(self, sizes: GraphSizes, capture: Capture, memory: Tensor) -> DecodeGraphs:
@@ -137,7 +138,7 @@ class Executor:
         workspace: Workspace,
         moe_rows: StepRows | None = None,
     ) -> Tensor:
-        """`Decoder.forward`, which a step of decode rows need not walk through again."""
+        """`Decoder.forward`; on a CPU, a batch of decode rows is replayed instead."""
         self.model.begin(token_ids, positions, inputs, workspace, moe_rows)
         if self.replay is None or not self.replay.suits(inputs):
             return self.model.run_layers(inputs, self.kv_layers, workspace)
@@ -146,9 +147,9 @@ class Executor:
 
     @torch.inference_mode()
     def run_rows(self, num_rows: int) -> None:
-        """Compute so many decode rows over block 0, and wait for them: only the time is of use.
+        """Compute `num_rows` decode rows over block 0, and wait for them: for measurements.
 
-        Leaves garbage in block 0. Before any sequence is there.
+        Leaves garbage in block 0, so call it before the first sequence is added.
         """
         nothing = torch.zeros(num_rows, dtype=torch.int64, device=self.model.device)
         one = torch.ones(num_rows, dtype=torch.int32, device=self.model.device)
@@ -169,7 +170,7 @@ class Executor:
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
 
     def _prompt_logprobs(self, prompt: PromptRows, hidden: Tensor) -> list[LogprobRows]:
-        """`hidden` [T, hidden] of the whole step."""
+        """Logprobs of prompt tokens, as the model gave them. `hidden` [T, hidden] of the step."""
         found = []
         most = self.memory.logits.shape[0]
         for i in range(0, len(prompt.following), most):
@@ -180,20 +181,21 @@ class Executor:
         return found
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [rows, vocab], in the reserve: good until the next call."""
+        """fp32 [rows, vocab], in the reserve: valid until the next call."""
         num_rows = hidden.shape[0]
         return self.model.logits(
             hidden, self.memory.logits[:num_rows], self.memory.narrow[:num_rows]
         )
 
     def _feed(self, token_ids: Tensor, batch: HostBatch, before: StepInFlight | None) -> None:
-        """Put what the step before has sampled, and nobody has read, where it is computed next."""
+        """Copy ids that the step before sampled, and the host has not read, into this batch."""
         if not batch.unread.size:
             return
-        assert before is not None and before.sampled is not None
+        sampled = None if before is None else before.output.sampled
+        assert sampled is not None
         at, rows = self._put(batch.unread)
-        # A row that had no token to choose has ended, but that is not known yet.
-        token_ids.index_copy_(0, at, before.sampled.ids[rows].clamp_(min=0))
+        # A row without a valid token has ended, but the host does not know that yet.
+        token_ids.index_copy_(0, at, sampled.ids[rows].clamp_(min=0))
 
     def _put(self, values: NDArray[np.generic]) -> Tensor:
         return to_device(torch.from_numpy(values), self.model.device)

@@ -1,6 +1,6 @@
-"""What goes to the device with a step, and what comes back of it: plain records, and the waiting.
+"""A step prepared on the host, and its result once the device is done.
 
-Knows nothing of models or memory; which rows are sampled from, and how, is read off the plan.
+Plain records; a plan says which rows are sampled from, and the requests' parameters say how.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.workers.sampling.sampler import RowSampling, Sampled, SampledRows,
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence
 
-GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and mean greedy anyway
+GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and are greedy in effect
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a plan gave: a token for each chunk that samples, in the order of `plan.chunks`.
+    """The result of a plan: a token for each chunk that samples, in the order of `plan.chunks`.
 
     `prompt_logprobs`: by index of the chunk, those of the prompt tokens that follow its tokens.
     """
@@ -34,11 +34,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of a step whose prompt tokens' successors are to be scored."""
+    """Rows of a step that give logprobs of prompt tokens: each scores the token that follows."""
 
     chunk: int  # its index in the plan
     first_row: int
-    following: tuple[int, ...]  # the prompt token behind each row's own
+    following: tuple[int, ...]  # the prompt token after each row's own
     num_top: int
 
     @classmethod
@@ -50,11 +50,11 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """A step as the host gives it to the device."""
+    """A step on the host, ready to be copied to the device."""
 
     batch: HostBatch
-    last_rows: list[int]  # of the batch, that are sampled from
-    row_of: dict[Sequence, int]  # their sequences, numbered
+    last_rows: list[int]  # rows of the batch that are sampled from
+    row_of: dict[Sequence, int]  # sequence -> its index in last_rows
     rows: list[RowSampling]
     prompts: list[PromptRows]
     chunks: list[Chunk]
@@ -65,48 +65,60 @@ class PreparedStep:
 
     @property
     def samples_all(self) -> bool:
-        """Whether all rows are sampled from, and nothing else is asked of them."""
+        """Whether all rows are sampled from, and no prompt logprobs are wanted."""
         return not self.prompts and len(self.rows) == len(self.batch.token_ids)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What a launch gives: tensors that may still be on their way, and host time by phase.
+
+    `prompt_logprobs`: by index of the chunk.
+    """
+
+    sampled: SampledRows | None  # None: no chunk samples
+    prompt_logprobs: dict[int, list[LogprobRows]]
+    model_s: float  # to launch the forward pass; on a CPU, to compute it
+    sample_s: float  # the same for sampling and logprobs
+
+
 class StepInFlight:
-    """A step that the device has been given. What it sampled is read once, by `read`."""
+    """A launched step. `read` waits for the device and returns what it sampled."""
 
     def __init__(
         self,
         plan: Plan,
         row_of: dict[Sequence, int],
-        sampled: SampledRows | None,
-        prompt_logprobs: dict[int, list[LogprobRows]],
+        output: StepOutput,
         mark: Mark,
         began_s: float,
     ):
         self.plan = plan
-        self.row_of = row_of  # of the sequences that sample: their row of `sampled`
-        self.sampled = sampled
+        self.row_of = row_of  # sequence that samples -> its row of `output.sampled`
+        self.output = output
         self.began_s = began_s
-        self.done_s = time.perf_counter()  # or later, if the host did not wait
-        self._prompt_logprobs = prompt_logprobs
+        self.done_s = time.perf_counter()  # replaced by `read` where the device runs on
         self._mark = mark
         self._result: StepResult | None = None
 
     def read(self) -> StepResult:
-        """Wait until the device is done, and say what came out."""
+        """Wait until the device is done, and return the result; later calls return the same."""
         if self._result is None:
             self._mark.wait()
             if self._mark.is_waited_for:
                 self.done_s = time.perf_counter()
             prompts = {
-                i: [each for rows in parts for each in rows.listed()]
-                for i, parts in self._prompt_logprobs.items()
+                i: [each for part in parts for each in part.listed()]
+                for i, parts in self.output.prompt_logprobs.items()
             }
-            sampled = [] if self.sampled is None else self.sampled.listed()
+            rows = self.output.sampled
+            sampled = [] if rows is None else rows.listed()
             self._result = StepResult(sampled, prompts)
         return self._result
 
 
 def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> PreparedStep:
-    """What the host adds to a plan. Nothing that it changes later is of effect."""
+    """The step of `plan`. Later changes to the plan's sequences do not affect it."""
     batch = host_batch(plan, block_size, {} if before is None else before.row_of)
     first = 0
     last_rows, sampling, prompts = [], [], []
@@ -123,17 +135,17 @@ def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> Prepare
 
 
 def _reports_prompt(seq: Sequence) -> bool:
-    """Whether the logprobs of the prompt are asked for, and not handed out yet."""
+    """Whether logprobs of the prompt were requested and have not been sent yet."""
     return seq.request.params.prompt_logprobs is not None and not seq.num_generated_tokens
 
 
 def row_sampling(seq: Sequence) -> RowSampling:
-    """The sampling of the next token of `seq`."""
+    """How the next token of `seq` is sampled."""
     params = seq.request.params
     greedy = params.temperature < GREEDY_BELOW
     banned_ids = tuple(seq.stop_ids) if seq.below_min_tokens else ()
     edit = None if seq.editor is None else partial(seq.editor.edit, token_ids=seq.token_ids)
-    if seq.matcher is not None:  # which has the last word, also on what is banned
+    if seq.matcher is not None:  # the grammar decides last, also about banned ids
         if params.ignore_eos:
             banned_ids += seq.matcher.eos_token_ids
         edit = partial(seq.matcher.constrain, edit=edit, forbidden=banned_ids)
@@ -151,8 +163,10 @@ def row_sampling(seq: Sequence) -> RowSampling:
 
 
 def count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
-    """Add to each sequence what was left out of how much; tokens that are computed again count
-    once there. The sums of the step."""
+    """Count neurons, and those that were skipped, for each sequence; returns both sums of the step.
+
+    A token that is computed again counts once for its sequence, and each time in the sums.
+    """
     if rows.sparse is None:
         return 0, 0
     neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()

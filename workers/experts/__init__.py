@@ -1,5 +1,5 @@
-"""Mixture-of-experts weights outside the device: the expert file, the cache, and prefetching.
+"""The expert cache: experts of MoE models outside the device, loaded and prefetched on demand.
 
-Imported by models/ and engine/.
+Imported by models/, execution/, engine/, the expert store, worker.py and calibrate.py.
 Begin with routed.py, then cache.py; build.py makes the parts from the configuration.
 """

@@ -78,7 +78,7 @@ def build_experts(
     device: torch.device,
     weights: str = "auto",
 ) -> tuple[RoutedExperts, set[str]]:
-    """The experts of the checkpoint in `folder` behind a cache, and the names of their tensors.
+    """The experts of the checkpoint in `folder` with a cache, and the names of their tensors.
 
     `weights` is the format that they are served in; the model computes in `config.dtype`. Raises
     ConfigError for a dense model, a budget that is too small or a mode that the format does not

@@ -1,10 +1,8 @@
 """The expert copier: a thread that copies rows of experts from host memory into slots.
 
 Rows are copied in chunks: gathered into a staging buffer, copied once, and written to the slot.
-Demand loads go before prefetches, and begin at the next chunk. `TransferMeter` tells whether the
-host link has time to spare: a prefetch costs nothing only while no demand load needs the link, and
-where demand loads alone keep it busy, each wrong prefetch delays one. The CUDA path (pinned
-staging, its own stream) has not yet been run on a GPU.
+Demand loads go before prefetches, and begin at the next chunk. The CUDA path (pinned staging, its
+own stream) has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,46 +27,8 @@ from penstock.workers.experts.expert_file import (
 )
 from penstock.workers.experts.layouts import ExpertLayout
 from penstock.workers.experts.slots import SlotLoad
+from penstock.workers.experts.transfer_meter import TransferCounts
 from penstock.workers.memory.copier import Throttle
-
-WINDOW_S = 0.25  # of computing, over which the share is averaged
-PAUSE_S = 0.5  # a longer interval between two calls counts as idle
-SATURATED = 0.5  # the gain is bounded by the time the link is idle, the loss by the time it is busy
-
-
-@dataclass(slots=True)
-class TransferCounts:
-    """Transfers over the host link so far."""
-
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
-    busy_s: float = 0.0
-    demand_busy_s: float = 0.0  # of that, with demand loads
-    num_corrupted: int = 0  # loads of experts that did not match their digest
-
-
-@dataclass(slots=True)
-class TransferMeter:
-    """The share of the computing time in which demand loads occupy the host link, over the last
-    full window."""
-
-    counts: TransferCounts
-    clock: Callable[[], float] = time.monotonic
-    share: float = 0.0
-    _last: tuple[float, float] | None = None  # time of the last call, and demand_busy_s then
-    _window: tuple[float, float] = 0.0, 0.0  # so far: seconds of computing, and of demand loads
-
-    def is_saturated(self) -> bool:
-        """Whether prefetching would cost more than it can gain. Called at every MoE layer."""
-        now_s, busy_s = self.clock(), self.counts.demand_busy_s
-        if self._last is not None and now_s - self._last[0] <= PAUSE_S:
-            worked_s = self._window[0] + now_s - self._last[0]
-            self._window = worked_s, self._window[1] + busy_s - self._last[1]
-            if worked_s >= WINDOW_S:
-                self.share, self._window = self._window[1] / worked_s, (0.0, 0.0)
-        self._last = now_s, busy_s
-        return self.share > SATURATED
-
 
 log = logging.getLogger("penstock.experts")
 

@@ -22,7 +22,7 @@ from penstock.workers.quantization import weight_plan
 from penstock.workers.weights.sources import DTYPES, CheckpointWeights, planned
 from penstock.workers.weights.stored import joined
 
-ZEROS = (".qzeros", ".weight_zero_point")  # stored beside the codes of an int4 weight
+ZEROS = (".qzeros", ".weight_zero_point")  # stored next to the codes of an int4 weight
 
 
 @dataclass(eq=False)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from penstock.kernels.moe import Visited
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.copier import TransferMeter
 from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
 from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons import NeuronSelector
 from penstock.workers.experts.routing import LayerRouting
+from penstock.workers.experts.transfer_meter import TransferMeter
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 

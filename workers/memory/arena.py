@@ -1,18 +1,17 @@
 """The arena: one allocation that holds every KV block of a worker, block-major, and a reserve.
 
 A block holds K and V of all layers for `block_size` tokens, and their scales where they are
-quantised, so that it moves, swaps and is lent as one contiguous range. The reserve lies right
-behind the last block, so that the last blocks and the reserve are one range, too. Knows nothing of
-sequences, reference counts or who uses which block.
+quantised, so that it is swapped and lent as one contiguous range. The reserve follows the last
+block, so that the last blocks and the reserve form one range, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import KvScales, PagedKv
 
 BLOCK_ALIGN_BYTES = 512
 SCALE = torch.float16
@@ -22,10 +21,10 @@ SCALE = torch.float16
 class BlockLayout:
     """Where each layer's K and V lie inside a block.
 
-    Per layer: K [num_kv_heads, block_size, head_dim], then V of the same shape, in `dtype`. Behind
-    those of all layers, where `group` dimensions share a scale: per layer the fp16 scales of K
-    [num_kv_heads, block_size, head_dim / group], then those of V. So codes stay aligned whatever
-    the scales take. The block's bytes are rounded up to 512.
+    Per layer: K [num_kv_heads, block_size, head_dim], then V of the same shape, in `dtype`. If
+    `group` dimensions share a scale, the scales follow K and V of all layers: per layer the fp16
+    scales of K [num_kv_heads, block_size, head_dim / group], then those of V. So codes stay
+    aligned whatever the size of the scales. The block's bytes are rounded up to 512.
     """
 
     num_layers: int
@@ -52,7 +51,7 @@ class BlockLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers, without what rounds the block up."""
+        """Bytes of one token in all layers, without the block's padding."""
         return self.num_layers * self.layer_bytes // self.block_size
 
     @property
@@ -65,7 +64,7 @@ class BlockLayout:
     def _num_groups(self) -> int:
         return 0 if self.group is None else self.head_dim // self.group
 
-    def layer_views(self, memory: torch.Tensor, num_blocks: int) -> list[KvLayer]:
+    def layer_views(self, memory: torch.Tensor, num_blocks: int) -> list[PagedKv]:
         """Each layer's K and V of `num_blocks` blocks from the start of `memory`, uint8."""
         half, scale_half = self.half_bytes, self.half_scale_bytes
         scales_from = 2 * half * self.num_layers
@@ -76,14 +75,14 @@ class BlockLayout:
                 for side in (0, 1)
             )
             if self.group is None:
-                layers.append(KvLayer(k, v))
+                layers.append(PagedKv(k, v))
                 continue
             offsets = [scales_from + (2 * layer + side) * scale_half for side in (0, 1)]
             of_k, of_v = (
                 self._view(memory, num_blocks, SCALE, self._num_groups, offset)
                 for offset in offsets
             )
-            layers.append(KvLayer(k, v, KvScales(of_k, of_v)))
+            layers.append(PagedKv(k, v, KvScales(of_k, of_v)))
         return layers
 
     def _view(
@@ -94,24 +93,6 @@ class BlockLayout:
         strides = (self.block_bytes // dtype.itemsize, self.block_size * width, width, 1)
         flat = memory.view(dtype)
         return flat.as_strided(shape, strides, flat.storage_offset() + offset // dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayer:
-    """K and V of one layer: views [num_blocks, num_kv_heads, block_size, head_dim], with scales
-    where they are codes. `scratch`: K and V of the scratch blocks, which all layers share and whose
-    ids come after; `scales` holds their scales, too."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    scales: KvScales | None = None
-    scratch: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def with_scratch(self, scratch: KvLayer) -> KvLayer:
-        scales = self.scales
-        if scales is not None and scratch.scales is not None:
-            scales = replace(scales, scratch=(scratch.scales.k, scratch.scales.v))
-        return KvLayer(self.k, self.v, scales, (scratch.k, scratch.v))
 
 
 class Arena:
@@ -135,7 +116,7 @@ class Arena:
     def num_bytes(self) -> int:
         return self.storage.numel()
 
-    def kv_layers(self) -> list[KvLayer]:
+    def kv_layers(self) -> list[PagedKv]:
         """K and V of each layer in all blocks: strided views."""
         return self.layout.layer_views(self.storage, self.num_blocks)
 
@@ -145,5 +126,5 @@ class Arena:
         return self.storage[block_id * size : (block_id + 1) * size]
 
     def tail(self, num_blocks: int) -> torch.Tensor:
-        """The bytes of the last `num_blocks` blocks and of the reserve behind them, uint8."""
+        """The bytes of the last `num_blocks` blocks and of the reserve after them, uint8."""
         return self.storage[(self.num_blocks - num_blocks) * self.layout.block_bytes :]

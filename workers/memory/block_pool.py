@@ -1,6 +1,6 @@
-"""Which block is free, cached, live or lent, and where content of cached blocks is found.
+"""The block pool: which block is free, cached, live or lent; and the prefix index of cached blocks.
 
-Knows ids, counts and content addresses; nothing of tensors, bytes, sequences or steps.
+Works on block ids, reference counts and content addresses; touches no tensor.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from penstock.workers.memory.host_tier import ContentKey
+ContentKey = tuple[bytes, bytes, bytes]  # key, parent key, token ids as bytes
 
 
 class BlockPool:
     """Reference-counted block ids, handed out lowest id first.
 
-    Every block is in exactly one of: free (in the heap), cached (no user, but its content is still
-    addressable in the prefix cache; evicted least recently used first when free ones run out),
-    live (reference count above zero), or lent (the last blocks, for one step).
+    Every block is in exactly one of four states: free (in the heap), cached (no user, but its
+    content is still addressable in the prefix cache; evicted least recently used first when no
+    block is free), live (reference count above zero), or lent (the last blocks, for one step).
 
-    The last `num_tail` blocks are kept for lending as long as there are others: a cached block
-    elsewhere is evicted before a free one of the tail is taken, or else one long answer there would
-    make every later loan short.
+    The last `num_tail` blocks are kept for lending while there are others: a cached block below the
+    tail is evicted before a free block of the tail is taken. Otherwise one long answer in the tail
+    would make every later loan short.
     """
 
     def __init__(self, num_blocks: int, num_tail: int = 0):
@@ -75,7 +75,7 @@ class BlockPool:
         self._references[block_id] += 1
 
     def release(self, block_id: int) -> None:
-        """One user less; the last one leaves the block cached if it is indexed, else free."""
+        """Remove one user; without users the block is cached if it is indexed, else free."""
         assert self._references[block_id] > 0, f"block {block_id} released twice"
         self._references[block_id] -= 1
         if self._references[block_id]:
@@ -89,16 +89,16 @@ class BlockPool:
         return block_id in self._cached_beside(block_id)
 
     def num_lendable(self, limit: int) -> int:
-        """How many of the last `limit` blocks have no live one behind them."""
+        """How many of the last `limit` blocks are followed by no live block."""
         for num in range(min(limit, self.num_blocks)):
             if self._references[self.num_blocks - 1 - num]:
                 return num
         return min(limit, self.num_blocks)
 
     def lend(self, num: int) -> int:
-        """Take the last `num` blocks out of use until `give_back`; returns the first one's id.
+        """Take the last `num` blocks out of use until `give_back`; returns the id of the first.
 
-        None of them may be live, and what was cached in them is no longer addressable.
+        None of them may be live; their cached content is no longer addressable.
         """
         assert not self.num_lent, "lent twice"
         first = self.num_blocks - num
@@ -130,7 +130,8 @@ class BlockPool:
         self.index.forget(block_id)
 
     def check(self, tables: Seq[Seq[int]] | None = None) -> None:
-        """Assert the ledger; with the block tables of all sequences, the reference counts too."""
+        """Assert that the states are consistent; with the block tables of all sequences, also the
+        reference counts."""
         free, cached = set(self._free), {*self._cached, *self._cached_tail}
         assert len(free) == len(self._free), "a block is free twice"
         assert free.issuperset(range(self._first_lent, self.num_blocks)), "a lent block is in use"

@@ -1,7 +1,7 @@
-"""A background copier: lists of (source, destination) tensors, one list after another.
+"""A background copier: copies lists of (source, destination) tensors, one list after another.
 
-For loads from host memory that go on while the engine steps. Knows nothing of slots, blocks or who
-waits. On CUDA the copies run on a stream of their own; that path has not yet been run on a GPU.
+For loads from host memory that run while the engine steps. On CUDA the copies use their own stream;
+that path has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Throttle:
-    """Imitates a slow link: says how long to wait until so many more bytes have gone over it."""
+    """Simulates a slow host link: how long to wait until further bytes would have been sent."""
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic):
         if not (bytes_per_s > 0 and math.isfinite(bytes_per_s)):
@@ -35,14 +35,15 @@ class Throttle:
         self._free_at_s = -math.inf
 
     def delay_s(self, num_bytes: int) -> float:
-        """They are sent when those before them have gone; an idle link saves nothing up."""
+        """Seconds until `num_bytes` more are sent, after those before them; idle time is not
+        credited."""
         now_s = self._clock()
         self._free_at_s = max(now_s, self._free_at_s) + num_bytes / self._bytes_per_s
         return self._free_at_s - now_s
 
 
 class Transfer:
-    """One list of copies. Once it is done, the thread touches none of its tensors any more."""
+    """One list of copies. Once it is done, the thread no longer touches its tensors."""
 
     def __init__(self, pairs: Sequence[Pair]):
         self.num_pairs = len(pairs)
@@ -60,27 +61,27 @@ class Transfer:
 
     @property
     def is_complete(self) -> bool:
-        """Ended, and all was copied."""
+        """Ended, and everything was copied."""
         return self.is_done and self.num_done == self.num_pairs
 
     def cancel(self) -> None:
-        """Copy no more than what is under way. Still wait until it is done."""
+        """Stop after the copies in progress. The caller must still wait until it is done."""
         self._cancelled.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it is done, or `timeout_s` is over; whether it is done."""
+        """Wait until it is done or `timeout_s` has passed; returns whether it is done."""
         return self._done.wait(timeout_s)
 
     def _end(self) -> None:
-        self._pairs = ()  # the tensors are the owner's alone again
+        self._pairs = ()  # drop the references to the owner's tensors
         self._done.set()
 
 
 class CopyThread:
-    """Copies the submitted lists in order. Close it in the end; also a context manager.
+    """Copies the submitted lists in order. Must be closed; also a context manager.
 
-    `bytes_per_s` slows the copies down to that, for benchmarks and tests. `device`: where the
-    destinations are.
+    `bytes_per_s` slows copies down to this rate, for benchmarks and tests. `device`: of the
+    destinations.
     """
 
     def __init__(self, *, device: torch.device | None = None, bytes_per_s: float | None = None):
@@ -93,13 +94,13 @@ class CopyThread:
         self._is_closed = False
         self._recent: deque[tuple[int, float]] = deque(maxlen=MEASURED_TRANSFERS)
         self._num_bytes = 0
-        self._thread = threading.Thread(target=self._work, name="penstock-link", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="penstock-copy", daemon=True)
         self._thread.start()
 
     def submit(self, pairs: Sequence[Pair]) -> Transfer:
         """Copy each source into its destination. Neither may change until the transfer is done.
 
-        On CUDA, what the current stream was given before has happened to them by then.
+        On CUDA, the copies begin after the work that the current stream has queued by now.
         """
         transfer = Transfer(list(pairs))
         if self._stream is not None:
@@ -107,9 +108,9 @@ class CopyThread:
             transfer._ready.record(torch.cuda.current_stream(self._stream.device))
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("the link thread is closed")
+                raise RuntimeError("the copy thread is closed")
             self._open.add(transfer)
-            self._queue.put(transfer)  # under the lock: never behind the None that ends the thread
+            self._queue.put(transfer)  # under the lock: never after the None that ends the thread
         return transfer
 
     @property
@@ -125,7 +126,7 @@ class CopyThread:
         return num_bytes / seconds if seconds > 0 else None
 
     def close(self) -> None:
-        """Cancel what is left, and wait for the thread's end. All transfers are done then."""
+        """Cancel all transfers and join the thread; then every transfer is done."""
         with self._lock:
             self._is_closed = True
             for transfer in self._open:
@@ -145,7 +146,7 @@ class CopyThread:
             try:
                 with torch.inference_mode():
                     self._copy_all(transfer)
-            except BaseException as error:  # the transfer's, whose owner reads it; others go on
+            except BaseException as error:  # reported through the transfer; other transfers go on
                 transfer.error = error
             with self._lock:
                 self._open.discard(transfer)
@@ -175,13 +176,13 @@ class CopyThread:
                         pair[1].copy_(pair[0], non_blocking=True)
                         group.append(pair)
             finally:
-                stream.synchronize()  # after a failure too, nothing is under way any more
+                stream.synchronize()  # after a failure too: no copy may still be running
             self._count(transfer, group)
             if transfer._cancelled.is_set():
                 return
 
     def _may_go(self, transfer: Transfer, pair: Pair) -> bool:
-        """Wait as long as the throttle says; False as soon as the transfer is cancelled."""
+        """Wait for the throttle; returns False as soon as the transfer is cancelled."""
         if self._throttle is None:
             return not transfer._cancelled.is_set()
         return not transfer._cancelled.wait(self._throttle.delay_s(pair[0].nbytes))

@@ -1,9 +1,8 @@
-"""Copies of KV blocks in host memory, bounded, least recently used out first.
+"""Copies of KV blocks in host memory (the host tier), evicted least recently used first.
 
 Two kinds of entries. Content: one block each, addressed and compared as in `PrefixIndex`, for
-prefix blocks that leave the device. Private: all blocks of one swapped sequence under its id, kept
-or evicted as a whole. Knows bytes, keys and slots; nothing of sequences, layers or devices' pools.
-For one thread; only the copies of a `CopyThread` run beside it, out of slots that are held.
+prefix blocks that are evicted from the device. Private: all blocks of one swapped sequence under
+its id, kept or evicted together. For one thread; only a `CopyThread` reads held slots in parallel.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.memory.copier import CopyThread, Transfer
-
-ContentKey = tuple[bytes, bytes, bytes]  # key, parent, token bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +31,7 @@ class _HostEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldSlots:
-    """Slots that stay as they are until `HostTier.release`; in the order of what was asked for."""
+    """Slots that do not change until `HostTier.release`; in the order of the request."""
 
     slots: tuple[int, ...]
     entries: tuple[_HostEntry, ...]
@@ -52,14 +50,14 @@ class TierStats:
     num_hit_blocks: int
     num_missed_blocks: int
     num_evicted_blocks: int
-    num_refused_blocks: int  # not put, for all slots were held or too few
+    num_refused_blocks: int  # not stored, because all slots were held or there were too few
 
 
 class HostTier:
     """`capacity_bytes` // `block_bytes` slots in one uint8 tensor [num_slots, block_bytes].
 
-    Every slot is free, or belongs to exactly one entry: an indexed one, or one that was discarded
-    while held. Held entries are never evicted. `pin`: page-locked, where there is CUDA.
+    Every slot is free, or belongs to exactly one entry: an indexed entry, or one that was discarded
+    while held. Held entries are never evicted. `pin`: page-locked memory, if CUDA is available.
     """
 
     def __init__(self, capacity_bytes: int, block_bytes: int, *, pin: bool = False):
@@ -67,7 +65,7 @@ class HostTier:
         if self.num_slots < 1:
             raise ConfigError(
                 f"host_kv_gb: {capacity_bytes} bytes hold no block of {block_bytes} bytes; give "
-                "more, or leave it out to do without host memory"
+                "more, or leave it out to use no host memory"
             )
         self.block_bytes = block_bytes
         self.is_pinned = pin and torch.cuda.is_available()
@@ -90,11 +88,12 @@ class HostTier:
     # -- in
 
     def put(self, key: bytes, parent: bytes, token_ids: bytes, block: Tensor) -> bool:
-        """Copy one block, uint8 [block_bytes], under its content; whether it is there now.
+        """Store a copy of one block, uint8 [block_bytes], under its content key; returns whether it
+        is stored.
 
-        A copy that is there already is kept, and counts as used. A key that other content has
-        taken keeps that, as in `PrefixIndex`. False too if every slot is held. The copy is done
-        when this returns.
+        An existing copy is kept, and counts as used. A key that other content has taken keeps that
+        content, as in `PrefixIndex`. Also False if every slot is held. The copy is complete when
+        this returns.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -105,7 +104,8 @@ class HostTier:
         return self._put(_HostEntry(key, [], parent, token_ids), [block])
 
     def put_private(self, owner: str, blocks: Sequence[Tensor]) -> bool:
-        """Copy all `blocks` of a sequence, or none of them and return False if they do not fit.
+        """Store copies of all `blocks` of a sequence; stores none and returns False if they do not
+        fit.
 
         `owner` must have no entry yet.
         """
@@ -131,7 +131,8 @@ class HostTier:
         return True
 
     def _make_room(self, num_blocks: int) -> bool:
-        """Evict until so many slots are free, or change nothing and say False."""
+        """Evict until `num_blocks` slots are free; if that is impossible, change nothing and return
+        False."""
         if num_blocks > self.num_slots - len(self._num_held):
             return False
         while len(self._free) < num_blocks:
@@ -144,12 +145,12 @@ class HostTier:
     # -- out
 
     def match(self, chain: Sequence[ContentKey]) -> int:
-        """How many leading blocks of `chain` are here. Does not count as use."""
+        """How many leading blocks of `chain` are stored. Does not count as use."""
         return len(self._leading(chain))
 
     def hold(self, chain: Sequence[ContentKey]) -> HeldSlots:
-        """Hold the leading blocks of `chain` that are here. They count as used, the first one most
-        recently, so that a chain is evicted from its end."""
+        """Hold the leading blocks of `chain` that are stored. They count as used, the first one
+        most recently, so that a chain is evicted from its end."""
         entries = self._leading(chain)
         for entry in reversed(entries):
             self._entries.move_to_end(entry.name)
@@ -158,7 +159,7 @@ class HostTier:
         return self._hold(entries)
 
     def hold_private(self, owner: str) -> HeldSlots | None:
-        """Hold all blocks of `owner`, in their order; None if they were evicted or never put."""
+        """Hold all blocks of `owner`, in order; None if they were evicted or never stored."""
         entry = self._entries.get(owner)
         if entry is None:
             self._num_misses += 1
@@ -168,27 +169,27 @@ class HostTier:
         return self._hold([entry])
 
     def load(
-        self, slots: Sequence[int], outs: Sequence[Tensor], link: CopyThread | None = None
+        self, slots: Sequence[int], outs: Sequence[Tensor], copier: CopyThread | None = None
     ) -> Transfer | None:
-        """Copy held slots into `outs`, each uint8 [block_bytes]: at once, or by `link`.
+        """Copy held slots into `outs`, each uint8 [block_bytes]: at once, or with `copier`.
 
-        Release what is held only when the transfer is done.
+        Release the slots only when the transfer is done.
         """
         assert len(slots) == len(outs), "slots and destinations differ in number"
-        assert all(slot in self._num_held for slot in slots), "a slot that nobody holds"
+        assert all(slot in self._num_held for slot in slots), "a slot that is not held"
         for out in outs:
             self._check_block(out)
         self._bytes_out += len(slots) * self.block_bytes
         pairs = [(self.storage[slot], out) for slot, out in zip(slots, outs)]
-        if link is not None:
-            return link.submit(pairs)
+        if copier is not None:
+            return copier.submit(pairs)
         with torch.inference_mode():
             for source, out in pairs:
                 out.copy_(source)
         return None
 
     def release(self, held: HeldSlots) -> None:
-        """End one hold; each of them once."""
+        """End a hold; call once for each."""
         for entry in held.entries:
             assert entry.num_holds > 0, f"{entry.name!r} released twice"
             entry.num_holds -= 1
@@ -201,7 +202,7 @@ class HostTier:
                 self._give_back(entry)
 
     def discard(self, name: bytes | str) -> bool:
-        """Forget a content key or an owner; whether it was there. Held slots outlive it."""
+        """Remove a content key or an owner; returns whether it existed. Held slots stay."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return False
@@ -214,11 +215,11 @@ class HostTier:
     def __contains__(self, name: bytes | str) -> bool:
         return name in self._entries
 
-    # -- the ledger
+    # -- accounts
 
     @property
     def num_used(self) -> int:
-        """Slots that hold something."""
+        """Slots that hold a copy."""
         return self.num_slots - len(self._free)
 
     def stats(self) -> TierStats:
@@ -237,13 +238,13 @@ class HostTier:
         )
 
     def check(self) -> None:
-        """Assert that every slot has one place, and that holds add up."""
+        """Assert that every slot is accounted for once, and that holds add up."""
         entries = [*self._entries.values(), *self._discarded]
         slots = self._free + [slot for entry in entries for slot in entry.slots]
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or in two places"
         holds = {slot: e.num_holds for e in entries if e.num_holds for slot in e.slots}
         assert holds == self._num_held, "holds differ from the entries'"
-        assert all(entry.num_holds for entry in self._discarded), "discarded, held by nobody"
+        assert all(entry.num_holds for entry in self._discarded), "discarded, but not held"
         assert all(name == entry.name for name, entry in self._entries.items())
         for entry in entries:
             assert isinstance(entry.name, str) or len(entry.slots) == 1

@@ -1,7 +1,4 @@
-"""In which numbers K and V are kept: as the model computes, or as codes with fp16 scales.
-
-Knows settings and a head's dimension; nothing of blocks or bytes on a device.
-"""
+"""The number format of the KV cache: the model's dtype, or codes with fp16 scales."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """`dtype` of what is kept; `group` dimensions share an fp16 scale, None: there are none."""
+    """`dtype` of K and V; `group` dimensions share an fp16 scale, None: there are no scales."""
 
     dtype: torch.dtype
     group: int | None = None
@@ -28,12 +25,13 @@ class KvFormat:
 
 
 def kv_format(kv: str, kv_group: str, head_dim: int, model_dtype: torch.dtype) -> KvFormat:
-    """As the settings `kv` and `kv_group` say. Raises ConfigError where the group does not fit."""
+    """The format for the settings `kv` and `kv_group`. Raises ConfigError if the group does not
+    divide the head dimension."""
     if kv == "auto":
         if kv_group != "auto":
             raise ConfigError(
-                f"kv_group ({kv_group}) means something only in a quantised KV cache; set kv to "
-                "int8 or fp8, or leave kv_group out"
+                f"kv_group ({kv_group}) applies only to a quantised KV cache; set kv to int8 or "
+                "fp8, or leave kv_group out"
             )
         return KvFormat(model_dtype)
     if kv_group == "head" or (kv_group == "auto" and head_dim % DEFAULT_KV_GROUP):

@@ -1,12 +1,8 @@
-"""How to get back K and V that lie in host memory: load them, compute them again, or both at once.
+"""How to restore K and V from host memory: load them, recompute them, or do both in parallel.
 
-Computing goes from the front, where contexts are short, loading from the back, until they meet:
-x = n Rc / (Rc + Rl) tokens computed (Cake, arXiv 2410.03065; at most twice as fast as the better
-of the two alone). Knows nothing of blocks' contents, links or engines: rates come in measured.
-
-How fast this worker computes tokens and loads blocks: measured at the start, kept up to date.
-
-Knows clocks and counts; nothing of models, tiers or plans.
+A split recomputes from the front, where contexts are short, and loads from the back, until both
+meet: x = n Rc / (Rc + Rl) tokens computed (Cake, arXiv 2410.03065; at most twice as fast as the
+better of the two alone). `Rates` holds the two speeds, measured at the start and kept up to date.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ MODES = ("auto", "load", "recompute", "split")
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """The first `num_computed` tokens are computed again, the `num_loaded` after them loaded."""
+    """The first `num_computed` tokens are recomputed, the `num_loaded` after them loaded."""
 
     num_computed: int  # whole blocks, unless it is all
     num_loaded: int
@@ -43,11 +39,11 @@ class RestorePlan:
 
 @dataclass(frozen=True, slots=True)
 class RestoreRule:
-    """The choice between link and compute, for one worker.
+    """The choice between loading and recomputing, for one worker.
 
-    `auto` takes what ends first, and a split only if it saves at least `min_split_gain` of the time
-    of the better single way: a split holds up both. `min_tokens`: fewer are computed again in any
-    mode; none lets `auto` find that out itself, from the cost of starting a load.
+    `auto` takes the faster way, and a split only if it saves at least `min_split_gain` of the time
+    of the better single way: a split occupies both link and device. `min_tokens`: fewer are
+    recomputed in any mode; with None, `auto` decides from the cost of starting a load.
     """
 
     link_bytes_per_s: float
@@ -76,12 +72,12 @@ class RestoreRule:
 
     @property
     def load_tokens_per_s(self) -> float:
-        """Rl: what the link brings, in tokens."""
+        """Rl: tokens/s that the host link loads."""
         return self.link_bytes_per_s * self.block_size / self.block_bytes
 
     @property
     def break_even_tokens(self) -> float:
-        """Loading more tokens than these beats computing them; inf if that never happens."""
+        """From this number of tokens on, loading is faster than computing; inf if it never is."""
         saved_s = 1 / self.compute_tokens_per_s - 1 / self.load_tokens_per_s
         return self.load_start_s / saved_s if saved_s > 0 else math.inf
 
@@ -92,7 +88,8 @@ class RestoreRule:
         return max(num_computed / self.compute_tokens_per_s, load_s * (num_blocks > 0))
 
     def choose(self, num_tokens: int) -> RestorePlan:
-        """How to restore the first `num_tokens` tokens of a sequence, all of them in host memory.
+        """How to restore the first `num_tokens` tokens of a sequence, all of which are in host
+        memory.
 
         The last block need not be full.
         """
@@ -134,7 +131,8 @@ class RestoreRule:
         return "recompute", f"up to {self.break_even_tokens:.0f} tokens, computing is faster"
 
     def _best_split(self, num_tokens: int) -> int:
-        """Whole blocks to compute from the front so that both end as near together as can be."""
+        """Tokens (whole blocks) to compute from the front so that both ends meet at about the same
+        time."""
         # x / Rc = start + (n - x) / Rl; on each side of it the time only grows.
         rc, rl = self.compute_tokens_per_s, self.load_tokens_per_s
         exact = (num_tokens / rl + self.load_start_s) * rc * rl / (rc + rl)
@@ -156,7 +154,7 @@ PROBE_COPIES = 8
 
 
 def seconds_of(run: Callable[[], object], times: int = 1) -> float:
-    """Of one `run()`, the mean over so many, after one to warm up."""
+    """Mean seconds of one `run()` over `times` calls, after one call to warm up."""
     run()
     began_s = time.perf_counter()
     for _ in range(times):
@@ -165,14 +163,14 @@ def seconds_of(run: Callable[[], object], times: int = 1) -> float:
 
 
 class Rates:
-    """Tokens a second that prefill computes, and bytes a second that the link brings."""
+    """Tokens/s that prefill computes, and bytes/s that the host link loads."""
 
     def __init__(self, compute_tokens_per_s: float, link_bytes_per_s: float):
         self.compute_tokens_per_s = compute_tokens_per_s
         self.link_bytes_per_s = link_bytes_per_s
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many tokens took so long."""
+        """Update the compute rate from a step of `num_tokens` tokens."""
         if num_tokens >= LARGE_STEP and seconds > 0:
             newest = num_tokens / seconds
             self.compute_tokens_per_s += WEIGHT * (newest - self.compute_tokens_per_s)

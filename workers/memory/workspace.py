@@ -1,7 +1,7 @@
-"""The activations of a step: what they are, how many bytes they take, and where a step finds them.
+"""The activations of a step: their shapes, their bytes, and their place in the arena.
 
-A step's arrays lie behind each other in one piece of the arena: the last free blocks of the KV pool
-and the fixed reserve behind them. Knows shapes and blocks; nothing of sequences, plans or kernels.
+A step's arrays lie one after another in one range of the arena: the last free blocks of the KV pool
+and the fixed reserve after them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Region = tuple[Phase, ...]  # phases that take turns in the same bytes
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """Regions one behind the other; each is as large as the largest of its phases."""
+    """Regions one after another; each is as large as the largest of its phases."""
 
     regions: tuple[Region, ...]
 
@@ -83,13 +83,13 @@ def _region_bytes(region: Region, num_rows: int) -> int:
 
 
 def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
-    """What `Decoder.forward` writes besides K and V, a row a token of the step.
+    """The arrays that `Decoder.forward` writes besides K and V, with a row for each token.
 
-    R1 the residual stream; R2 what a norm, the attention or an MLP hands on; R3 the wide parts:
-    the fused projection with the queries that sinks are scored with, the output projection, gate
-    and up, the parts of routed experts, and before the first layer the angles. Beside them cos and
-    sin, for the positions themselves and for those counted from the sinks, and a scale a row: the
-    codes of int8 rows lie in the place of what they are made of.
+    R1 is the residual stream; R2 the output of a norm, of attention or of an MLP; R3 the wide
+    arrays: the fused projection with the queries for the sinks, the output projection, gate and up,
+    the arrays of routed experts, and before the first layer the angles. In addition cos and sin,
+    for absolute positions and for those relative to the sinks, and one scale a row: the codes of
+    int8 rows overwrite the values that they are made from.
     """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
@@ -125,7 +125,7 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
 
 
 def logits_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
-    """fp32 logits, and before them those in the model's own dtype if that is another one."""
+    """fp32 logits, and the logits in the model's dtype if that is another one."""
     narrow = 0 if dtype == torch.float32 else config.vocab_size
     logits = Array("logits", config.vocab_size, torch.float32)
     return BufferPlan((((logits, Array("narrow", narrow, dtype)),),))
@@ -133,16 +133,16 @@ def logits_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """The arrays of one step of T rows, [T, columns] each; those of one region take turns.
+    """The arrays of one step of T rows, [T, columns] each; those of one region share memory.
 
-    An array that the model has no use for has no columns. What is in them is garbage.
+    An array that the model does not use has no columns. The arrays are not initialised.
     """
 
     residual: Tensor  # R1
     normed: Tensor  # R2
     attended: Tensor  # R2
     qkv: Tensor  # R3
-    q_sink: Tensor  # R3, beside qkv
+    q_sink: Tensor  # R3, at the same time as qkv
     projected: Tensor  # R3
     gate_up: Tensor  # R3
     scores: Tensor  # R3, as all below up to `shared`
@@ -161,7 +161,7 @@ class Workspace:
 
     @classmethod
     def allocate(cls, plan: BufferPlan, num_rows: int, device: torch.device) -> Workspace:
-        """In memory of its own."""
+        """A workspace in newly allocated memory."""
         memory = torch.empty(plan.bytes_for(num_rows), dtype=torch.uint8, device=device)
         return cls(**plan.views(num_rows, memory))
 
@@ -169,11 +169,10 @@ class Workspace:
 class StepMemory:
     """Gives each step its workspace and its logits, all inside the arena.
 
-    The reserve behind the blocks holds the activations of `reserve_tokens` rows and the logits of
-    `num_logits` rows. A step with more rows borrows the last blocks of the pool for its length:
-    they and the reserve are one piece. With `reserve_tokens` as large as the largest step, nothing
-    is ever borrowed. What the reserve has beyond that is `rest`: the scratch blocks of deferred
-    commit.
+    The reserve after the blocks holds the activations of `reserve_tokens` rows and the logits of
+    `num_logits` rows. A step with more rows borrows the last blocks of the pool while it runs: they
+    and the reserve are one range. With `reserve_tokens` as large as the largest step, nothing is
+    ever borrowed. The remainder of the reserve is `rest`: the scratch blocks of deferred commit.
     """
 
     def __init__(
@@ -192,9 +191,9 @@ class StepMemory:
         self.reserve_tokens = reserve_tokens
         self.reserve_bytes = plan.bytes_for(reserve_tokens)
         assert arena.reserve_bytes >= self.reserve_bytes + logits.bytes_for(num_logits)
-        behind = arena.tail(0)[self.reserve_bytes :]
-        views = logits.views(num_logits, behind)
-        self.rest = behind[logits.bytes_for(num_logits) :]
+        remainder = arena.tail(0)[self.reserve_bytes :]
+        views = logits.views(num_logits, remainder)
+        self.rest = remainder[logits.bytes_for(num_logits) :]
         self.logits, self.narrow = views["logits"], views["narrow"]
         self._small: dict[int, Workspace] = {}  # by rows, in the reserve: always the same addresses
 
@@ -205,7 +204,7 @@ class StepMemory:
         )
 
     def tokens_that_fit(self, wanted: int) -> int:
-        """How many of `wanted` rows a step can have with what is free now."""
+        """How many of `wanted` rows a step can have with the blocks that are free now."""
         needed = self.blocks_for(wanted)
         lendable = self.pool.num_lendable(needed)
         if lendable == needed:
@@ -216,8 +215,8 @@ class StepMemory:
     def lease(self, num_tokens: int) -> Iterator[Workspace]:
         """The workspace of a step of `num_tokens` rows, which must fit.
 
-        The borrowed blocks are back once everything that uses them is enqueued on the device: what
-        writes to them next comes behind that.
+        The blocks are returned once all work that uses them is queued on the device: later writes
+        to them are queued after it.
         """
         num_blocks = self.blocks_for(num_tokens)
         if not num_blocks:
@@ -234,7 +233,7 @@ class StepMemory:
         workspace = self._small.get(num_tokens)
         if workspace is None:
             workspace = Workspace(**self.plan.views(num_tokens, self.arena.tail(0)))
-            if num_tokens <= self.logits.shape[0]:  # decode steps come by the thousand
+            if num_tokens <= self.logits.shape[0]:  # decode steps: the views are reused
                 self._small[num_tokens] = workspace
         return workspace
 

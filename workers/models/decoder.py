@@ -1,7 +1,4 @@
-"""One pre-norm decoder for all supported families; what differs between them is in ModelConfig.
-
-Knows layers and flat batches; nothing of sequences, blocks' owners, sampling or checkpoints.
-"""
+"""One pre-norm decoder for all supported model families, which differ in their ModelConfig only."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from torch import Tensor
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
-from penstock.kernels.types import PackedLinear
+from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.memory.arena import KvLayer
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
@@ -44,14 +40,14 @@ class Decoder:
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
-        self.routed = routed  # where experts come out of a cache
+        self.routed = routed  # None unless experts are served from a cache
         self.plan = activation_plan(config, self.dtype)
         slots = () if routed is None else routed.cache.table
         cached = [packed for slot in slots for packed in slot.expert]
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
-        # Each layer's MLP output is added and normed by whoever comes next; whether that one takes
-        # int8 rows, the norm that feeds it makes them at once.
+        # Each layer's MLP output is added and normalised with the next layer's norm, which writes
+        # int8 rows at once if that layer takes them.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._next_int8 = [layer.attention.takes_int8 for layer in layers[1:]] + [False]
 
@@ -61,17 +57,16 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         inputs: AttentionInputs,
-        kv_layers: Sequence[KvLayer],
+        kv_layers: Sequence[PagedKv],
         workspace: Workspace | None = None,
         moe_rows: StepRows | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
-        Writes K and V of all rows into `kv_layers` (one a layer, of this decoder's dtype or
-        quantised) and reads the rest of each context from there. All that is as large as the
-        result, and the result itself, lies in `workspace` of T rows (by default in a fresh one).
-        Every layer overwrites what the one before it left in scratch blocks. `moe_rows`: which rows
-        are not to be exact, where experts come out of a cache.
+        Writes K and V of all rows into `kv_layers` (one a layer, in this decoder's dtype or
+        quantised) and reads the rest of each context from there. All arrays of T rows, the result
+        included, lie in `workspace` (by default a new one). Every layer overwrites the scratch
+        blocks of the layer before it. `moe_rows`: rows that are not exact, with an expert cache.
         """
         if workspace is None:
             workspace = Workspace.allocate(self.plan, len(token_ids), self.device)
@@ -86,7 +81,7 @@ class Decoder:
         ws: Workspace,
         moe_rows: StepRows | None = None,
     ) -> None:
-        """Put into the workspace what the layers start from: embeddings, and angles."""
+        """Write the layers' inputs into the workspace: embeddings, cos and sin."""
         if self.routed is not None:
             self.routed.rows = moe_rows
         self.rope.write_tables(positions, ws.cos, ws.sin, ws.angles, ws.turned)
@@ -97,9 +92,9 @@ class Decoder:
         torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
 
     def run_layers(
-        self, inputs: AttentionInputs, kv_layers: Sequence[KvLayer], ws: Workspace
+        self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
     ) -> Tensor:
-        """The rest of `forward`, behind `begin`: `ws.normed` [T, hidden]."""
+        """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
         eps, hidden = self.config.rms_norm_eps, ws.residual
         first, rows = self.layers[0], Int8Rows.inside(ws.normed, ws.row_scales)
         x: Tensor | Int8Rows

@@ -14,8 +14,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.moe import gated_mlp
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to
-from penstock.kernels.types import PackedLinear, Rolling
-from penstock.workers.memory.arena import KvLayer
+from penstock.kernels.types import PackedLinear, PagedKv, Rolling
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
 
@@ -97,7 +96,7 @@ class Attention:
         x: Tensor | Int8Rows,
         workspace: Workspace,
         inputs: AttentionInputs,
-        cache: KvLayer,
+        kv: PagedKv,
     ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
 
@@ -115,20 +114,9 @@ class Attention:
         if inputs.rolling is not None:  # what is evicted shortens the way to the sinks
             q_sink = workspace.q_sink.view(q.shape)
             rope_to(q, workspace.sink_cos, workspace.sink_sin, out=q_sink)
-        rope_write_kv(
-            q,
-            k,
-            v,
-            workspace.cos,
-            workspace.sin,
-            cache.k,
-            cache.v,
-            inputs.slots,
-            scratch=cache.scratch,
-            scales=cache.scales,
-        )
+        rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
         attended = workspace.attended
-        self._attend(q, q_sink, inputs, cache, attended.view(num_tokens, -1, self.head_dim))
+        self._attend(q, q_sink, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
         if self.o.format == "int8":
             rows = quantize_int8(attended, out=Int8Rows.inside(attended, workspace.row_scales))
             return linear(rows, self.o, out=workspace.projected)
@@ -144,7 +132,7 @@ class Attention:
         q: Tensor,
         q_sink: Tensor | None,
         inputs: AttentionInputs,
-        cache: KvLayer,
+        kv: PagedKv,
         out: Tensor,
     ) -> None:
         """Decode rows through one kernel, the others through the other: [T, heads, head_dim]."""
@@ -158,8 +146,7 @@ class Attention:
         if num_decode:
             decode_attention(
                 q[:num_decode],
-                cache.k,
-                cache.v,
+                kv,
                 inputs.decode_tables,
                 inputs.decode_lens,
                 scale=self.scale,
@@ -167,25 +154,19 @@ class Attention:
                 max_context_len=inputs.max_decode_len,
                 out=out[:num_decode],
                 rolling=parts[0],
-                scratch=cache.scratch,
-                scales=cache.scales,
             )
         if num_decode < q.shape[0]:
             prefill_attention(
                 q[num_decode:],
-                cache.k,
-                cache.v,
+                kv,
                 inputs.prefill_tables,
                 inputs.prefill_starts,
                 inputs.prefill_lens,
                 scale=self.scale,
                 window=self.window,
                 max_query_len=inputs.max_prefill_chunk,
-                max_context_len=inputs.max_prefill_len,
                 out=out[num_decode:],
                 rolling=parts[1],
-                scratch=cache.scratch,
-                scales=cache.scales,
             )
 
 

@@ -1,7 +1,4 @@
-"""From a model's name to a Decoder: finds the checkpoint, and turns its tensors into packed layers.
-
-Knows the names of tensors in checkpoints; nothing of the files' format, and nothing of engines.
-"""
+"""Loads a model: finds its checkpoint by name, and packs the tensors into a Decoder."""
 
 from __future__ import annotations
 
@@ -60,21 +57,21 @@ def load_model(
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
 
     `weights`: "auto" (as the checkpoint), "fp32", "bf16", or int8, int4, nf4 or fp8: linear layers
-    are quantised as they come, the two that have switches of their own if they say so. A checkpoint
-    that is quantised already is served as stored, or with "fp32" and "bf16" dequantised.
-    `dtype`: of activations and of all that is not quantised: "auto" is the checkpoint's (fp16
-    becomes bf16 or fp32 on a CPU), or what `weights` says if that is a float format. With
-    `progress`, a bar of bytes on stderr. With `experts`, routed experts stay in host memory behind
-    a cache, which `Decoder.routed.close` ends. Raises ConfigError for an unusable config and
-    LoadError, naming file and tensor, for weights that do not match it.
+    are quantised while they load, o_proj with `quantize_o` and the head with `quantize_lm_head`. A
+    checkpoint that is already quantised is served as stored, or dequantised with "fp32" and "bf16".
+    `dtype`: of activations and of weights that are not quantised: "auto" is the checkpoint's (fp16
+    becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. With `progress`, a
+    progress bar on stderr. With `experts`, routed experts stay in host memory and are served from
+    an expert cache, which `Decoder.routed.close` ends. Raises ConfigError for an unusable config
+    and LoadError, naming file and tensor, for weights that do not match it.
     """
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
-    routed, in_arena = None, set[str]()
+    routed, in_expert_file = None, set[str]()
     if experts is not None:
-        routed, in_arena = build_experts(
+        routed, in_expert_file = build_experts(
             experts, folder, config, tensors, torch.device(device), weights
         )
     total = sum(stored.num_bytes for stored in tensors.values())
@@ -97,7 +94,7 @@ def load_model(
         )
         decoder = build_decoder(config, source, plan, routed)
         bar.update(total - bar.n)
-    source.warn_of_unused(in_arena)
+    source.warn_of_unused(in_expert_file)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
 
@@ -105,8 +102,7 @@ def load_model(
 def open_model(
     name: str, weights: str, device: str
 ) -> tuple[Path, ModelConfig, dict[str, StoredTensor]]:
-    """Folder, shape and tensors of a model, with the dtype of its activations: as `weights` says
-    if that is a float format.
+    """Folder, config and tensors of a model; `config.dtype` is `weights` if that is a float format.
 
     Reads no tensor. Raises as `load_model` does.
     """
@@ -143,13 +139,13 @@ def build_decoder(
 ) -> Decoder:
     """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
 
-    With `routed`, the experts of MoE layers are its own, and not taken.
+    With `routed`, MoE layers use its experts, which are not taken from `source`.
     """
     return _Builder(config, source, plan or WeightPlan(), routed).decoder()
 
 
 class _Builder:
-    """One decoder in the making."""
+    """Builds one decoder."""
 
     def __init__(
         self,
@@ -169,7 +165,7 @@ class _Builder:
         vocab, hidden = config.vocab_size, config.hidden_size
         table, head = "model.embed_tokens", "lm_head"
         if config.tie_word_embeddings:
-            # Either may have been left out; where both are there and differ, both count.
+            # Either may be left out; if both are stored and differ, both are used.
             table = table if source.has_linear(table) else head
             head = head if source.has_linear(head) else table
         embedding = source.take(f"{table}.weight", vocab, hidden)
@@ -241,7 +237,7 @@ class _Builder:
         return MoeMlp(config, packed_router, self._experts(f"{name}.experts"), shared)
 
     def _experts(self, name: str) -> list[tuple[PackedLinear, PackedLinear]]:
-        """One matrix an expert, as published checkpoints have it, or all of a layer in one."""
+        """Experts stored as one matrix each, as published checkpoints do, or fused by layer."""
         config, source, format = self.config, self.source, self.plan.format
         count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
         if f"{name}.gate_up_proj" in source:
@@ -282,7 +278,7 @@ class _Builder:
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:
-    """With the dtype of activations: `dtype`, or the checkpoint's if that is no float format."""
+    """With `dtype` for activations; the checkpoint's if `dtype` is not a float format."""
     if dtype not in DTYPES and dtype not in ("auto", *QUANTIZED_FORMATS):
         known = ", ".join((*DTYPES, *QUANTIZED_FORMATS))
         raise ConfigError(f"weights {dtype!r} is unknown; known are auto, {known}")
@@ -295,7 +291,7 @@ def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelC
 
 
 def _stored_dtype(tensors: dict[str, StoredTensor]) -> str:
-    """What most bytes of the checkpoint are stored as, for configs that do not say."""
+    """The dtype of most bytes of the checkpoint, for configs that do not name one."""
     names = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
     num_bytes = dict.fromkeys(names, 0)
     for stored in tensors.values():

@@ -1,7 +1,4 @@
-"""The routed MLP of a mixture-of-experts layer: router, experts, and the shared expert if any.
-
-Knows packed weights; nothing of where experts are kept or how they came into memory.
-"""
+"""The routed MLP of a mixture-of-experts layer: router, experts, and the shared expert if any."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from penstock.workers.models.layers import Mlp
 
 
 class MoeMlp:
-    """Each token through its top experts, weighted by their softmax probabilities.
+    """Sends each token through its top experts, weighted by their softmax probabilities.
 
-    `router` has one row an expert, and after them the shared expert's gate if `shared` is given:
+    `router` has one row for each expert, followed by the shared expert's gate if `shared` is given:
     one product instead of two.
     """
 
@@ -73,7 +70,7 @@ class MoeMlp:
         return x
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`route` of normed states `x` [T, hidden], in memory of its own: for looking ahead."""
+        """`route` for normed states `x` [T, hidden], in new memory: for expert prediction."""
         return self.route(linear(x, self.router)[:, : self.num_experts].float())
 
     def _routing(
@@ -93,7 +90,7 @@ class MoeMlp:
     def route(self, scores: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Router scores [T, experts] -> weights fp32 [T, top_k] and expert ids int64 [T, top_k].
 
-        `out` fp32 [T, experts], if given, holds the probabilities on the way.
+        `out` fp32 [T, experts], if given, receives the probabilities.
         """
         probabilities = torch.softmax(scores, -1, dtype=torch.float32, out=out)
         weights, ids = probabilities.topk(self.top_k, dim=-1)

@@ -1,6 +1,6 @@
-"""Rotary position embedding: from a RopeConfig to the cos and sin of any positions.
+"""Rotary position embedding: cos and sin of any positions, computed from a RopeConfig.
 
-Knows frequencies and positions; nothing of layers. There is no table, so no position is too large.
+There is no precomputed table, so no position is too large.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.workers.model_config import RopeConfig
+from penstock.workers.rope_config import RopeConfig
 
 
 class Rope:

@@ -1,7 +1,4 @@
-"""What the weights of a decoder take, for the log, metrics and whoever asks what is served.
-
-Counts tensors; changes nothing.
-"""
+"""The bytes of a decoder's weights by format, for the log, metrics and the models endpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from penstock.workers.models.layers import Mlp
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """`format`: that of most weights of the layers' linears; `bytes_of`: all weights, by format.
+    """`format`: of most weights in linear layers; `bytes_of`: bytes of all weights, by format.
 
-    The embedding counts once where the head reads the same memory, and twice where it was packed.
+    The embedding counts once if the head reads the same memory, twice if the head is a packed copy.
     """
 
     format: str
@@ -43,9 +40,9 @@ def weight_facts(
     lm_head: PackedLinear,
     cached_experts: Sequence[PackedLinear] = (),
 ) -> WeightFacts:
-    """Count the weights of a decoder, as they lie in memory.
+    """Count the weights of a decoder as they lie in memory.
 
-    `cached_experts`: of experts that come out of a cache, what is on the device.
+    `cached_experts`: the slots of the expert cache, if there is one.
     """
     all_linears = [*_linears(layers), *cached_experts]
     total, linears = Counter[str](), Counter[str]()

@@ -1,7 +1,7 @@
-"""Tables for the roofline: what devices can do at best, what a number costs in each format.
+"""Tables for the roofline: peak figures of devices, and the bytes of a number in each format.
 
-Vendors' dense figures (many pages print the sparse ones, which are twice as high). Knows nothing of
-models; nothing here was measured.
+Vendors' dense figures (many pages print the sparse ones, which are twice as high). None of them was
+measured here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from penstock.workers.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WeightCost:
-    """How a linear layer's weights are kept, and in which format its products are computed.
+    """The bytes of a linear layer's weights, and the format in which its products are computed.
 
-    As `kernels/quant.py` keeps them: all scales in fp32. `bytes` counts those of groups.
+    As in `kernels/quant.py`: all scales are fp32. `bytes` includes the scales of groups.
     """
 
     bytes: float  # per weight
@@ -27,7 +27,7 @@ class WeightCost:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """How K and V are kept; `has_scales`: one fp16 scale for each group along the head."""
+    """The bytes of a number in K and V; `has_scales`: one fp16 scale for each group of a head."""
 
     bytes: int
     has_scales: bool = False
@@ -51,9 +51,9 @@ KV_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one device can do at best: FLOP/s by format of the operands, bytes/s, bytes.
+    """The peak figures of one device: FLOP/s by format of the operands, bytes/s, bytes.
 
-    A format that `flops` lacks is computed in the next wider one that it has.
+    A format that `flops` lacks is computed in the next wider format that it has.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Device:
         raise AssertionError
 
     def at(self, compute_share: float, bandwidth_share: float) -> Device:
-        """The same device where only these shares of its peaks are reached."""
+        """The same device, reaching only these shares of its peaks."""
         for name, share in (("compute", compute_share), ("bandwidth", bandwidth_share)):
             if not 0 < share <= 1:
                 raise ConfigError(f"share of peak {name} must be in (0, 1]; got {share}")
@@ -106,7 +106,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The device of the table; ConfigError naming the nearest if there is none such."""
+    """The device of that name. Raises ConfigError, with the nearest name, if it is unknown."""
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device

@@ -1,7 +1,7 @@
 """The roofline of a model on a device, arithmetic only: bytes, FLOPs, seconds, blocks that fit.
 
-Bounds, not predictions: a step can take no less. Give a device's measured shares of its peaks
-(`Device.at`) to come nearer. Knows nothing of tensors, engines or clocks; imports no torch.
+Lower bounds, not predictions: a step cannot take less. `Device.at`, with measured shares of a
+device's peaks, gives closer estimates. Imports no torch: the command line plans without it.
 
 Symbols as in the literature: F peak FLOP/s, B bytes/s, b_w bytes per weight, c FLOPs per token in
 the hidden layers, kappa KV bytes per token.
@@ -15,61 +15,17 @@ from dataclasses import dataclass
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import KV_FORMATS, WEIGHT_FORMATS, Device
+from penstock.workers.planning.parameters import count_parameters
 
 BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
 
 
 def ridge_tokens(flops: float, weight_bytes: float, bandwidth: float) -> float:
-    """nt = F b_w / 2B: with so many rows, a product takes as long as reading its weights.
+    """nt = F b_w / 2B: the rows for which a product takes as long as reading its weights.
 
-    The same for every matrix, for rows and weights' sizes cancel. Below it, more rows are free.
+    The same for every matrix, because its dimensions cancel. Below nt, more rows cost no time.
     """
     return flops * weight_bytes / (2 * bandwidth)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """How many weights a model has, by how they are used."""
-
-    embedding: int  # a row of it is read for each token
-    head: int  # 0 where it is the embedding table
-    linear: int  # attention, dense MLPs and shared experts: used by every token
-    routed: int  # experts: each token uses its top k
-    other: int  # norms, biases, routers
-    output: int = 0  # of `linear`, attention's output projections
-    linear_rows: int = 0  # output channels of `linear`
-    output_rows: int = 0
-    routed_rows: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.embedding + self.head + self.linear + self.routed + self.other
-
-
-def count_parameters(model: ModelConfig) -> Parameters:
-    """Exactly the weights that a checkpoint of this shape holds."""
-    d, layers, num_moe = model.hidden_size, model.num_layers, sum(model.moe_layers)
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = layers * (d * (q + 2 * kv) + q * d)
-    dense = (layers - num_moe) * 3 * d * model.intermediate_size
-    shared = num_moe * 3 * d * model.shared_expert_intermediate_size
-    routers = num_moe * d * (model.num_experts + (shared > 0))
-    biases = model.qkv_bias * (q + 2 * kv) + model.o_bias * d
-    qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": q + kv}[model.qk_norm]
-    mlp_biases = model.mlp_bias * (layers - num_moe) * (2 * model.intermediate_size + d)
-    return Parameters(
-        embedding=model.vocab_size * d,
-        head=0 if model.tie_word_embeddings else model.vocab_size * d,
-        linear=attention + dense + shared,
-        routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
-        other=layers * (2 * d + biases + qk_norms) + d + routers + mlp_biases,
-        output=layers * q * d,
-        output_rows=layers * d,
-        linear_rows=layers * (q + 2 * kv + d)
-        + (layers - num_moe) * (2 * model.intermediate_size + d)
-        + num_moe * (shared > 0) * (2 * model.shared_expert_intermediate_size + d),
-        routed_rows=num_moe * model.num_experts * (2 * model.moe_intermediate_size + d),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +42,7 @@ class StepTime:
         """Linear layers and attention run one after another; within each, reads overlap."""
         return max(self.weights_s, self.linear_s) + max(self.kv_s, self.attention_s)
 
+    # memory_s and compute_s have no caller yet: `penstock plan` is to show both times.
     @property
     def memory_s(self) -> float:
         return self.weights_s + self.kv_s
@@ -99,15 +56,15 @@ class StepTime:
 class Roofline:
     """One model in given number formats on one device.
 
-    `kv_group`: dimensions that share a scale in int8 and fp8 KV; the whole head at most; 0 leaves
-    scales out, as published tables do. Embedding and head stay in the 16 (or 32) bits of norms
-    unless they are said to be quantised; a head that shares its table with an embedding that stays
-    becomes a copy. So do attention's output projections where `quantised_output` is off.
-    `batched_tokens`: rows for whose activations room is kept.
+    `kv_group`: dimensions that share a scale in int8 and fp8 KV, at most the head dimension; 0
+    leaves scales out, as published tables do. Embedding and head stay in the 16 (or 32) bits of
+    norms unless `quantised_embedding` or `quantised_head` is set; a quantised head that shares its
+    table with a plain embedding becomes a copy. Attention's output projections stay plain too if
+    `quantised_output` is off. `batched_tokens`: rows for whose activations memory is reserved.
 
     The published batch of 272 (Llama-2-7B, A100-80G, 1024 tokens each; PPL's hardware table) comes
     out with int8 weights, embedding and head too, int8 KV without its scales, 80e9 bytes of memory
-    and nothing kept for activations: (80e9 - 6.738e9) / (1024 * 262144) = 272.9.
+    and nothing reserved for activations: (80e9 - 6.738e9) / (1024 * 262144) = 272.9.
     """
 
     model: ModelConfig
@@ -177,14 +134,14 @@ class Roofline:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that fit beside the weights; 0 if not even the weights do."""
+        """KV blocks that fit next to the weights; 0 if the weights alone do not fit."""
         kept = self.reserve_bytes + self.batched_tokens * self.activation_bytes_per_token
         return max(
             0, int((self.device.memory_bytes - self.weight_bytes - kept) // self.block_bytes)
         )
 
     def largest_batch(self, context: int) -> int:
-        """Sequences of `context` tokens each that fit; one token at least."""
+        """How many sequences of `context` tokens fit; `context` is at least 1."""
         assert context > 0
         return self.num_blocks // -(-context // self.block_size)
 
@@ -199,7 +156,7 @@ class Roofline:
 
     @property
     def head_flops(self) -> float:
-        """For each row of which logits are wanted."""
+        """FLOPs of the head for each row that needs logits."""
         return 2 * self.model.vocab_size * self.model.hidden_size
 
     # -- seconds
@@ -209,7 +166,7 @@ class Roofline:
         return self._step(batch, batch, batch * self._seen(context), batch * self._seen(context))
 
     def prefill_s(self, num_tokens: int, chunk: int | None = None) -> float:
-        """Time to first token of a prompt that runs alone, in chunks of so many tokens."""
+        """Time to first token of a prompt that runs alone, in chunks of `chunk` tokens."""
         chunk = chunk or num_tokens
         total_s = 0.0
         for start in range(0, num_tokens, chunk):
@@ -220,11 +177,12 @@ class Roofline:
         return total_s
 
     def tokens_per_s(self, batch: int, context: int) -> float:
-        """Of all sequences together; 0 of none."""
+        """Of all sequences together; 0 for an empty batch."""
         return batch / self.decode(batch, context).seconds if batch else 0.0
 
     def cost_per_million(self, batch: int, context: int, price_per_hour: float) -> float:
-        """Price of a million generated tokens, in the currency of the hour's; inf of no batch."""
+        """Price of a million generated tokens, in the currency of `price_per_hour`; inf for an
+        empty batch."""
         rate = self.tokens_per_s(batch, context)
         return price_per_hour / 3600 / rate * 1e6 if rate else math.inf
 
@@ -232,7 +190,8 @@ class Roofline:
 
     @property
     def ridge_tokens(self) -> float:
-        """nt. An expert meets it only when nt rows come to it: at nt num_experts / k rows."""
+        """nt. An expert reaches it only when nt rows are routed to it: at nt num_experts / k
+        rows."""
         return ridge_tokens(
             self._linear_flops, WEIGHT_FORMATS[self.weights].bytes, self.device.bandwidth
         )
@@ -244,16 +203,17 @@ class Roofline:
 
     @property
     def compute_s_per_token(self) -> float:
-        """td: computing one token again, beyond the ridge."""
+        """td: recomputing one token, beyond the ridge."""
         return self._token_s
 
     @property
     def pending_per_cached_token(self) -> float:
-        """r = kappa F / c B: tokens computed while one is read, if both overlapped perfectly."""
+        """r = tl / td = kappa F / c B: tokens computed while one is read, if both overlapped
+        perfectly. No caller yet: for the rule of deferred commit that compares the two."""
         return self.read_s_per_token / self.compute_s_per_token
 
     def link_threshold(self, compute_share: float = 0.5) -> float:
-        """B*, bytes/s: over a faster link, K and V are better loaded than computed again.
+        """B*, bytes/s: over a faster link, loading K and V is faster than recomputing them.
 
         `compute_share`: of the peak that a prefill reaches.
         """
@@ -273,12 +233,12 @@ class Roofline:
 
     @property
     def _plain_output(self) -> int:
-        """Weights of attention's output projections, where they are not quantised."""
+        """Weights of attention's output projections if they are not quantised, else 0."""
         return 0 if self.quantised_output else count_parameters(self.model).output
 
     @property
     def _linear_bytes(self) -> float:
-        """Of what every token uses."""
+        """Bytes of the weights that every token uses."""
         n, fmt, plain = (
             count_parameters(self.model),
             WEIGHT_FORMATS[self.weights],
@@ -289,7 +249,7 @@ class Roofline:
 
     @property
     def _exact_flops(self) -> float:
-        """Of products with what is not quantised."""
+        """FLOP/s of products with weights that are not quantised."""
         return self.device.peak("bf16" if WEIGHT_FORMATS[self.weights].other_bytes == 2 else "fp32")
 
     @property

@@ -1,14 +1,13 @@
-"""Shapes of published models by name, for planning without a checkpoint.
-
-From their config.json files. Knows no weights and no tokenizers.
-"""
+"""Shapes of published models by name, from their config.json files: for planning without a
+checkpoint."""
 
 from __future__ import annotations
 
 import difflib
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig, RopeConfig
+from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.rope_config import RopeConfig
 
 
 def _shape(
@@ -66,7 +65,7 @@ SHAPES = {
 
 
 def shape_named(name: str) -> ModelConfig:
-    """The shape of the table; ConfigError naming the nearest if there is none such."""
+    """The shape of that name. Raises ConfigError, with the nearest name, if it is unknown."""
     for known, config in SHAPES.items():
         if known.lower() == name.lower():
             return config

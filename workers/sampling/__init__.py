@@ -1,5 +1,5 @@
-"""From logits to the next token ids.
+"""From logits to the next token ids: penalties, bias, logprobs, and the draw.
 
-Imported by execution/ and engine/.
+Imported by scheduling/ and execution/.
 Begin with sampler.py.
 """

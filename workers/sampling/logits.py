@@ -1,7 +1,6 @@
-"""What a request does to its logits before the draw: bias, penalties, forbidden tokens.
+"""Logits processing of one request: bias, penalties, forbidden tokens.
 
-Order: logit_bias, repetition penalty, presence and frequency penalties, then whatever may not come.
-Knows one row and the tokens of one sequence; nothing of batches, filters or randomness.
+Order: logit_bias, repetition penalty, presence and frequency penalties, allowed tokens, bad words.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock.workers.request import SamplingParams, TokenLogprob
 
 
 class LogitsEditor:
-    """The logits' part of one request's parameters, with the counts that its penalties need."""
+    """Applies one request's parameters to its logits, with the token counts for penalties."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]):
         self._params = params
@@ -60,7 +59,8 @@ class LogitsEditor:
 
 
 class LogprobRows(NamedTuple):
-    """How likely chosen tokens were, a row a token; on the device until `to_host`."""
+    """Logprobs of chosen tokens and of the likeliest ones, a row a token; on the device until
+    `to_host`."""
 
     token_ids: Tensor  # int64 [R]
     logprobs: Tensor  # [R]
@@ -70,7 +70,7 @@ class LogprobRows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobRows:
-        """Of `token_ids` int64 [R] by the rows of `logits`, fp32 [R, vocab]."""
+        """Logprobs of `token_ids` int64 [R] under `logits` fp32 [R, vocab]."""
         logprobs = logits.log_softmax(dim=-1)
         chosen = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > chosen).sum(dim=-1) + 1
@@ -78,11 +78,11 @@ class LogprobRows(NamedTuple):
         return cls(token_ids, chosen.squeeze(1), ranks, top.indices, top.values)
 
     def to_host(self) -> LogprobRows:
-        """As `transfer.to_host`."""
+        """As `device_copy.to_host`."""
         return LogprobRows(*map(to_host, self))
 
     def listed(self) -> list[TokenLogprob]:
-        """A row each; once they are on the host."""
+        """One TokenLogprob for each row; call once the rows are on the host."""
         return [
             TokenLogprob(token_id, logprob, rank, tuple(zip(best_ids, best)))
             for token_id, logprob, rank, best_ids, best in zip(*(each.tolist() for each in self))

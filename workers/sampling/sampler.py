@@ -1,8 +1,7 @@
-"""How each row of a step is sampled: its parameters, its random number, its banned tokens.
+"""Samples one token for each row of a step: parameters, random number, banned tokens.
 
-The random number is a pure function of (seed, token index), and the draw is one of the row: the
-same request gives the same tokens in any batch, after preemption, and on another worker.
-Knows nothing of sequences or memory.
+The random number is a pure function of (seed, token index), and each row is drawn independently:
+the same request gives the same tokens in any batch, after preemption, and on another worker.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class RowSampling:
     """How one row is sampled.
 
     `uniform` in [0, 1) is its random number. `edit` changes the row's logits in place before the
-    draw, and `banned_ids` are masked. With `num_logprobs`, so many likeliest tokens are reported.
+    draw, and `banned_ids` are masked. `num_logprobs`: how many of the likeliest tokens to report.
     """
 
     temperature: float  # 0: greedy
@@ -44,7 +43,7 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A chosen token; -1: the row had NaN or +inf in it, or nothing was left to choose."""
+    """A sampled token; -1: the row had NaN or +inf in it, or no token was left to choose."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -65,16 +64,16 @@ def _mix(z: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
-    """What was sampled, on its way to the host."""
+    """The sampled tokens, being copied to the host."""
 
     ids: Tensor  # int64 [R] on the device, as `sampling.sample` gives them
     host_ids: Tensor
-    place_of: dict[int, int]  # of row i: in which row of `reported` its logprobs are
+    place_of: dict[int, int]  # row of the step -> row of `reported` that has its logprobs
     reported: LogprobRows | None
-    num_top: list[int]  # by row of `reported`: alternatives that it wants
+    num_top: list[int]  # by row of `reported`: how many likeliest tokens to report
 
     def listed(self) -> list[Sampled]:
-        """A row each; once all that was launched up to now has been waited for."""
+        """One Sampled for each row; call after synchronising with the device."""
         ids: list[int] = self.host_ids.tolist()
         if self.reported is None:
             return [Sampled(token_id) for token_id in ids]
@@ -88,9 +87,9 @@ class SampledRows:
 
 
 def sample(logits: Tensor, rows: Seq[RowSampling]) -> SampledRows:
-    """One token a row of `logits`, fp32 [rows, vocab], which may be changed in place.
+    """One token for each row of `logits`, fp32 [rows, vocab], which may be changed in place.
 
-    The host waits for nothing, but for what an `edit` waits for.
+    The host does not wait for the device, unless an `edit` does.
     """
     assert logits.shape[0] == len(rows)
     reported = [i for i, row in enumerate(rows) if row.num_logprobs is not None]
@@ -104,7 +103,7 @@ def sample(logits: Tensor, rows: Seq[RowSampling]) -> SampledRows:
     if not reported:
         return SampledRows(ids, to_host(ids), {}, None, [])
     num_top = [rows[i].num_logprobs or 0 for i in reported]
-    chosen = ids[at].clamp(min=0)  # a row that has none is not reported in the end
+    chosen = ids[at].clamp(min=0)  # a row without a token is not reported
     found = LogprobRows.of(raw, chosen, max(num_top)).to_host()
     place_of = {i: place for place, i in enumerate(reported)}
     return SampledRows(ids, to_host(ids), place_of, found, num_top)

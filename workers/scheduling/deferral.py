@@ -1,8 +1,8 @@
-"""Deferred commit: when a decoding sequence may go on without a block for its newest tokens.
+"""Deferred commit: when a decoding sequence may continue without a block for its newest tokens.
 
-Their K and V go to scratch blocks, which all layers share and which last for one step; the tokens
-stay pending and are computed again with the next one. Ids of scratch blocks follow those of the
-pool. Knows counts and the rule; nothing of pools or sequences.
+Their K and V go to scratch blocks, which all layers share and which are valid for one step; the
+tokens stay pending and are computed again with the next one. Ids of scratch blocks follow those of
+the pool.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.kernels.types import PagedKv
 from penstock.workers.config import EngineConfig
-from penstock.workers.memory.arena import BlockLayout, KvLayer
+from penstock.workers.memory.arena import BlockLayout
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import WEIGHT_FORMATS, device_named
 from penstock.workers.planning.roofline import Roofline
@@ -23,21 +24,19 @@ from penstock.workers.scheduling.ridge import CommitRule, Decision, measure_ridg
 
 log = logging.getLogger("penstock.engine")
 
-RIDGE_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
-
-
-DEFERRING = 8  # sequences that may wait for blocks with all the tokens that they may
+RIDGE_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)  # rows whose step times are measured
+MAX_DEFERRING = 8  # sequences that may defer as many tokens as allowed at the same time
 
 
 class Rule(Protocol):
-    """What `CommitRule` is to a Deferral; tests bring their own."""
+    """What a Deferral needs of `CommitRule`; tests have their own."""
 
     def decide(self, num_pending: int, *, num_scheduled: int) -> Decision: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
-    """How deferred commit is set up. `pressure`: only before somebody would be preempted."""
+    """The settings of deferred commit. Mode `pressure`: only to avoid a preemption."""
 
     rule: Rule
     mode: str
@@ -49,13 +48,14 @@ class Deferral:
     ) -> int | None:
         """Of the `length` pending tokens of a sequence, how many are stored in this step.
 
-        `fits` of them could be; `num_scheduled` rows of others run beside. None: they cannot all
-        be computed in this step, so somebody with `num_at_stake` computed tokens is preempted.
+        `fits` of them could be; `num_scheduled` rows of other sequences are in the same step. None:
+        they cannot all be computed in this step, so a sequence with `num_at_stake` computed tokens
+        is preempted.
 
-        Beyond the ridge, going on without a block costs time, but so does a preemption: what has
-        been computed twice so far, m (m + 1) / 2 token-passes for m pending tokens, may grow up to
-        what the preemption would compute again. Whoever then gives up has paid at most twice what
-        the better choice would have cost (the ski-rental bound).
+        Beyond the ridge, continuing without a block costs time, but so does a preemption: the
+        recomputation so far, m (m + 1) / 2 token-passes for m pending tokens, may grow up to what
+        the preemption would compute again. So the total cost is at most twice that of the better
+        choice (the ski-rental bound).
         """
         if self.mode == "always" and self._may_wait(length, num_scheduled):
             return 0
@@ -68,9 +68,11 @@ class Deferral:
         if num_waiting > self.max_tokens or passes > num_at_stake:
             return None
         log.debug(
-            "%d pending tokens stay uncommitted all the same: %d token-passes against a preemption "
-            "of %d computed tokens",
-            *(num_waiting, passes, num_at_stake),
+            "%d pending tokens stay uncommitted beyond the ridge: %d token-passes against a "
+            "preemption of %d computed tokens",
+            num_waiting,
+            passes,
+            num_at_stake,
         )
         return fits
 
@@ -81,15 +83,15 @@ class Deferral:
 
 
 def most_pending(config: EngineConfig) -> int:
-    """Tokens of one sequence that may wait: they and the new one must fit in one step."""
+    """Most deferred tokens of one sequence: they and the new one must fit in one step."""
     return min(config.kv_defer_max_tokens, config.max_num_batched_tokens - 1)
 
 
 def num_scratch_blocks(config: EngineConfig) -> int:
-    """Room for a few sequences at their limit: more at once would cost more than a preemption."""
+    """Enough for MAX_DEFERRING sequences at their limit: more would cost more than a preemption."""
     if config.kv_commit == "eager":
         return 0
-    return DEFERRING * -(-most_pending(config) // config.block_size)
+    return MAX_DEFERRING * -(-most_pending(config) // config.block_size)
 
 
 def deferral_of(config: EngineConfig, rule: Rule) -> Deferral:
@@ -107,13 +109,18 @@ def rule_of(
     weights: str,
     layout: BlockLayout,
 ) -> CommitRule:
-    """The ridge as configured, or measured by `run`, which computes up to `most_rows` rows; else by
-    the formula, with the figures of a device that we only assume. `weights`: their format;
+    """The rule with the configured ridge, or one measured by `run`, which computes `most_rows` rows
+    at most; without a measurement, by the roofline of an assumed device. `weights`: their format;
     `layout`: of the KV blocks."""
     device = device_named("H200" if is_cuda else "cpu")
     kv = config.kv if config.kv != "auto" else "fp32" if model.dtype == "fp32" else "bf16"
-    formula = Roofline(model, device, kv=kv, kv_group=layout.group or 0,
-                       weights=weights if weights in WEIGHT_FORMATS else "bf16")  # fmt: skip
+    formula = Roofline(
+        model,
+        device,
+        kv=kv,
+        kv_group=layout.group or 0,
+        weights=weights if weights in WEIGHT_FORMATS else "bf16",
+    )
     ridge, compute_s = float(config.ridge_tokens or 0), formula.compute_s_per_token
     if config.ridge_tokens is None:
         sizes = [size for size in RIDGE_SIZES if size <= most_rows]
@@ -121,7 +128,7 @@ def rule_of(
         log.info("deferred commit: %s", measured)
         ridge = measured.ridge_tokens
         most = max(measured.seconds, default=1)
-        if most > ridge:  # what a row costs where rows are no longer free
+        if most > ridge:  # the time of a row beyond the ridge
             compute_s = (measured.seconds[most] - measured.seconds[1]) / (most - 1)
     return CommitRule(
         ridge,
@@ -132,12 +139,11 @@ def rule_of(
 
 
 def scratch_bytes(config: EngineConfig, layout: BlockLayout) -> int:
-    """Of all scratch blocks: one layer's worth each, since the next layer overwrites what the one
-    before it left."""
+    """Bytes of all scratch blocks. Each has one layer's size: all layers use the same memory."""
     return num_scratch_blocks(config) * _of_one_layer(layout).block_bytes
 
 
-def scratch_views(config: EngineConfig, layout: BlockLayout, memory: torch.Tensor) -> KvLayer:
+def scratch_views(config: EngineConfig, layout: BlockLayout, memory: torch.Tensor) -> PagedKv:
     """K and V of the scratch blocks, from the start of `memory`, uint8."""
     return _of_one_layer(layout).layer_views(memory, num_scratch_blocks(config))[0]
 

@@ -1,6 +1,6 @@
-"""Which blocks a sequence has: prefix hits, growth, rolls, and what happens when it must go.
+"""The block tables of sequences: prefix hits, growth, rolling windows, preemption and release.
 
-Knows ids, counts and token values; nothing of tensors, bytes or steps.
+Works on block ids and token ids; no tensors.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from penstock.workers.memory.block_pool import BlockPool
-from penstock.workers.memory.host_tier import ContentKey
+from penstock.workers.memory.block_pool import BlockPool, ContentKey
 from penstock.workers.scheduling.sequence import Sequence
 from penstock.workers.scheduling.swap import HostSwap, Swapped
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Leading blocks of a sequence that the pool still has, and the chain of those behind them."""
+    """Leading blocks of a sequence that the pool still has, and the content keys after them."""
 
     blocks: list[int]
     keys: list[bytes]
-    rest: list[ContentKey]  # of host memory, where there is any
+    rest: list[ContentKey]  # to be looked up in host memory, if there is any
 
 
 class KVCache:
@@ -35,7 +34,7 @@ class KVCache:
         self.pool = pool
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.swap: HostSwap | None = None  # host memory for what leaves the pool
+        self.swap: HostSwap | None = None  # host memory for blocks that leave the pool
         self._root = hashlib.blake2b(salt, digest_size=16).digest()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -45,12 +44,12 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def tokens_to_begin(self, seq: Sequence) -> int:
-        """So many of the known tokens must fit before `seq` comes in: all that it sees at once."""
+        """Known tokens that must fit before `seq` is admitted: all that it sees at once."""
         most = seq.context.full_tokens
         return seq.num_tokens if most is None else min(seq.num_tokens, most + self.block_size)
 
     def admit(self, seq: Sequence) -> bool:
-        """Give `seq` what it needs to begin, prefix hits included, or change nothing."""
+        """Give `seq` the blocks that it needs to begin, prefix hits included, or change nothing."""
         assert not seq.block_table and not seq.num_rolled_blocks, "admitted with blocks"
         swapped = None if self.swap is None else self.swap.swapped(seq)
         if self.swap is not None and swapped is not None:
@@ -67,7 +66,7 @@ class KVCache:
         seq.block_keys = hit.keys
         seq.num_computed_tokens = len(hit.blocks) * self.block_size
         grown = self.grow(seq, self.tokens_to_begin(seq))
-        assert grown, "there were enough blocks a moment ago"
+        assert grown, "num_available promised these blocks"
         num_cached = seq.num_computed_tokens
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += num_cached
@@ -80,20 +79,20 @@ class KVCache:
         return True
 
     def _admit_swapped(self, swap: HostSwap, seq: Sequence, swapped: Swapped) -> bool:
-        """Blocks for what `seq` had, and for the tokens that it computes next."""
+        """Give `seq` blocks for what it had, and for the tokens that it computes next."""
         computed = swapped.num_computed_tokens
         most = min(seq.num_tokens, computed + self.block_size)
         if self.blocks_for(most) - swapped.num_rolled_blocks > self.pool.num_available:
             return False
-        held = swap.hold(seq)  # or what growing evicts could push it out of host memory
+        held = swap.hold(seq)  # else blocks that `grow` evicts could replace it in host memory
         seq.num_rolled_blocks = swapped.num_rolled_blocks
         grown = self.grow(seq, most)
-        assert grown, "there were enough blocks a moment ago"
+        assert grown, "num_available promised these blocks"
         swap.swap_in(seq, swapped, held)
         return True
 
     def advance(self, seq: Sequence) -> int:
-        """Take in what has been loaded for `seq`; how many tokens it may compute now."""
+        """Count finished loads of `seq` as computed; returns how many tokens it may compute now."""
         if self.swap is None:
             return seq.num_pending_tokens
         self.swap.advance(seq)
@@ -119,9 +118,8 @@ class KVCache:
         return num_blocks * self.block_size
 
     def commit(self, seq: Sequence, num_computed: int) -> None:
-        """After a forward pass, with which the first `num_computed` tokens of `seq` are computed
-        and read: make the newly completed blocks addressable, and give back those that no token
-        behind these sees."""
+        """After a step was read with which the first `num_computed` tokens of `seq` are computed:
+        index newly completed blocks, and free blocks that no later token sees."""
         if self.prefix_cache:
             self._index(seq, num_computed)
         rolled = seq.context.window_start(num_computed) // self.block_size
@@ -130,7 +128,7 @@ class KVCache:
             self._roll(seq, num_dead)
 
     def _roll(self, seq: Sequence, num_blocks: int) -> None:
-        """The window moves on by so many blocks: no byte of K or V does."""
+        """Move the window on by `num_blocks`, which are freed; no K or V is copied."""
         first = seq.context.num_sink_blocks
         for block_id in seq.block_table[first : first + num_blocks]:
             self.pool.release(block_id)
@@ -139,8 +137,8 @@ class KVCache:
         self.num_rolled_blocks += num_blocks
 
     def _index(self, seq: Sequence, num_tokens: int) -> None:
-        # What was computed before anything was evicted depends on the tokens before it alone, and
-        # is shared with requests of any policy; what came later is not.
+        # Until a token is evicted, K and V depend on the earlier tokens alone, and are shared with
+        # requests of any policy; later ones are not.
         most = seq.context.full_tokens
         if most is not None:
             num_tokens = min(num_tokens, most)
@@ -152,14 +150,14 @@ class KVCache:
             seq.block_keys.append(key)
 
     def free(self, seq: Sequence) -> None:
-        """`seq` has ended: give all blocks back."""
+        """`seq` has ended: free all its blocks."""
         if self.swap is not None:
             self.swap.forget(seq)
         self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Give all blocks back for now. What no other sequence could make use of is swapped out:
-        behind evicted tokens, K and V could only be had by computing all of them again."""
+        """Free all blocks of `seq` for now. Those that the prefix cache cannot address are swapped
+        out: after evicted tokens, K and V could only be recomputed with all of these."""
         is_addressable = self.prefix_cache and not seq.num_rolled_blocks
         if self.swap is not None and not is_addressable:
             self.swap.swap_out(seq)
@@ -176,12 +174,12 @@ class KVCache:
         seq.num_computed_tokens = seq.num_deferred_tokens = seq.num_rolled_blocks = 0
 
     def forget(self, seq: Sequence) -> None:
-        """What only this sequence has written is no longer addressable; `free` is to follow."""
+        """Remove the blocks of `seq` from the prefix index; `free` must follow."""
         for block_id in seq.block_table:
             self.pool.index.forget(block_id)
 
     def _root_of(self, seq: Sequence) -> bytes:
-        """What the chain of `seq` begins with: inexact experts make other K and V."""
+        """First key of the chain of `seq`. Inexact experts have another: their K and V differ."""
         mode = seq.moe_mode
         return self._root if mode == "exact" else self._key(self._root, mode.encode())
 

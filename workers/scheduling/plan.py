@@ -1,6 +1,6 @@
-"""One step, as it was chosen: which sequences compute which of their tokens.
+"""The plan of one step: which sequences compute which of their tokens.
 
-Plain records between the scheduler, which makes them, and the executor, which follows them.
+The scheduler makes plans, the executor runs them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from penstock.workers.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + length) of one sequence; `samples` if its last token is there.
+    """Tokens [start, start + length) of one sequence; `samples` if its last token is among them.
 
-    K and V of the last `num_deferred` of them are not kept: where the sequence's own blocks end,
-    they lie in the blocks `scratch` for this step.
+    K and V of the last `num_deferred` of them are not kept: after the sequence's own blocks, they
+    are in the blocks `scratch` for this step.
     """
 
     seq: Sequence
@@ -48,7 +48,7 @@ class Plan:
         (self.decode if chunk.length == 1 else self.prefill).append(chunk)
 
     def drop(self, seq: Sequence) -> int:
-        """Take the chunk of `seq` out, if there is one; returns its tokens."""
+        """Remove the chunk of `seq`, if there is one; returns its number of tokens."""
         for chunks in (self.decode, self.prefill):
             for i, chunk in enumerate(chunks):
                 if chunk.seq is seq:

@@ -1,8 +1,7 @@
-"""How many tokens a step takes for nothing, and which pending tokens may stay uncommitted.
+"""The roofline ridge: how many rows a step computes in the time of one, and the commit rule.
 
-A pending token is one whose K and V are not stored: it runs again with its sequence's next step.
-The ridge, measured at start-up, is the budget for that. Knows nothing of models, blocks or plans;
-what is measured comes in as a callable.
+A pending token is one whose K and V are not stored: it is computed again in its sequence's next
+step. The ridge, measured at start-up, is the budget for that.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from statistics import median
 
 from penstock.workers.errors import ConfigError
 
-SLACK = 1.1  # a step that takes a tenth longer still counts as taking no longer
-HOPELESS = 3.0  # so much slower than one row at once: larger sizes are not tried
+SLACK = 1.1  # a step that takes up to a tenth longer counts as equally long
+HOPELESS = 3.0  # times slower than one row: larger sizes are not tried
 MAX_ROUNDS = 9
 
 
@@ -27,11 +26,11 @@ class RidgeMeasurement:
     source: str  # "measured" or "formula"
     seconds: dict[int, float]  # median by number of rows; of those sizes that were measured
     num_rounds: int
-    is_lower_bound: bool = False  # the largest size that was tried is still free
+    is_lower_bound: bool = False  # the largest size that was tried is not slower
 
     def __str__(self) -> str:
         if self.source == "formula":
-            return f"ridge {self.ridge_tokens} tokens, by the formula: one row alone took too long"
+            return f"ridge {self.ridge_tokens} tokens, by the formula: one row took too long"
         times = ", ".join(f"{m}: {s * 1e3:.2f} ms" for m, s in self.seconds.items())
         least = "at least " * self.is_lower_bound
         return f"ridge {least}{self.ridge_tokens} tokens, {self.num_rounds} rounds ({times})"
@@ -73,7 +72,7 @@ def measure_ridge(
                 break
         timed(m)  # the first run of a size allocates, and chooses kernels
         warm_s[m] = timed(m)
-        for _ in range(2):  # once may be chance
+        for _ in range(2):  # a single slow run may be chance
             if warm_s[m] > HOPELESS * warm_s[1] and clock() + warm_s[m] <= end_s:
                 warm_s[m] = min(warm_s[m], timed(m))
         if warm_s[m] > HOPELESS * warm_s[1]:
@@ -101,7 +100,7 @@ class Decision:
     """Whether a sequence's pending tokens may stay uncommitted, and why."""
 
     stays: bool
-    branch: str  # "free", "hidden" (behind the reads of K and V), "commit", "limit"
+    branch: str  # "free", "hidden" (by reads of K and V), "commit", "limit"
     pending: int
     budget: float  # pending tokens that this sequence might have
     load_s: float  # tl: reading the batch's cached tokens
@@ -109,10 +108,10 @@ class Decision:
 
     def __str__(self) -> str:
         because = {
-            "free": "they run below the ridge and take no time",
-            "hidden": "computing them hides behind reading K and V",
+            "free": "they are below the ridge and add no time",
+            "hidden": "computing them overlaps with reading K and V",
             "commit": "computing them again would make every step longer",
-            "limit": "a sequence may not have more",
+            "limit": "a sequence may not have that many",
         }[self.branch]
         verb = "stay uncommitted" if self.stays else "are committed"
         return (
@@ -123,7 +122,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class CommitRule:
-    """Which pending tokens may go on without their K and V being stored.
+    """Which pending tokens may stay without stored K and V.
 
     The rule of the source idea: m pending tokens stay while m <= nt (they run below the ridge) or
     td < tl (computing them again takes less than reading what is cached). Two corrections. nt is
@@ -152,11 +151,11 @@ class CommitRule:
             )
 
     def free_tokens(self, num_scheduled: int) -> int:
-        """m*: rows that a step with so many others takes for nothing."""
+        """m*: rows that a step with `num_scheduled` others computes in the same time."""
         return max(0, int(self.ridge_tokens) - num_scheduled)
 
     def budget(self, num_scheduled: int, num_cached: int = 0) -> float:
-        """Pending tokens that may run beside `num_scheduled` other rows.
+        """Pending tokens that may run in a step with `num_scheduled` other rows.
 
         `num_cached`: tokens whose K and V the step reads, of all its sequences; they count only
         with `overlap`.
@@ -172,7 +171,7 @@ class CommitRule:
         """
         free = self.free_tokens(num_scheduled)
         budget = self.budget(num_scheduled, num_cached)
-        # What of them runs beyond the ridge, and takes time there.
+        # Those beyond the ridge, which take time.
         beyond = min(num_pending, max(0.0, num_pending + num_scheduled - self.ridge_tokens))
         if num_pending > self.max_per_sequence:
             branch = "limit"

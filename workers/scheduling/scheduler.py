@@ -1,7 +1,7 @@
-"""Which sequences compute how many tokens in the next step, and who waits.
+"""Decides which sequences compute how many tokens in the next step, and which wait.
 
-The merge step: decode rows and prefill chunks share one flat batch under a token budget. Knows
-block counts, not bytes; nothing of tensors or models.
+Mixed batches (the setting is `merge_steps`): decode rows and prefill chunks share one flat batch
+under a token budget. Counts blocks; no tensors, no models.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
 
-PINNED = 2  # preemptions, after which others go first
-WEIGHT = 0.2  # of the newest in a running mean
+MAX_PREEMPTIONS = 2  # of one sequence, while others can be preempted instead
+NEWEST_WEIGHT = 0.2  # of the newest value in a running mean
 
 
 class Scheduler:
-    """Oldest first: running sequences decode, then prefill goes on, then waiting ones come in.
+    """Oldest first: running sequences decode, then prefill, then waiting ones are admitted.
 
-    When blocks run out a running sequence is preempted, see `_victim`: it gives its blocks back and
-    is recomputed later. The oldest is not, so it always progresses. A sequence comes in only when
+    When blocks run out a running sequence is preempted, see `_victim`: its blocks are freed and it
+    is recomputed later. The oldest is not, so it always progresses. A sequence is admitted only if
     all its known tokens that it sees at once fit, and never in a step that preempted.
 
-    With a `deferral`, a decoding sequence that finds no block may first go on without one.
+    With a `deferral`, a decoding sequence without a free block may first continue without one.
 
     `tokens_that_fit(n)`: how many of n tokens the activations of a step have room for, once the
     step's blocks are taken; at least `max_num_seqs` of them. None: all. Without `merges`, a step
-    either prefills or decodes, and what can be prefilled goes first.
+    either prefills or decodes, and prefill goes first.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.leaving: list[Sequence] = []  # have ended; a step in flight still names their blocks
+        self.leaving: list[Sequence] = []  # have ended; a step in flight still uses their blocks
         self.num_preemptions = 0
-        self.num_preemptions_avoided = 0  # sequences that went on without a block, times they did
-        self._recomputed: float | None = None  # tokens that a preemption costs: a running mean
-        self._scratch: list[int] = []  # blocks that this step has not used yet
+        self.num_preemptions_avoided = 0  # times that a sequence continued without a block
+        self._recomputed: float | None = None  # tokens per preemption: a running mean
+        self._scratch: list[int] = []  # scratch blocks that this step has not used yet
         self.num_shortened_steps = 0
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
     def has_room_for(self, num_tokens: int, context: Context) -> bool:
-        """Whether a prompt of so many tokens could come in now, behind those that wait already.
+        """Whether a prompt of `num_tokens` could be admitted now, after all waiting sequences.
 
-        What it may find in the prefix cache is not counted: cheap, and on the safe side.
+        Hits in the prefix cache are not counted: cheap, and on the safe side.
         """
         most = context.full_tokens
         if most is not None:
@@ -75,7 +75,7 @@ class Scheduler:
         return ahead + self.cache.blocks_for(num_tokens) <= self.cache.pool.num_available
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out wherever it is, and its blocks back once no step names them."""
+        """Take a sequence out, and free its blocks once no step in flight uses them."""
         if seq.state is SequenceState.RUNNING:
             self.running.remove(seq)
         elif seq.state is SequenceState.WAITING:
@@ -87,26 +87,26 @@ class Scheduler:
             self.cache.free(seq)
 
     def mark_read(self, seq: Sequence) -> None:
-        """A step that named `seq` is done."""
+        """The host has read a step that computed tokens of `seq`."""
         seq.num_in_flight -= 1
         if seq.state is SequenceState.FINISHED and not seq.num_in_flight:
             self.leaving.remove(seq)
             self.cache.free(seq)
 
     def may_run_ahead(self) -> bool:
-        """Whether the next step can be chosen and launched before the host has read the last one.
+        """Whether the next step can be scheduled and launched before the host reads the last one.
 
-        So it is if there is something to choose, no token of it depends on ids that only the host
-        could look at, and everybody finds the blocks that he needs: whoever defers or is preempted
-        does so with nothing in flight.
+        That needs a sequence to schedule, no token that depends on ids which the host must see
+        first, and a block for every running sequence: deferral and preemption require that no step
+        is in flight.
         """
-        going_on = [seq for seq in self.running if not seq.is_fully_sampled]
-        if not going_on and not self.waiting:
+        unfinished = [seq for seq in self.running if not seq.is_fully_sampled]
+        if not unfinished and not self.waiting:
             return False
         if self.deferral is not None and self.deferral.mode == "always":
             return False
         num_blocks = 0
-        for seq in going_on:
+        for seq in unfinished:
             if seq.num_deferred_tokens or (seq.num_unread_tokens and seq.needs_ids):
                 return False
             length = min(seq.num_pending_tokens, self.max_num_batched_tokens)
@@ -115,7 +115,7 @@ class Scheduler:
         return num_blocks <= self.cache.pool.num_available
 
     def expired(self, now_s: float) -> list[Sequence]:
-        """Those that wait although their deadline has passed; nobody would read their answers."""
+        """Waiting sequences whose deadline has passed."""
         return [
             seq
             for seq in self.waiting
@@ -123,7 +123,7 @@ class Scheduler:
         ]
 
     def schedule(self) -> Plan:
-        """The next step. Blocks for all its tokens are in the sequences' tables on return."""
+        """The next step, with blocks for all its tokens in the sequences' block tables."""
         plan = Plan()
         budget = self.max_num_batched_tokens
         before = self.num_preemptions
@@ -144,7 +144,7 @@ class Scheduler:
         return plan
 
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:
-        """The newest tokens of all that decode; returns what is left of the budget."""
+        """Plan the newest tokens of all decoding sequences; returns the rest of the budget."""
         decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_fully_sampled]
         for i, seq in enumerate(decoding, 1):
             length = seq.num_pending_tokens
@@ -156,7 +156,7 @@ class Scheduler:
     def _shorten(self, plan: Plan) -> None:
         """Cut the youngest prefill chunks until the step's activations fit.
 
-        Blocks that were taken for what is cut stay in the tables, and serve in the next steps. Each
+        Blocks that were taken for cut tokens stay in the block tables for the next steps. Each
         running sequence may have a token, so that the oldest is never cut to nothing.
         """
         if self.tokens_that_fit is None or not plan.prefill:
@@ -165,7 +165,7 @@ class Scheduler:
         self.num_shortened_steps += excess > 0
         while excess > 0:
             chunk = plan.prefill.pop()
-            # What is computed anew each time is of use only as a whole.
+            # Deferred tokens are of use only if all are computed in the same step.
             kept = max(0, chunk.length - excess) if not chunk.num_deferred else 0
             excess -= chunk.length - kept
             if kept:
@@ -173,7 +173,7 @@ class Scheduler:
 
     def _schedule_running(self, seq: Sequence, length: int, plan: Plan, num_others: int = 0) -> int:
         """Plan up to `length` tokens of `seq`; returns the tokens by which the budget shrinks."""
-        if seq.state is not SequenceState.RUNNING:  # preempted earlier in this very step
+        if seq.state is not SequenceState.RUNNING:  # preempted earlier in this step
             return 0
         refund = 0
         while True:
@@ -197,7 +197,7 @@ class Scheduler:
     def _plan_deferred(
         self, seq: Sequence, length: int, fits: int, plan: Plan, num_others: int
     ) -> bool:
-        """Plan all pending tokens of `seq`, whether or not there is a block for each."""
+        """Plan all pending tokens of `seq`, with or without a block for each, if it may be."""
         assert self.deferral is not None
         fits = max(0, min(fits, length))
         start = seq.num_computed_tokens
@@ -225,8 +225,8 @@ class Scheduler:
         return True
 
     def _num_at_stake(self) -> float:
-        """Tokens that a preemption now would make somebody compute again: all that the victim
-        has, or what it has cost lately, for prefix hits and host memory spare much of that."""
+        """Tokens that a preemption now would cost: all that the victim has computed, or the mean
+        of recent preemptions, since prefix hits and host memory spare much of that."""
         most = self._victim().num_computed_tokens
         return most if self._recomputed is None else min(most, self._recomputed)
 
@@ -240,9 +240,9 @@ class Scheduler:
             length = self.cache.advance(seq)
             if seq.started_s is None:
                 seq.started_s = time.monotonic()
-            else:  # it was preempted before: that is what it costs
+            else:  # it was preempted before: `length` is what that cost
                 mean = length if self._recomputed is None else self._recomputed
-                self._recomputed = mean + WEIGHT * (length - mean)
+                self._recomputed = mean + NEWEST_WEIGHT * (length - mean)
             self._insert_by_age(seq)
             length = min(length, budget, self.cache.room_for(seq) - seq.num_computed_tokens)
             if length > 0:
@@ -251,19 +251,19 @@ class Scheduler:
                 budget -= length
 
     def _victim(self) -> Sequence:
-        """Whom to preempt: the least urgent, then who has most to come, then the youngest.
+        """The sequence to preempt: lowest priority, then most expected tokens, then the youngest.
 
-        Not the oldest while there are others; nor whoever has been preempted twice, unless all have
-        been, and then the youngest: so nobody is thrown out for ever, and somebody gets done.
+        Never the oldest while there are others, nor one that has been preempted MAX_PREEMPTIONS
+        times, unless all have; then the youngest. So every sequence ends at some time.
         """
         others = self.running[1:] or self.running
-        free = [seq for seq in others if seq.num_preemptions < PINNED]
+        free = [seq for seq in others if seq.num_preemptions < MAX_PREEMPTIONS]
         if not free:
             return others[-1]
         return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
 
     def _preempt(self, seq: Sequence) -> None:
-        assert not seq.num_in_flight, "a step in flight names what would be given back"
+        assert not seq.num_in_flight, "a step in flight uses blocks that would be freed"
         self.num_preemptions += 1
         seq.num_preemptions += 1
         self.running.remove(seq)
@@ -279,6 +279,6 @@ class Scheduler:
         self.running.insert(at, seq)
 
     def sequences(self) -> Iterable[Sequence]:
-        """All that have not ended."""
+        """All sequences that have not ended."""
         yield from self.running
         yield from self.waiting

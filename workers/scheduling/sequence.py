@@ -1,7 +1,4 @@
-"""A request in flight, as the engine sees it: its tokens, its blocks, and how far it has come.
-
-Knows nothing of tensors, kernels or other sequences.
-"""
+"""A request in the engine: its tokens, its block table, and its progress."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from penstock.workers.structured.grammar import GrammarMatcher
 
 
 class SequenceState(Enum):
-    WAITING = "waiting"  # not started, or preempted: owns no block
+    WAITING = "waiting"  # not admitted, or preempted: owns no block
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -28,13 +25,13 @@ class Sequence:
     blocks of `block_table`. All beyond that is computed in the next steps; the last one is sampled
     from. `block_keys` are the prefix-cache keys of the leading full blocks.
 
-    The engine may be a step ahead of what the host has read: steps that name the sequence and have
-    not landed (`num_in_flight`) count as computed, and the `num_unread_tokens` that they sample
-    count as tokens, behind those of `token_ids`.
+    With async scheduling, a step may be in flight that the host has not read (`num_in_flight`): its
+    tokens count as computed, and the `num_unread_tokens` that it samples count as tokens after
+    those of `token_ids`.
 
-    The block table is compact: behind the `context`'s sink blocks, `num_rolled_blocks` have been
-    given back and left no hole. Of the pending tokens, the first `num_deferred_tokens` have been
-    computed before, and are computed anew because there was no block to store them in.
+    The block table is compact: after the `context`'s sink blocks, `num_rolled_blocks` have been
+    freed and left no gap. Of the pending tokens, the first `num_deferred_tokens` have been computed
+    before, and are computed again because there was no block to store them in.
     """
 
     __slots__ = (
@@ -82,14 +79,14 @@ class Sequence:
         self.request = request
         self.context = context
         self.moe_mode = moe_mode
-        self.matcher = matcher  # has seen the emitted ids; lives through preemption
-        self.order = order  # of arrival: the lower, the older
+        self.matcher = matcher  # has consumed the emitted ids; kept through preemption
+        self.order = order  # of arrival: lower is older
         self.seed = seed
         self.stop_ids = stop_ids
         self.max_total_tokens = max_total_tokens
         self.state = SequenceState.WAITING
         self.arrived_s = time.monotonic()
-        self.started_s: float | None = None  # once it has first been scheduled
+        self.started_s: float | None = None  # when it was first admitted
         self.token_ids = array("i", request.prompt_ids)
         self.token_ids.extend(request.emitted_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
@@ -100,7 +97,7 @@ class Sequence:
         self.num_unread_tokens = 0
         self.num_preemptions = 0
         self.num_rolled_blocks = 0
-        self.num_counted_tokens = 0  # whose neurons are counted below
+        self.num_counted_tokens = 0  # tokens whose neurons are counted below
         self.num_neurons = self.num_skipped_neurons = 0
         self.block_table = array("i")
         self.block_keys: list[bytes] = []
@@ -121,12 +118,12 @@ class Sequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens whose K and V are still to be stored; 1 while decoding, unless some wait."""
+        """Tokens whose K and V are still to be stored; 1 while decoding without deferral."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens still to come, as it was guessed when it came; 0: nobody has, or it is beyond."""
+        """Tokens still to come, as predicted on arrival; 0: without a prediction, or beyond it."""
         return max(0, self.request.num_expected - len(self.token_ids))
 
     @property
@@ -141,7 +138,7 @@ class Sequence:
 
     @property
     def is_fully_sampled(self) -> bool:
-        """Whether its last token has been sampled, and only has to be read."""
+        """Whether its last token has been sampled and only has to be read."""
         return self.num_unread_tokens > 0 and self.num_tokens >= self.max_total_tokens
 
     @property
@@ -150,9 +147,9 @@ class Sequence:
         return self.matcher is not None or self.request.params.needs_history
 
     def mark_launched(self, length: int, num_deferred: int, samples: bool) -> None:
-        """A step computes the next `length` tokens, and maybe samples one more.
+        """A step that computes the next `length` tokens, and may sample one more, was launched.
 
-        K and V of the last `num_deferred` are not kept. `append` is to follow for what it samples.
+        K and V of the last `num_deferred` are not kept. `append` must follow for a sampled token.
         """
         num_stored = length - num_deferred
         self.num_computed_tokens += num_stored
@@ -162,7 +159,7 @@ class Sequence:
         self.num_in_flight += 1
 
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> Delta:
-        """Read the first unread token and say what the client gets, finish reason included."""
+        """Record the first unread token; returns what the client gets, finish reason included."""
         self.num_unread_tokens -= 1
         num_read = len(self.token_ids) - self.num_prompt_tokens
         may_stop = num_read >= self.request.params.min_tokens
@@ -196,7 +193,7 @@ class Sequence:
         return delta
 
     def _first_token_times(self) -> FirstTokenTimes:
-        assert self.started_s is not None, "it was scheduled before it had a token"
+        assert self.started_s is not None, "admitted before its first token"
         return FirstTokenTimes(
             queue_s=self.started_s - self.arrived_s,
             prefill_s=time.monotonic() - self.started_s,

@@ -1,9 +1,8 @@
-"""Blocks that leave the device pool and come back: through host memory, or by computing again.
+"""KV blocks that leave the device pool and come back: from host memory, or by recomputation.
 
-What is evicted from the prefix cache is kept by its content; what a preempted sequence had beyond
-that, under the sequence's own name. On return the restore rule says which tokens are loaded, which
-are computed, and whether both go on at once. Knows blocks and sequences; nothing of steps, batches
-or how tokens are computed.
+Blocks evicted from the prefix cache are kept by content; the other blocks of a preempted sequence
+under the sequence's own id. On return the restore rule decides which tokens are loaded, which are
+computed, and whether both happen at once.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.memory.arena import Arena
+from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.memory.copier import CopyThread, Transfer
-from penstock.workers.memory.host_tier import ContentKey, HeldSlots, HostTier
+from penstock.workers.memory.host_tier import HeldSlots, HostTier
 from penstock.workers.memory.restore import (
     PROBE_COPIES,
     PROBE_ROWS,
@@ -35,7 +35,7 @@ log = logging.getLogger("penstock.engine")
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """A load that is under way: K and V of tokens [start, end) of one sequence."""
+    """A load in progress: K and V of tokens [start, end) of one sequence."""
 
     start: int
     end: int
@@ -76,11 +76,11 @@ class HostSwap:
     # -- out
 
     def keep(self, block_id: int, key: bytes, parent: bytes, token_ids: bytes) -> None:
-        """A block leaves the prefix cache: its content stays in reach."""
+        """A block is evicted from the prefix cache: keep its content in host memory."""
         self.tier.put(key, parent, token_ids, self._block(block_id))
 
     def swap_out(self, seq: Sequence) -> None:
-        """Keep all that `seq` has computed, if there is room; the caller then frees its blocks."""
+        """Copy the computed blocks of `seq` to host memory, if it has room for them."""
         if not seq.num_computed_tokens or _owner(seq) in self._restores:
             return
         self.forget(seq)
@@ -95,14 +95,14 @@ class HostSwap:
     # -- in
 
     def swapped(self, seq: Sequence) -> Swapped | None:
-        """What `seq` can have back whole, where that is still there and worth loading."""
+        """What can be loaded for a preempted `seq`, if it is still there and worth loading."""
         found = self._swapped.get(_owner(seq))
         if found is None:
             return None
         if _owner(seq) not in self.tier:  # evicted from host memory since
             del self._swapped[_owner(seq)]
             return None
-        # What was computed behind evicted tokens costs all of them to compute again.
+        # To recompute K and V after evicted tokens, all of these must be computed again.
         plan = self._rule().choose(found.num_computed_tokens)
         if plan.branch == "recompute":
             self.num_restores["recompute"] += 1
@@ -113,11 +113,11 @@ class HostSwap:
     def hold(self, seq: Sequence) -> HeldSlots:
         """Keep what is `swapped` of `seq` from being evicted, until `swap_in`."""
         held = self.tier.hold_private(_owner(seq))
-        assert held is not None, "it was there when it was asked for"
+        assert held is not None, "evicted between `swapped` and `hold`"
         return held
 
     def swap_in(self, seq: Sequence, found: Swapped, held: HeldSlots) -> None:
-        """Load all blocks of `seq`, which are in its table already, while it waits."""
+        """Start to load all blocks of `seq`, which are in its block table already."""
         seq.num_rolled_blocks = found.num_rolled_blocks
         seq.block_keys = list(found.block_keys)
         outs = [self._block(b) for b in seq.block_table[: len(held.slots)]]
@@ -125,7 +125,7 @@ class HostSwap:
         self.num_restores["load"] += 1
 
     def plan(self, chain: Seq[ContentKey]) -> RestorePlan | None:
-        """How to have the leading blocks of `chain` back; None if none of them is here."""
+        """How to restore the leading blocks of `chain`; None if host memory has none of them."""
         num_blocks = self.tier.match(chain)
         if not num_blocks:
             return None
@@ -133,7 +133,7 @@ class HostSwap:
         return rule.choose(num_blocks * rule.block_size)
 
     def load(self, seq: Sequence, chain: Seq[ContentKey], plan: RestorePlan, start: int) -> None:
-        """Begin to load what `plan` says of `chain`, whose first token is `start` of `seq`."""
+        """Start to load what `plan` says of `chain`, which begins at token `start` of `seq`."""
         self.num_restores[plan.branch] += 1
         if not plan.num_loaded:
             return
@@ -157,22 +157,22 @@ class HostSwap:
         assert transfer is not None
         self._restores[_owner(seq)] = Restore(start, end, held, transfer)
 
-    # -- while it is under way
+    # -- while a load is in progress
 
     def limit(self, seq: Sequence) -> int | None:
-        """The first token of `seq` that need not be computed, for it is being loaded."""
+        """The first token of `seq` that is being loaded, and so is not computed; None: no load."""
         restore = self._restores.get(_owner(seq))
         return None if restore is None else restore.start
 
     def wait(self, timeout_s: float) -> bool:
-        """Until some load is done, or `timeout_s` is over; False if there is none."""
+        """Wait until a load is done, at most `timeout_s`; False if there is none."""
         for restore in self._restores.values():
             restore.transfer.wait(timeout_s)
             return True
         return False
 
     def advance(self, seq: Sequence) -> None:
-        """If the load of `seq` is done and what lies before it is computed, go on behind it."""
+        """If the load of `seq` is done and all tokens before it are computed, continue after it."""
         restore = self._restores.get(_owner(seq))
         if restore is None or seq.num_computed_tokens != restore.start:
             return
@@ -188,7 +188,7 @@ class HostSwap:
         # Else its tokens are computed like any others.
 
     def stop(self, seq: Sequence) -> None:
-        """`seq` gives its blocks back: nothing may be written to them any more."""
+        """`seq` frees its blocks: no load may write to them any more."""
         restore = self._restores.pop(_owner(seq), None)
         if restore is not None:
             restore.transfer.cancel()
@@ -196,12 +196,12 @@ class HostSwap:
             self.tier.release(restore.held)
 
     def forget(self, seq: Sequence) -> None:
-        """`seq` has ended: nobody will ask for what it had."""
+        """`seq` has ended: drop what host memory has of it."""
         if self._swapped.pop(_owner(seq), None) is not None:
             self.tier.discard(_owner(seq))
 
     def close(self) -> None:
-        """End the copier. Whatever is being loaded is not."""
+        """End the copier; loads in progress are dropped."""
         self.link.close()
 
 
@@ -237,4 +237,4 @@ def host_swap(
 
 
 def _owner(seq: Sequence) -> str:
-    return str(seq.order)  # unique in one engine, also where a request id comes back
+    return str(seq.order)  # unique in one engine, also where a request id is used twice

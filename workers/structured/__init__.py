@@ -1,5 +1,5 @@
-"""Answers that follow a JSON schema, regex or grammar: token masks.
+"""Structured output: token masks for answers that follow a JSON schema, regex or grammar.
 
-Imported by engine/ and sampling/.
-Begin with grammar.py; sandbox.py compiles schemas in a helper process.
+Imported by scheduling/, engine/ and worker.py.
+Begin with grammar.py; sandbox.py runs the helper process, trial.py, that compiles first.
 """

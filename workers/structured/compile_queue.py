@@ -1,6 +1,6 @@
-"""Where requests with a grammar wait until it is compiled, beside the engine's thread.
+"""The queue of requests whose grammar is being compiled, on threads next to the engine's.
 
-Knows nothing of engines: what is ready, or refused, is handed to a callback.
+Compiled and refused requests are passed to a callback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_WAITING = 256
 
 @dataclass(frozen=True, slots=True)
 class CompiledRequest:
-    """A request that has come through: with its matcher, or with why it is refused."""
+    """A request with its matcher, or with the error that refuses it."""
 
     request: Request
     matcher: GrammarMatcher | None = None
@@ -29,7 +29,7 @@ class CompiledRequest:
 
 
 class GrammarCompileQueue:
-    """Compiles on threads of its own. `accept` is called there, and must only hand over."""
+    """Compiles on its own threads. `accept` is called on them, and must not block."""
 
     def __init__(self, compiler: GrammarCompiler, accept: Callable[[CompiledRequest], None]):
         self._compiler = compiler
@@ -39,24 +39,24 @@ class GrammarCompileQueue:
         self._threads = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="penstock-grammar")
 
     def submit(self, request: Request) -> None:
-        """Compile for `request`, whose parameters ask for it, and hand it on; from any thread."""
+        """Compile the grammar of `request`, then pass it to `accept`; from any thread."""
         with self._lock:
             is_full = len(self._waiting) >= MAX_WAITING
             if not is_full:
                 self._waiting.add(request.request_id)
         if is_full:
-            refusal = RequestError("too many grammars wait to be compiled", code="overloaded")
+            refusal = RequestError("too many grammars are waiting to compile", code="overloaded")
             self._accept(CompiledRequest(request, refusal=refusal))
         else:
             self._threads.submit(self._compile, request)
 
     def cancel(self, request_id: str) -> None:
-        """A request that still waits here is dropped; nothing more is heard of it."""
+        """Drop a request that is still queued; `accept` is not called for it."""
         with self._lock:
             self._waiting.discard(request_id)
 
     def close(self) -> None:
-        """Drop what waits, and end the compiler."""
+        """Drop queued requests, and close the compiler."""
         with self._lock:
             self._waiting.clear()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -66,7 +66,7 @@ class GrammarCompileQueue:
         if request.request_id not in self._waiting:
             return
         spec = request.params.structured
-        assert spec is not None, "only requests with a grammar come here"
+        assert spec is not None, "the request has no grammar"
         try:
             done = CompiledRequest(request, self._compiler.matcher(spec, request.emitted_ids))
         except RequestError as refusal:

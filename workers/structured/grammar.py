@@ -1,17 +1,15 @@
-"""Grammars over tokens: what may come next in an answer that must have a shape.
+"""Structured output: compiles grammars and computes the tokens that may come next in an answer.
 
-The library is llguidance (MIT, one wheel of 3 MB without dependencies). xgrammar was weighed: its
-wheel pulls in torch's and tvm's bindings, it compiles masks ahead of time for the whole vocabulary
-without a bound of its own, and its own advisories name recursion. llguidance computes each mask as
-it is needed, in microseconds, and counts fuel while it compiles and at each step, so both end; its
-regexes are derivatives, without backtracking.
+The library is llguidance (MIT, one wheel of 3 MB without dependencies). The alternative was
+xgrammar: its wheel pulls in torch's and tvm's bindings, it compiles masks ahead of time for the
+whole vocabulary without a bound, and its own advisories name recursion. llguidance computes each
+mask on demand, in microseconds, and counts fuel while it compiles and at each step, so both end;
+its regexes are derivatives, without backtracking.
 
-Bounded three times: structured.py refuses by size and depth; a helper process (grammar_check.py)
-tries each new grammar, and is killed after a second; then the same code compiles here, which that
-trial has shown to end. Each sequence has a matcher with a lexer of its own: copies would share one,
-and with it the cap on its states, so that one client's answers could use up another's.
-
-Knows one vocabulary; nothing of sequences, batches or transport.
+Hostile grammars are bounded three times: structured_spec.py refuses by size and depth; a helper
+process (trial.py) compiles each new grammar first and is killed after a second; then the same code
+compiles here, which the trial has shown to end. Each sequence has a matcher with its own lexer:
+copies would share one lexer and its cap on states, so one client's answers could exhaust another's.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ MAX_CACHED_BYTES = 8 << 20
 
 
 class GrammarMatcher:
-    """How far one answer has come in its grammar. Not for several threads at once."""
+    """The state of one answer in its grammar. For one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Iterable[int], param: str):
         self.param = param
@@ -64,17 +62,17 @@ class GrammarMatcher:
 
     @property
     def has_failed(self) -> bool:
-        """The library reached one of its limits, or a token came that the grammar does not let."""
+        """The library reached one of its limits, or a token did not fit the grammar."""
         return self._matcher.is_error()
 
     def constrain(
         self, row: Tensor, edit: Callable[[Tensor], None] | None, forbidden: Sequence[int]
     ) -> None:
-        """Leave in `row`, fp32 [vocab], what the grammar lets through, the other wishes applied.
+        """Mask `row`, fp32 [vocab], by the grammar, and apply `edit` and `forbidden`.
 
-        The grammar comes first: where `edit` (bias, penalties, bad words) and `forbidden` (the
-        tokens that min_tokens or ignore_eos rule out) leave nothing of it, they do not count. NaN
-        and +inf stay what they are, so that they are noticed; a failed grammar gives all NaN.
+        The grammar takes precedence: if `edit` (bias, penalties, bad words) and `forbidden` (tokens
+        that min_tokens or ignore_eos rule out) leave no token that it allows, they are ignored. NaN
+        and +inf are kept, so that they are detected; a failed grammar gives all NaN.
         """
         mask = self._mask(row)
         if mask is None:
@@ -93,7 +91,7 @@ class GrammarMatcher:
             row.copy_(kept)
 
     def _mask(self, row: Tensor) -> Tensor | None:
-        """0 where a token may come, else -inf; None if the grammar failed."""
+        """0 for tokens that the grammar allows, else -inf; None if the grammar failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             return None
@@ -103,12 +101,12 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for one model's vocabulary. From any thread but the engine's: it may wait."""
+    """Makes matchers for one model's vocabulary. It may block: not for the engine's thread."""
 
     def __init__(
         self, load_tokenizer: Callable[[], str], *, vocab_size: int, eos_token_ids: Sequence[int]
     ):
-        """`load_tokenizer` gives the text of a tokenizer.json; it is called when first needed."""
+        """`load_tokenizer` returns the text of a tokenizer.json; it is called on first use."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
@@ -121,7 +119,7 @@ class GrammarCompiler:
             self._idle.put(Helper())
 
     def matcher(self, spec: StructuredSpec, emitted_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the point behind `emitted_ids`. Raises RequestError naming `spec.param`."""
+        """A matcher in the state after `emitted_ids`. Raises RequestError naming `spec.param`."""
         problem = spec.problem()
         if problem is not None:
             raise RequestError(f"{spec.param} {problem}", param=spec.param)
@@ -132,7 +130,7 @@ class GrammarCompiler:
         matcher = LLMatcher(
             tokenizer, verdict["grammar"], log_level=0, limits=grammar_check.limits()
         )
-        # Also the first mask, the dearest one, is computed here and not on the engine's thread.
+        # The first mask, the most expensive one, is also computed here, not on the engine's thread.
         found = grammar_check.problem(matcher)
         if found is not None:
             raise RequestError(f"{spec.param}: {found}", param=spec.param)
@@ -144,7 +142,7 @@ class GrammarCompiler:
         return made
 
     def close(self) -> None:
-        """End the helper processes. Nobody is compiling any more."""
+        """Stop the helper processes. Call when no compilation is running."""
         for _ in range(NUM_HELPERS):
             self._idle.get().close()
 
@@ -172,7 +170,7 @@ class GrammarCompiler:
             return verdict
 
     def _tried(self, spec: StructuredSpec) -> dict[str, str]:
-        """What the helper says of `spec`; kept, so that nobody makes it try twice."""
+        """The helper's verdict on `spec`, cached so that each grammar is tried once."""
         question = {"kind": spec.kind.value, "text": spec.text, "lenient": spec.lenient}
         helper = self._idle.get()
         try:

@@ -1,6 +1,6 @@
-"""The parent's end of grammar_check.py: asks, waits at most a second, kills, begins anew.
+"""Runs the helper process (trial.py): sends a question, waits at most a second, kills and restarts.
 
-Knows nothing of what is asked.
+The helper is a sandbox: a hostile grammar can only crash or stall that process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_START_S = 30.0
 
 
 class HelperFailed(Exception):
-    """The helper took too long, or ended: what it was asked cannot be had."""
+    """The helper took too long, or died: there is no answer."""
 
 
 class Helper:
-    """One helper process, begun when it is first asked. One caller at a time."""
+    """One helper process, started on first use. One caller at a time."""
 
     def __init__(self, limit_s: float = MAX_COMPILE_S):
         self._limit_s = limit_s
@@ -33,7 +33,7 @@ class Helper:
         self._unread = b""
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Raises HelperFailed."""
+        """Send `question` and return the answer. Raises HelperFailed."""
         if self._process is None:
             self._start()
         try:
@@ -43,7 +43,7 @@ class Helper:
             raise
 
     def close(self) -> None:
-        """End the process; the next question begins another."""
+        """Kill the process; the next question starts another."""
         process, self._process, self._unread = self._process, None, b""
         if process is None:
             return
@@ -65,10 +65,10 @@ class Helper:
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         try:
-            self._exchange(b"", MAX_START_S)  # it says that it is ready
+            self._exchange(b"", MAX_START_S)  # it reports that it is ready
         except HelperFailed:
             self.close()
-            log.error("the helper process for grammars does not start")
+            log.error("the helper process that compiles grammars does not start")
             raise
 
     def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""The helper process that meets a client's grammar first.
+"""The helper process that compiles a client's grammar for the first time.
 
-`python -m penstock.workers.structured.trial`: one JSON object a line comes in, {"kind", "text",
-"lenient"}; one a line goes out: {"grammar": what the library compiles} or {"error": why not}. A
-grammar is compiled here first for trial, by the same code and under the same limits as in the
-worker, on a smaller stack, under a cap of memory, and with a parent that kills it after a second.
-What crashes, swells or hangs the compiler does it here.
-
-Knows nothing of models, tokenizers or requests; imports little beside llguidance.
+`python -m penstock.workers.structured.trial` reads one JSON object a line, {"kind", "text",
+"lenient"}, and writes one a line: {"grammar": what the library compiles} or {"error": the reason}.
+A grammar is compiled here first, by the same code and under the same limits as in the worker, on a
+smaller stack, with a memory limit, and with a parent that kills the process after a second. So a
+grammar that crashes the compiler, exhausts memory or never ends harms this process only. Imports
+little besides llguidance, to start fast.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _STAND_IN = "<[258]>"
 
 
 def limits() -> LLParserLimits:
-    """What one grammar may cost the compiler, and each step of it the engine."""
+    """The limits of compiling one grammar, and of each step in the engine."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,  # some 20 ms
         step_lexer_fuel=100_000,  # some 7 ms
@@ -43,7 +42,7 @@ def limits() -> LLParserLimits:
 
 
 def library_grammar(kind: str, text: str, lenient: bool) -> str:
-    """The specification in the library's own form. Raises ValueError, or whatever it raises."""
+    """The specification as a grammar of the library. Raises ValueError, or the library's errors."""
     if kind in ("json_object", "json_schema"):
         schema = text if kind == "json_schema" else '{"type": "object"}'
         options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
@@ -57,9 +56,9 @@ def library_grammar(kind: str, text: str, lenient: bool) -> str:
 
 
 def problem(matcher: LLMatcher) -> str | None:
-    """Why a fresh matcher cannot be used, in words for the client."""
+    """Why a new matcher cannot be used, as a message for the client; None if it can."""
     if not matcher.is_error():
-        matcher.compute_bitmask()  # finds out, among others, that nothing can match
+        matcher.compute_bitmask()  # detects, among others, that no text can match
     if not matcher.is_error():
         return None
     why = matcher.get_error().replace("<non-verbose/>", "").strip()

@@ -1,12 +1,12 @@
-"""Messages to prompt text, by the Jinja template that lies in the model folder.
+"""Renders messages to prompt text with the Jinja template in the model folder.
 
-Templates come from the operator's model folder only, never from a request; they are as trusted as
-the weights beside them, and yet run in Jinja's immutable sandbox, without a loader, in this very
-process. What a client sends is data, so what has to be bounded is the work and the text that data
-can cause: every loop iteration, macro call and block looks at this thread's CPU clock (the checks
-are woven into the parsed template, so no template can leave them out), `range` is capped, sequence
-repetition and powers are refused where they get large, and the output is counted while it is
-written. Not bounded is the memory of one single filter call in a template written to attack.
+Templates come from the operator's model folder only, never from a request. They are as trusted as
+the weights next to them, and still run in Jinja's immutable sandbox, without a loader, in this
+process. A client sends data only, so the work and the text that data can cause are bounded: every
+loop iteration, macro call and block checks this thread's CPU clock (the checks are inserted into
+the parsed template, so no template can leave them out), `range` is capped, large sequence
+repetitions and powers are refused, and the output is counted while it is written. The memory of a
+single filter call, in a template written to attack, is not bounded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _TooMuch(Exception):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what training learns from; no more here."""
+    """`{% generation %} … {% endgeneration %}` marks text for training; ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
@@ -57,7 +57,7 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a clock."""
+    """The sandbox with CPU, size and range limits."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -76,7 +76,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._render.deadline_s = time.thread_time() + MAX_CPU_S
 
     def tick(self) -> None:
-        """Woven into each loop, macro and block. Raises _TooMuch once this render took too long."""
+        """Called in each loop, macro and block. Raises _TooMuch after MAX_CPU_S of this render."""
         if time.thread_time() > self._render.deadline_s:
             raise _TooMuch
 
@@ -110,7 +110,7 @@ class ChatTemplate:
     """One compiled template. Renders as transformers' `apply_chat_template` does."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        """Raises ConfigError if `source` is no Jinja. `special_tokens`: bos_token, eos_token, …"""
+        """Raises ConfigError if `source` is not Jinja. `special_tokens`: bos_token, eos_token, …"""
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._environment = _Environment()
@@ -133,7 +133,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of `messages`, which are plain JSON data.
 
-        Raises RequestError (chat_template_error) if the template refuses them or takes too much.
+        Raises RequestError (chat_template_error) if the template refuses them or hits a limit.
         """
         known = {**self._special_tokens, **(variables or {})}
         known.update(
@@ -152,13 +152,15 @@ class ChatTemplate:
                 pieces.append(piece)
         except _TemplateRefusal as refusal:
             why = str(refusal)[:MAX_REFUSAL_CHARS]
-            raise _not_rendered(f"the chat template of this model refused: {why}") from None
+            raise _not_rendered(
+                f"the chat template of this model refused the messages: {why}"
+            ) from None
         except _TooMuch:
             raise _not_rendered(
-                "these messages take the chat template of this model more than "
-                f"{MAX_CPU_S:g} s, or give more than {MAX_OUTPUT_CHARS} characters"
+                "rendering these messages with the chat template of this model takes more than "
+                f"{MAX_CPU_S:g} s, or gives more than {MAX_OUTPUT_CHARS} characters"
             ) from None
-        except Exception as error:  # a template may trip over messages in any way
+        except Exception as error:  # a template may fail on messages in any way
             raise _not_rendered(
                 "the chat template of this model cannot render these messages"
             ) from error
@@ -170,7 +172,7 @@ def _not_rendered(message: str) -> RequestError:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Without null fields, which many templates stumble over; reasoning under its usual names."""
+    """Without null fields, which break many templates; reasoning under its usual names."""
     plain = {key: value for key, value in message.items() if value is not None}
     for name in _REASONING_NAMES:
         if name in plain:

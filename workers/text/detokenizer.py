@@ -1,7 +1,7 @@
-"""Token ids to text while they come in, and where that text has to stop.
+"""Incremental detokenization: token ids to text while they arrive, and stop strings.
 
-What was given out is never taken back: an unfinished character, and a suffix that may still become
-a stop string, wait. Knows a tokenizer only by what its decoder does to single tokens.
+Text that was returned is final: an incomplete character, and a suffix that may still become a stop
+string, are held back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 MAX_BYTE_RUN = 32  # bytes of byte-fallback tokens that wait for the run to end
-WINDOW = 8  # tokens of context, or that wait for a character, when a decoder is not known
+WINDOW = 8  # tokens of context, or held back for a character, when the decoder is unknown
 
 Piece = Callable[[int], str | None]  # token id -> token as in the vocabulary; None: not rendered
 
@@ -24,11 +24,11 @@ class Detokenizer(Protocol):
         """The text that these tokens complete."""
 
     def finish(self) -> str:
-        """What was still waiting; bytes that are no UTF-8 read U+FFFD. Nothing may follow."""
+        """The text held back; invalid UTF-8 becomes U+FFFD. No `feed` may follow."""
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: each token is a run of bytes, whatever stands beside it."""
+    """For byte-level BPE: the bytes of a token do not depend on its neighbours."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
@@ -43,11 +43,11 @@ class ByteLevelDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class PieceRules:
-    """What a SentencePiece-like decoder does to tokens.
+    """The rules of a SentencePiece-like decoder.
 
-    `replacements` apply to every token. `drop_in_first` is left out of the first token. Then
-    `<0x41>` tokens become bytes if `byte_fallback`; and of the text as a whole, up to `num_strip`
-    leading characters `strip` are left out.
+    `replacements` apply to every token. `drop_in_first` is removed from the first token. Then
+    `<0x41>` tokens become bytes if `byte_fallback`; and up to `num_strip` leading characters
+    `strip` are removed from the whole text.
     """
 
     replacements: tuple[tuple[str, str], ...] = ()
@@ -60,19 +60,19 @@ class PieceRules:
 class PieceDetokenizer:
     """For SentencePiece-like decoders.
 
-    A run of byte tokens reads as text only if all of it is UTF-8, and as one U+FFFD a byte if not,
-    so it waits for its end. Beyond MAX_BYTE_RUN bytes the complete characters go out at once: a
-    script that is spelt in bytes must stream, too; should such a run break later, then only what
-    had not gone out reads U+FFFD.
+    A run of byte tokens is text only if all of it is UTF-8, and one U+FFFD a byte otherwise, so it
+    is held back until it ends. Beyond MAX_BYTE_RUN bytes complete characters are returned at once:
+    a script that is encoded in byte tokens must stream, too. If such a run turns out invalid later,
+    only the bytes not yet returned become U+FFFD.
     """
 
     def __init__(self, rules: PieceRules, piece: Piece, *, is_start: bool = True):
-        """`is_start`: the text begins here, rather than going on."""
+        """`is_start`: the text begins here; false if it continues another."""
         self._rules = rules
         self._piece = piece
         self._first = is_start
         self._num_strip = rules.num_strip if is_start else 0
-        self._run = bytearray()  # what of the present run has not gone out
+        self._run = bytearray()  # bytes of the current run that were not returned yet
         self._num_run_bytes = 0
         self._run_is_broken = False
 
@@ -138,9 +138,9 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: what decoding a short window gives beyond decoding its known part.
+    """For any other decoder: decodes a short window, and returns the text after its known part.
 
-    Exact where a token's text depends on its left neighbours within the window only.
+    Exact if a token's text depends only on its left neighbours within the window.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ def piece_rules(decoder: dict[str, Any] | None) -> PieceRules | None:
 
 
 def bytes_of_piece(piece: str, rules: PieceRules) -> bytes:
-    """What a token spells in the midst of a text."""
+    """The bytes of a token inside a text."""
     byte = _byte_of(piece) if rules.byte_fallback else None
     if byte is not None:
         return bytes([byte])
@@ -231,8 +231,8 @@ def _byte_of(piece: str) -> int | None:
 class StopChecker:
     """Cuts text before the stop string that is complete first; of two, the one that began first.
 
-    What might still become a stop string is held back, so no part of one is ever given out,
-    however the text is split into pieces.
+    A suffix that may still become a stop string is held back, so no part of a stop string is ever
+    returned, however the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -242,7 +242,8 @@ class StopChecker:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text that is safe to give out, and the stop string once one is complete: the end."""
+        """Text that can be returned, and the stop string once one is complete: then the text
+        ends."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -255,6 +256,6 @@ class StopChecker:
         return text[: len(text) - num_held], None
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """The text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held

@@ -1,7 +1,6 @@
-"""A model's reasoning: which marks stand around it, and how it is told from the answer behind it.
+"""Separates a model's reasoning from its answer, by the marks around the reasoning.
 
-Marks come from the operator's model folder or setting, never from a request. Knows nothing of
-HTTP, nor of how an answer is sent.
+Marks come from the operator's model folder or setting, never from a request.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from penstock.workers.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a model writes before and behind its reasoning."""
+    """The texts that a model writes before and after its reasoning."""
 
     opening: str
     closing: str
@@ -36,26 +35,26 @@ TAIL_TOKENS = 48  # of a prompt, in which a template may open or close the reaso
 
 
 def marks_in(setting: str) -> Marks:
-    """The two marks that a setting names. Raises ConfigError."""
+    """The two marks of the setting `reasoning_marks`. Raises ConfigError."""
     parts = setting.split(" ")
     if len(parts) != 2 or not all(parts) or parts[0] == parts[1]:
         raise ConfigError(
-            "reasoning_marks must be auto, none, or two marks with one space between, as "
+            "reasoning_marks must be auto, none, or two marks separated by one space, such as "
             f"'<think> </think>'; got {setting!r}"
         )
     return Marks(*parts)
 
 
 class Start(Enum):
-    """Where an answer begins."""
+    """The state at the beginning of an answer."""
 
-    MAYBE = 0  # reasoning comes first if the answer begins with its mark
+    MAYBE = 0  # reasoning comes first if the answer begins with the opening mark
     INSIDE = 1  # the prompt has opened the reasoning
     AFTER = 2  # the prompt has closed it: there is none
 
 
 def start_of(marks: Marks, tail: str) -> Start:
-    """How an answer begins behind a prompt that ends with `tail`."""
+    """The state of an answer to a prompt that ends with `tail`."""
     tail = tail.rstrip()
     if tail.endswith(marks.opening):
         return Start.INSIDE
@@ -63,10 +62,10 @@ def start_of(marks: Marks, tail: str) -> Start:
 
 
 class ReasoningReader:
-    """Takes the reasoning out of one answer, however its text is cut into pieces.
+    """Splits one answer into reasoning and answer text, however the text is cut into pieces.
 
-    The marks, and line breaks beside them, belong to neither. Reasoning that is never closed goes
-    on to the end. Linear in the text; what is held back is at most a part of a mark, and breaks.
+    The marks, and line breaks next to them, belong to neither. Reasoning that is never closed
+    extends to the end. Linear in the text; it holds back at most a part of a mark, and breaks.
     """
 
     def __init__(self, marks: Marks, start: Start):
@@ -74,9 +73,9 @@ class ReasoningReader:
         self._state = start
         self._may_open = start is not Start.AFTER  # some models repeat what the prompt has opened
         self._held = ""  # may be a part of a mark
-        self._num_breaks = 0  # that end the reasoning so far, or the text before it
-        self._skips_breaks = True  # where either part begins
-        self.num_taken = 0  # characters that are decided, and no part of the answer
+        self._num_breaks = 0  # line breaks at the end of the reasoning so far
+        self._skips_breaks = True  # at the beginning of the reasoning or the answer
+        self.num_taken = 0  # characters decided so far that are not part of the answer
 
     @property
     def is_inside(self) -> bool:
@@ -107,7 +106,7 @@ class ReasoningReader:
         return thought, self._answer(held)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, when no more text comes."""
+        """The text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if not self.is_inside:
             return "", held
@@ -115,7 +114,7 @@ class ReasoningReader:
         return self._thought(held) if held else "", ""
 
     def _reasoning(self) -> str:
-        """The reasoning that is held, up to what may be a part of the closing mark."""
+        """The held reasoning, up to a possible part of the closing mark."""
         closing = self._marks.closing
         at = self._held.find(closing)
         if at >= 0:
@@ -128,7 +127,7 @@ class ReasoningReader:
         return self._thought(self._take(len(self._held) - kept))
 
     def _thought(self, text: str) -> str:
-        """`text` without the breaks around the reasoning; those within come when it goes on."""
+        """`text` without the breaks around the reasoning; breaks inside follow with later text."""
         body = text.rstrip("\n")
         num_breaks = len(text) - len(body)
         if not body:

@@ -1,8 +1,7 @@
 """Text to token ids and back, for one model folder.
 
-tokenizer.json is read by the `tokenizers` library alone, so that a process which only needs text
-imports neither torch nor transformers; transformers is asked only where that file is missing.
-Knows nothing of weights or requests.
+The `tokenizers` library alone reads tokenizer.json, so that a process which only needs text imports
+neither torch nor transformers; transformers is imported only if that file is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Tokenizer:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._rules = piece_rules(decoder)
-        # By what is rendered: special tokens or not, and which of them in any case.
+        # Caches by what is rendered: skip special tokens or not, and which are always shown.
         self._bytes: dict[tuple[bool, frozenset[str]], dict[int, bytes]] = {}
         self._spelt: dict[int, bytes] = {}
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
@@ -87,19 +86,19 @@ class Tokenizer:
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with or without the tokens that the tokenizer puts around a text.
+        """Token ids of `text`, with or without the special tokens that the tokenizer adds.
 
-        Does not hold the interpreter's lock for most of its time.
+        Releases the GIL for most of its time.
         """
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `token_ids`; an id that is in no vocabulary has none."""
+        """The text of `token_ids`; an unknown id has none."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """How the vocabulary spells each of them; "" for an id that is in no vocabulary."""
+        """The vocabulary's string for each id; "" for an unknown id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(
@@ -109,11 +108,11 @@ class Tokenizer:
         after: Sequence[int] = (),
         shown: frozenset[str] = frozenset(),
     ) -> Detokenizer:
-        """A fresh one, for one answer. Cost per token does not grow with the answer.
+        """A new detokenizer for one answer. Its cost per token does not grow with the answer.
 
-        `after`: the token ids that the answer continues. A text that continues another keeps the
-        leading space that some tokenizers drop where a text begins. `shown`: special tokens that
-        are rendered in any case.
+        `after`: the token ids that the answer continues. A continuation keeps the leading space
+        that some tokenizers drop at the beginning of a text. `shown`: special tokens that are
+        always rendered.
         """
         skipped = self._special - shown if skip_special_tokens else frozenset()
 
@@ -136,10 +135,10 @@ class Tokenizer:
         return WindowDetokenizer(self.decode, piece, after=after[-WINDOW:])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token spells, special or not; none if it is in no vocabulary.
+        """The bytes of a token, special or not; b"" for an unknown id.
 
-        They may be a part of a character only. The space that a decoder drops where a text begins
-        is there.
+        They may be an incomplete character. The leading space that a decoder drops at the beginning
+        of a text is included.
         """
         spelt = self._spelt.get(token_id)
         if spelt is None:
@@ -160,11 +159,11 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """No token but an unknown one spells more bytes of UTF-8 than this."""
+        """The most UTF-8 bytes of any known token."""
         return max(len(token.encode()) for token in self._backend.get_vocab())
 
     def token_id(self, token: str) -> int | None:
-        """The id of what is one added token, such as a control token; None: it is none."""
+        """The id of an added token, such as a control token; None if `token` is not one."""
         return self._added.get(token)
 
     def is_special(self, token: str) -> bool:
@@ -181,12 +180,12 @@ class Tokenizer:
 
     @property
     def renders_tools(self) -> bool:
-        """Whether the chat template knows of tools, and so of calls and their results."""
+        """Whether the chat template renders tools, and so calls and their results."""
         return self._template is not None and self._template.knows_tools
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """What the chat template reads beside messages and tools."""
+        """The variables that the chat template reads in addition to messages and tools."""
         return frozenset() if self._template is None else self._template.variables
 
     def render_chat(
@@ -218,7 +217,7 @@ def _load_backend(folder: Path) -> Backend:
         try:
             return Backend.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{path} is no tokenizer: {error}") from error
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
     from transformers import AutoTokenizer  # costs seconds, and torch
 
     try:
@@ -246,7 +245,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Tokens that only tokenizer_config.json knows; in the order of their ids, as transformers."""
+    """Add tokens that only tokenizer_config.json declares, in the order of their ids, as
+    transformers does."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     extra = extra.values() if isinstance(extra, dict) else extra
     special = [*special_tokens.values()]
@@ -260,7 +260,8 @@ def _add_missing_tokens(
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The default template: a file of its own comes before the one in tokenizer_config.json."""
+    """The default template: chat_template.jinja if it exists, else the one in
+    tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -278,7 +279,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} should hold a JSON object")
     return value

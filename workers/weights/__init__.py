@@ -1,5 +1,5 @@
-"""Checkpoints: where they are found, how they are read, and how they are quantised.
+"""Checkpoints: finding, reading and quantising them. hub.py loads no torch.
 
-Imported by models/ and experts/.
-Begin with checkpoint.py; sources.py turns stored layouts into plain weights.
+Imported by models/ and experts/; hub.py also by the ingress, preflight and the command line.
+Begin with checkpoint.py; sources.py casts and dequantises, stored.py reads quantised layouts.
 """

@@ -1,6 +1,6 @@
-"""The tensors of a safetensors checkpoint: where each lies, checked before a byte of it is used.
+"""The tensors of a safetensors checkpoint: their place in its files, checked before any is read.
 
-Knows files and bytes; nothing of models, layers or what a tensor is for. Pickle is never opened.
+Pickle files are never opened: they can run code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StoredTensor:
     def read(self, *, codes: bool = False) -> Tensor:
         """The tensor as stored, on the CPU. Raises LoadError unless it is a float tensor.
 
-        With `codes`, those of quantised weights are read too.
+        With `codes`, also codes of quantised weights are read.
         """
         known = FLOAT_DTYPES | CODE_DTYPES if codes else FLOAT_DTYPES
         if self.dtype not in known:
@@ -74,8 +74,8 @@ class StoredTensor:
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder`, single or sharded, by name.
 
-    Raises LoadError if there is no safetensors file, or if a header, the index and the files'
-    sizes do not agree with each other.
+    Raises LoadError if there is no safetensors file, or if the headers, the index and the file
+    sizes contradict each other.
     """
     if (folder / INDEX_NAME).is_file():
         return _open_sharded(folder)
@@ -91,7 +91,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     if pickled:
         raise LoadError(
             f"{folder} holds only pickled weights ({pickled[0]}), which can run code when they are "
-            "read and are never opened here; where you trust them, convert them once with "
+            "read and are never opened here; if you trust them, convert them once with "
             "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise LoadError(f"{folder} holds no safetensors file")
@@ -100,7 +100,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 def find_tensor(
     tensors: dict[str, StoredTensor], folder: Path, name: str, shape: tuple[int, ...] | None
 ) -> StoredTensor:
-    """The tensor `name`. Raises LoadError if there is none, or its shape is not the given one."""
+    """The tensor `name`. Raises LoadError if it is missing or has another shape."""
     stored = tensors.get(name)
     if stored is None:
         raise LoadError(f"{folder}: tensor {name!r} is missing from the checkpoint")
@@ -122,7 +122,7 @@ def _open_sharded(folder: Path) -> dict[str, StoredTensor]:
         raise LoadError(f"{index} has no weight_map")
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted({str(value) for value in weight_map.values()}):
-        # A shard is a neighbour of its index: a path could lead anywhere on the machine.
+        # Shards lie next to their index: a path could point anywhere on the machine.
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise LoadError(f"{index}: {shard!r} is not the name of a safetensors file")
         for name, stored in read_header(folder / shard).items():
@@ -151,7 +151,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise LoadError(
                     f"{file}: not a safetensors file, or damaged: a header of {length} bytes is "
-                    f"announced in a file of {size}"
+                    f"announced, and the file has {size}"
                 )
             raw = bytearray(length)
             _read_into(opened.readinto, memoryview(raw))
@@ -161,7 +161,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except (ValueError, RecursionError) as error:
         raise LoadError(f"{file}: its header is damaged: {error}") from error
     if not isinstance(header, dict):
-        raise LoadError(f"{file}: its header is no JSON object")
+        raise LoadError(f"{file}: its header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
@@ -187,16 +187,16 @@ def _entry(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
         return LoadError(f"{file}: tensor {name!r}: {why}")
 
     if not isinstance(entry, dict):
-        raise fail("its header entry is no JSON object")
+        raise fail("its header entry is not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BYTES_PER_ELEMENT:
         raise fail(f"unknown dtype {dtype!r}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise fail(f"shape {shape!r} with data_offsets {offsets!r} is no valid entry")
+        raise fail(f"shape {shape!r} with data_offsets {offsets!r} is not a valid entry")
     begin, end = offsets
     num_bytes = math.prod(shape) * BYTES_PER_ELEMENT[dtype]
     if end - begin != num_bytes:
-        raise fail(f"{dtype} {shape} takes {num_bytes} bytes, but {end - begin} are set aside")
+        raise fail(f"{dtype} {shape} takes {num_bytes} bytes, but its entry spans {end - begin}")
     return StoredTensor(name, file, dtype, tuple(shape), data_start + begin, num_bytes)
 
 

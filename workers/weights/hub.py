@@ -1,6 +1,6 @@
-"""Where a model's files are: shipped with Penstock, in a folder, or on the hub.
+"""Finds a model's files: shipped with Penstock, in a folder, or on the Hugging Face hub.
 
-Reads none of them, and loads no torch: an ingress, which needs the tokenizer only, asks here too.
+Loads no torch: the ingress, which needs only the tokenizer, imports it too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNWANTED_FILES = ["consolidated*", "*/*.safetensors", "original/*", "onnx/*"]
 
 
 def resolve_model(name: str) -> Path:
-    """The folder of `name`: 'builtin', 'builtin-moe', a folder, or a hub id (fetched if need be).
+    """The folder of `name`: 'builtin', 'builtin-moe', a folder, or a hub id (fetched if needed).
 
     Raises LoadError with the remedy if there is no such model, or the hub cannot be reached.
     """
@@ -39,7 +39,7 @@ def resolve_model(name: str) -> Path:
         )
     except Exception as error:  # the hub client raises a dozen unrelated types
         raise LoadError(
-            f"model {name!r} is no folder here and could not be fetched from the hub "
+            f"model {name!r} is not a folder here and could not be fetched from the hub "
             f"({type(error).__name__}): check the spelling and the network, log in with `hf auth "
             "login` if access to it is restricted, or download it elsewhere and give its folder"
         ) from error

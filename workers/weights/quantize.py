@@ -1,7 +1,7 @@
-"""A checkpoint becomes a quantised one, tensor by tensor: `penstock quantize`.
+"""Quantises a checkpoint, tensor by tensor: `penstock quantize`.
 
-Peak memory is one tensor and what it becomes. The folder appears under its name only when all of
-it is on the disk. Knows files and names of tensors; the layouts are quantized_layout.py's.
+Peak memory is one tensor and its quantised form. The new folder gets its name only when everything
+is on the disk. quantized_layout.py defines the stored layouts.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """What is to be written, known from headers alone."""
+    """What will be written; known from the headers alone."""
 
     source: Path
     format: QuantizedFormat
     dtype: str  # of activations, as config.json has it
     shards: tuple[Shard, ...]
-    ignored: tuple[str, ...]  # linear modules that stay as they are
-    groups: dict[int, list[str]]  # modules whose int4 groups are not of 128, by size
+    ignored: tuple[str, ...]  # linear modules that are not quantised
+    groups: dict[int, list[str]]  # by size: modules whose int4 group size is not 128
 
     @property
     def num_source_bytes(self) -> int:
@@ -94,14 +94,14 @@ class QuantizePlan:
 def plan_quantize(
     source: Path, format: QuantizedFormat, *, quantize_o: bool, quantize_lm_head: bool
 ) -> QuantizePlan:
-    """Read the headers of `source` and decide what becomes of each tensor.
+    """Read the headers of `source` and decide for each tensor whether it is copied or quantised.
 
     Raises ConfigError for a checkpoint that cannot be quantised, LoadError for a damaged one.
     """
     config = ModelConfig.from_pretrained(source)
     if config.stored_scheme is not None:
         raise ConfigError(
-            f"{source} is quantised already ({' and '.join(config.stored_scheme.formats)}); give "
+            f"{source} is already quantised ({' and '.join(config.stored_scheme.formats)}); give "
             "the original checkpoint"
         )
     tensors = open_checkpoint(source)
@@ -115,8 +115,8 @@ def plan_quantize(
         if _ALL_EXPERTS.search(name):
             raise ConfigError(
                 f"{stored.file}: {name!r} holds all experts of a layer in one tensor, which no "
-                "quantised format knows; save the model once more with transformers, which writes "
-                "them one by one as published: AutoModelForCausalLM.from_pretrained(folder)"
+                "quantised format supports; save the model again with transformers, which writes "
+                "one tensor per expert: AutoModelForCausalLM.from_pretrained(folder)"
                 ".save_pretrained(new_folder)"
             )
         module = name.removesuffix(".weight")
@@ -128,9 +128,9 @@ def plan_quantize(
             raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
         group = group_of(stored.shape[1]) if is_linear and format == "int4" else INT4_GROUP
         if group is None:
-            log.warning("%s stays as it is: no int4 group divides %s", module, stored.shape[1])
+            log.warning("%s is not quantised: no int4 group divides %s", module, stored.shape[1])
         if not is_linear or skips or group is None:
-            # In a list of linear layers that stay, routers are named too: they are such layers.
+            # The list of linear layers that are not quantised includes routers.
             if is_linear or name.endswith(("gate.weight", "shared_expert_gate.weight")):
                 ignored.append(module)
             shard.entries.append(_copied(stored))
@@ -143,8 +143,8 @@ def plan_quantize(
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
             raise ConfigError(
-                "the head shares its table with the embedding, which stays as it is: a checkpoint "
-                "cannot hold it quantised; serve with --quantize-lm-head instead"
+                "the head shares its table with the embedding, which is not quantised, so a "
+                "checkpoint cannot store a quantised head; serve with --quantize-lm-head instead"
             )
         ignored.append("lm_head")
     return QuantizePlan(
@@ -153,9 +153,10 @@ def plan_quantize(
 
 
 def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], object]) -> None:
-    """Write the checkpoint of `plan` into the new folder `out`; `on_bytes` hears of source bytes.
+    """Write the checkpoint of `plan` into the new folder `out`.
 
-    Raises ConfigError if `out` exists or the disk is too small, and leaves nothing behind then.
+    `on_bytes` is called with the number of source bytes after each tensor. Raises ConfigError if
+    `out` exists or the disk is too small; on any error, nothing is left behind.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another --out, or remove it")
@@ -235,7 +236,7 @@ def _full_name(entry: OutputTensor, part: StoredPart) -> str:
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Tokenizer, templates, licence: all files but weights, config and hidden ones."""
+    """Copy tokenizer, templates and licence: all files except weights, config and hidden files."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name == INDEX_NAME
         if path.is_file() and not is_weights and not path.name.startswith("."):

@@ -1,8 +1,8 @@
-"""The tensors that a quantised weight becomes in a checkpoint, and the config that says so.
+"""The stored layout of quantised weights: tensors, shapes and `quantization_config`.
 
-The reverse of stored_weights.py, for what `penstock quantize` writes: compressed-tensors' layouts
-for int8, int4 and fp8, bitsandbytes' for nf4, so that other engines read it. Shapes are known
-before any weight is, since a safetensors file begins with them. Knows nothing of files.
+The reverse of stored.py, for `penstock quantize`: compressed-tensors' layouts for int8, int4 and
+fp8, bitsandbytes' for nf4, so that other engines can read the result. Shapes are computed before
+any weight is read, because a safetensors file begins with them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One tensor to be written, before it is there."""
+    """One tensor that will be written."""
 
-    name: str  # behind the module's
+    name: str  # appended to the module's
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -47,15 +47,16 @@ class StoredPart:
 
 
 def group_of(width: int) -> int | None:
-    """The int4 group for rows of `width`: others read whole groups only, or one. None: there is no
-    such group."""
+    """The int4 group size for rows of `width`, which other engines require to divide it; None if
+    there is none."""
     if width <= INT4_GROUP:
         return width
     return next((group for group in (INT4_GROUP, 64, 32) if width % group == 0), None)
 
 
 def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> list[StoredPart]:
-    """What a weight [num_rows, width] becomes; `dtype` is what config.json calls activations'."""
+    """The stored tensors of a weight [num_rows, width]; `dtype`: of activations, in config.json's
+    spelling."""
     if format in ("int8", "fp8"):
         codes = torch.int8 if format == "int8" else torch.float8_e4m3fn
         return [
@@ -92,8 +93,8 @@ def tensors_of(weight: Tensor, format: QuantizedFormat, dtype: str) -> list[Tens
 def quantization_config(
     format: QuantizedFormat, ignore: Sequence[str], dtype: str, groups: Mapping[int, Sequence[str]]
 ) -> Any:
-    """What config.json says of it. `ignore`: linear modules that stay as they are; `groups`: those
-    whose int4 groups are not of 128, by the size of theirs."""
+    """The `quantization_config` for config.json. `ignore`: linear modules that are not quantised;
+    `groups`: by size, modules whose int4 group size is not 128."""
     if format == "nf4":
         return {
             "quant_method": "bitsandbytes",
@@ -145,7 +146,7 @@ def _group_or_fail(width: int) -> int:
 
 
 def _bitsandbytes(weight: Tensor, dtype: str) -> list[Tensor]:
-    """Blocks of the flat weight, which run on over the ends of rows; high nibble first."""
+    """Blocks of the flat weight, which cross the ends of rows; high nibble first."""
     flat = quantize_weight(weight.reshape(1, -1), "nf4")
     nibbles = unpack_nibbles(flat.codes).view(-1, 2).flip(1).reshape(1, -1)
     num_rows, width = weight.shape

@@ -1,7 +1,4 @@
-"""Where the weights of a decoder come from, one at a time: a checkpoint, or chance.
-
-Knows names, shapes and dtypes of tensors; nothing of layers or of what is fused with what.
-"""
+"""Sources of a decoder's weights, one tensor at a time: a checkpoint, or random numbers."""
 
 from __future__ import annotations
 
@@ -23,30 +20,30 @@ from penstock.workers.weights.stored import is_stored_quantized, moved, read_wei
 log = logging.getLogger("penstock.loader")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Left by older versions of transformers; computed, not learned.
+# Written by older versions of transformers; computed, not learned.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
 
 def planned(
     weight: Tensor | QuantizedWeight, format: WeightFormat | None, dtype: torch.dtype
 ) -> Tensor | QuantizedWeight:
-    """A weight as it is to be packed: quantised in `format` unless it is already; else in `dtype`,
-    the model's."""
+    """A weight as it will be packed: quantised in `format` unless it already is quantised; in the
+    model's `dtype` if `format` is None."""
     if isinstance(weight, QuantizedWeight):
         return weight
     return weight.to(dtype) if format is None else quantize_weight(weight, format)
 
 
 class WeightSource(Protocol):
-    """Where a decoder's weights come from, one at a time."""
+    """A source of a decoder's weights, taken one at a time."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name` of `shape`, in the dtype and on the device of the model to be."""
+        """The tensor `name` of `shape`, in the model's dtype and on its device."""
 
     def has_linear(self, module: str) -> bool:
-        """Whether there is a weight of `module`, quantised or not."""
+        """Whether `module` has a weight, quantised or not."""
 
     def take_linear(self, module: str, *shape: int) -> Tensor | QuantizedWeight:
         """The weight of `module`, [out, in]: as stored, on the device, not cast."""
@@ -114,7 +111,7 @@ class CheckpointWeights:
         return tensor
 
     def warn_of_unused(self, elsewhere: set[str]) -> None:
-        """Log tensors that nobody took, here or `elsewhere`, except those known to be of no use."""
+        """Log tensors that were taken neither here nor `elsewhere`, except IGNORED_SUFFIXES."""
         unused = [n for n in self.tensors if n not in self._taken and n not in elsewhere]
         unused = [n for n in unused if not n.endswith(IGNORED_SUFFIXES)]
         if unused:

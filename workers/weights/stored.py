@@ -1,8 +1,7 @@
-"""Quantised weights as published checkpoints store them, and as `QuantizedWeight`.
+"""Reads quantised weights from the layouts of published checkpoints into `QuantizedWeight`.
 
-Knows layouts of tensors, from the formats' public documentation; nothing of files or models. Each
-reader takes a `Take` (name -> tensor as stored) and gives the weight [N, K] with its own codes and
-scales: nothing is rounded anew.
+The layouts follow the formats' public documentation. Each reader takes a `Take` (name -> tensor as
+stored) and returns the weight [N, K] with its stored codes and scales: nothing is rounded again.
 
 compressed-tensors: `weight` int8 or float8_e4m3fn [N, K] with `weight_scale` [N, 1]; or 4 bits:
 `weight_packed` int32 [N, K / 8], the lowest nibble first, codes offset by 8, `weight_scale` [N, G],
@@ -10,7 +9,7 @@ compressed-tensors: `weight` int8 or float8_e4m3fn [N, K] with `weight_scale` [N
 AWQ: `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8], eight outputs a word in the order
 0 2 4 6 1 3 5 7; `scales` [G, N]. GPTQ: `qweight` int32 [K / 8, N], `qzeros` int32 [G, N / 8],
 `scales` [G, N], `g_idx` int32 [K]. bitsandbytes: `weight` uint8, two codes a byte, the first in the
-high nibble, blocks running on over the ends of rows; `weight.absmax`; a JSON text as uint8.
+high nibble, blocks crossing the ends of rows; `weight.absmax`; a JSON text as uint8.
 """
 
 from __future__ import annotations
@@ -36,16 +35,18 @@ MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax")
 
 
 def is_stored_quantized(has: Callable[[str], bool], scheme: StoredScheme, module: str) -> bool:
-    """Whether `module` has a quantised weight: its tensors say so, and the scheme's list not no."""
+    """Whether `module` has a quantised weight: its tensors exist, and the scheme does not ignore
+    it."""
     return any(has(f"{module}.{mark}") for mark in MARKS) and not scheme.ignores(module)
 
 
 def read_weight(
     has: Callable[[str], bool], take: Take, scheme: StoredScheme, shape: tuple[int, int]
 ) -> QuantizedWeight:
-    """The weight of one module, whose tensors `take` gives by their last names, on the CPU.
+    """The weight of one module on the CPU; `take` returns a tensor of it by the last part of its
+    name.
 
-    Raises LoadError for tensors that do not fit together, or do not fit `shape` (N, K).
+    Raises LoadError for tensors that contradict each other or `shape` (N, K).
     """
     if scheme.method == "awq":
         return _awq(take, scheme, shape)
@@ -59,10 +60,10 @@ def read_weight(
 
 
 def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-    """Weights over the same input as one, rows behind each other.
+    """Weights over the same input, concatenated by rows.
 
-    Of quantised ones the codes stay as they are; where they differ in format, or not all of them
-    are quantised, the result is a plain weight.
+    Quantised weights keep their codes; if their formats differ, or some of them are not quantised,
+    the result is a plain weight.
     """
     if len(weights) == 1:
         return weights[0]
@@ -83,7 +84,7 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
 
 
 def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
-    """The same on `device`."""
+    """The weight on `device`."""
     return replace(
         weight,
         codes=weight.codes.to(device),
@@ -103,7 +104,7 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def pack_int32(nibbles: Tensor) -> Tensor:
-    """Codes 0-15 [R, C] -> int32 [R, ceil(C / 8)], the lowest nibble first, zeros behind."""
+    """Codes 0-15 [R, C] -> int32 [R, ceil(C / 8)], the lowest nibble first, padded with zeros."""
     padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % 8))
     low_first = padded[:, 0::2] | (padded[:, 1::2] << 4)  # bytes; a word is four of them
     return low_first.contiguous().view(torch.int32)
@@ -197,7 +198,7 @@ def _bitsandbytes(
     size = num_rows * width
     _must_be("weight", packed, (-(-size // 2),))
     _must_be("weight.absmax", absmax, (-(-size // block),))
-    # Blocks may run over the ends of rows. Parts that divide both lie in one block, and in one row.
+    # Blocks may cross the ends of rows. Parts that divide both lie in one block and in one row.
     group = math.gcd(block, width)
     first = torch.arange(0, size, group)
     scales = absmax[first // block].view(num_rows, width // group)
@@ -215,7 +216,7 @@ def _bnb_state(raw: Tensor) -> dict[str, Any]:
 
 
 def _bnb_absmax(take: Take, state: dict[str, Any]) -> Tensor:
-    """Scales of blocks; with double quantisation they are codes of 8 bits themselves."""
+    """Scales of blocks; with double quantisation they are stored as 8-bit codes."""
     absmax = take("weight.absmax")
     if "nested_blocksize" not in state:
         return absmax.float()
@@ -235,13 +236,15 @@ def _int4(nibbles: Tensor, scales: Tensor, group: int, zeros: Tensor | None) -> 
 
 
 def _group_that_gives(scheme: StoredScheme, width: int, num_groups: int) -> int:
-    """The group size, of those that the scheme names, that cuts a row into so many groups."""
+    """The group size of the scheme that divides a row into `num_groups` groups."""
     for group in scheme.groups:
         size = width if group is None else min(group, width)
         if -(-width // size) == num_groups:
             return group or width
     sizes = ", ".join(str(group or "a row") for group in scheme.groups)
-    raise LoadError(f"weight_scale cuts {width} columns into {num_groups} groups, not of {sizes}")
+    raise LoadError(
+        f"weight_scale divides {width} columns into {num_groups} groups, whose size is not {sizes}"
+    )
 
 
 def _must_be(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
-"""A request with what the gate is told of it: features for its length, tenant and priority.
+"""A Request plus the features that admission needs: predicted length, tenant, prompt prefix.
 
-Made at the ingress, where the prompt's text is. Knows nothing of gates, queues or workers.
+Made at the ingress, which alone has the prompt's text.
 """
 
 from __future__ import annotations
@@ -21,26 +21,33 @@ MAX_TENANT_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRequest(Request):
-    """A Request, for a backend that asks before it places. `text` is read only if it must ask."""
+class AdmissionRequest:
+    """A Request as a token backend takes it. `text` is read only if the gate must be asked."""
 
+    request: Request
     features: Features = field(default_factory=lambda: Features(""))
     text: str | None = None  # of the prompt; None: only its token ids are known
     ceiling: int | None = None  # tokens of KV that it never exceeds: a window that rolls
     has_limit: bool = True  # the client said how long the answer may be
-    prefix: tuple[int, ...] = ()  # marks of its beginning, as prefix_book makes them
+    prefix: tuple[int, ...] = ()  # hashes of its first blocks, made by prefix_marks
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     def features_with_text(self) -> Features:
         """The features with the digest of the prompt: about 0.2 ms."""
         if self.text is None:
-            digest = digest_ids(self.prompt_ids, self.features.model)
+            digest = digest_ids(self.request.prompt_ids, self.features.model)
         else:
             digest = digest_text(self.text)
         return replace(self.features, text=digest)
 
 
-def asked(request: Request, call: Call, model: str, contexts: ContextSettings) -> AskedRequest:
-    """`request` of `call`, whose context has been checked."""
+def admission_request(
+    request: Request, call: Call, model: str, contexts: ContextSettings
+) -> AdmissionRequest:
+    """`request`, made from `call` with a checked context, and its features for the gate."""
     params, num_prompt = request.params, len(request.prompt_ids)
     limit = max(contexts.max_total_tokens(params) - num_prompt, 1)
     if params.max_tokens is not None:
@@ -62,12 +69,8 @@ def asked(request: Request, call: Call, model: str, contexts: ContextSettings) -
         num_messages=len(chat.messages) if chat else 1,
         has_tools=bool(chat and chat.tools),
     )
-    return AskedRequest(
-        request.request_id,
-        request.prompt_ids,
-        params,
-        deadline_s=request.deadline_s,
-        priority=call.priority,
+    return AdmissionRequest(
+        request,
         features=features,
         text=_last_text(chat.messages) if chat else _plain(call.prompt),
         ceiling=None if full_tokens is None else full_tokens + contexts.block_size,

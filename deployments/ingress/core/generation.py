@@ -1,12 +1,10 @@
-"""One answer on its way: token deltas in, pieces of text out, until something ends it.
-
-Knows nothing of where the deltas come from or where the text goes.
-"""
+"""One running answer: token deltas in, pieces of text out, until a finish reason."""
 
 from __future__ import annotations
 
 import asyncio
 
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
@@ -17,10 +15,10 @@ from penstock.deployments.ingress.core.logprobs import (
     decode_prompt_logprobs,
 )
 from penstock.deployments.ingress.core.request_metrics import RequestTimes
-from penstock.deployments.ingress.core.streams import Alarm
+from penstock.deployments.ingress.core.streams import Deadline
 from penstock.deployments.ingress.core.tool_parser import ToolCallReader
 from penstock.deployments.ingress.core.validation import is_scoring_only
-from penstock.workers.request import Delta, FinishReason, Request, RequestError, TokenLogprob
+from penstock.workers.request import Delta, FinishReason, RequestError, TokenLogprob
 from penstock.workers.text.detokenizer import Detokenizer, StopChecker
 from penstock.workers.text.reasoning import ReasoningReader
 
@@ -30,7 +28,7 @@ class Generation:
 
     def __init__(
         self,
-        request: Request,
+        admission: AdmissionRequest,
         call: Call,
         detokenizer: Detokenizer,
         *,
@@ -41,16 +39,17 @@ class Generation:
     ):
         """`first`: the first answer to the same prompt, if this is another one.
 
-        `reasoning`: for answers from which it is to be told apart.
+        `reasoning`: reads the reasoning apart from the answer, where the model marks it.
         """
-        self.request = request
+        self.admission = admission
+        self.request = request = admission.request
         self.call = call
         self.first = first
         self.times = RequestTimes(start_s)
         self.usage = TokenUsage(
             prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None
         )
-        self.alarm = Alarm(call.deadline_s)
+        self.deadline = Deadline(call.deadline_s)
         self.is_cancelled = False
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -72,9 +71,9 @@ class Generation:
         return piece if self._tool_calls is None else self._tool_calls.read(piece)
 
     def cancel(self) -> None:
-        """End the answer at the next chance, waking whoever waits for its next delta."""
+        """End the answer: the task that waits for its next delta wakes."""
         self.is_cancelled = True
-        self.alarm.ring()
+        self.deadline.expire()
 
     def work_in(self, delta: Delta) -> int:
         """How much `take` has to spell out of `delta`, in tokens."""

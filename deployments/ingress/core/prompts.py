@@ -1,16 +1,13 @@
-"""Prompts to token ids, for all front ends: checks, the chat template, the tokenizer.
-
-Knows nothing of requests under way, nor of where tokens go.
-"""
+"""Prompts to token ids, for all front ends: checks, the chat template, the tokenizer."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.core.tools import as_plain_messages
 from penstock.deployments.ingress.core.validation import (
     bad_words_ids,
@@ -22,10 +19,7 @@ from penstock.deployments.ingress.core.validation import (
 from penstock.workers.request import RequestError
 from penstock.workers.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-MAX_INLINE_SIZE = 4096  # characters or tokens; more are converted beside the event loop, not on it
-TEXT_SLACK = 4  # normalising may shrink a text by so much before it becomes tokens
+TEXT_SLACK = 4  # normalising may shrink a text by this factor before it becomes tokens
 
 
 class PromptReader:
@@ -59,14 +53,14 @@ class PromptReader:
                 param="prompt" if isinstance(prompt, str) else "messages",
                 code="context_length_exceeded",
             )
-        return await beside_the_loop(num_chars, self._encode, call)
+        return await run_off_loop_if_large(num_chars, self._encode, call)
 
     async def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell `words`. Raises RequestError."""
         for word in words:
             check_text(word, "bad_words")
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        return await beside_the_loop(sum(map(len, words)), bad_words_ids, words, encode)
+        return await run_off_loop_if_large(sum(map(len, words)), bad_words_ids, words, encode)
 
     def _encode(self, call: Call) -> tuple[int, ...]:
         if isinstance(call.prompt, ChatPrompt):
@@ -86,13 +80,6 @@ class PromptReader:
         assert isinstance(call.prompt, str)
         ids = self._tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens)
         return tuple(ids)
-
-
-async def beside_the_loop(size: int, convert: Callable[..., T], /, *args: Any, **options: Any) -> T:
-    """`convert(…)`, on another thread if there is so much to convert that others would wait."""
-    if size <= MAX_INLINE_SIZE:
-        return convert(*args, **options)
-    return await asyncio.to_thread(convert, *args, **options)
 
 
 def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:

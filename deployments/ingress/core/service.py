@@ -1,7 +1,7 @@
-"""The one place where a call becomes a Request, and token deltas become text, for all front ends.
+"""Validates calls, runs them on a backend, and returns text: one core for all front ends.
 
-Every cap and check that a client can meet is here, so no front end can miss one. Knows nothing of
-HTTP, gRPC or workers: front ends hand in `Call`s, and a `TokenBackend` makes tokens.
+Every cap and check that a client can meet is here, so that no front end can miss one. Imports no
+HTTP, gRPC or worker: front ends pass `Call`s in, and a `TokenBackend` makes tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from dataclasses import replace
 from typing import Protocol
 
 from penstock.deployments.ingress.core.access_log import log_request
-from penstock.deployments.ingress.core.admission_request import AskedRequest, asked
-from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel, TextDelta
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.prompts import MAX_INLINE_SIZE, PromptReader
-from penstock.deployments.ingress.core.prompts import beside_the_loop as beside_the_loop
+from penstock.deployments.ingress.core.prompts import PromptReader
 from penstock.deployments.ingress.core.reasoning import Reasoning
 from penstock.deployments.ingress.core.request_metrics import DISCONNECT, RequestMetrics
-from penstock.deployments.ingress.core.streams import side_by_side
+from penstock.deployments.ingress.core.streams import (
+    MAX_INLINE_SIZE,
+    Pieces,
+    merged,
+    run_off_loop_if_large,
+)
 from penstock.deployments.ingress.core.validation import (
     check_choices,
     check_extras,
@@ -43,19 +47,19 @@ MAX_MODEL_NAME_CHARS = 200
 
 
 class TokenBackend(Protocol):
-    """Whatever turns a Request into Deltas: the workers of a cluster, or an engine in-process."""
+    """Turns a request into Deltas: the workers of a cluster, or an engine in this process."""
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """Deltas until one has a finish_reason. Closing the iterator cancels the request."""
+    def generate(self, admission: AdmissionRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas until one has a finish_reason. Closing the generator cancels the request."""
 
     def ready(self) -> bool:
         """Whether a request would be served now."""
 
 
 class Learner(Protocol):
-    """Whoever wants to know how long answers become."""
+    """Learns how long answers become."""
 
-    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """`ended`: "stop", "length" (it was cut) or "cancel"."""
 
 
@@ -83,14 +87,14 @@ class RequestCore:
         contexts: ContextSettings | None = None,
         learner: Learner | None = None,
     ):
-        """`learner`: hears how long each answer was; then the backend gets AskedRequests.
+        """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
-        `contexts`: what requests may see of their past; None: as a worker that is told nothing."""
+        `contexts`: which context policies requests may choose; None: a worker's defaults."""
         self.tokenizer = tokenizer
         self._backend = backend
-        model = ServedModel(model_name, vocab_size, max_model_len, tokenizer.has_chat_template)
-        self._models = {model_name: model}
-        self._default_model = model_name
+        self._model = ServedModel(
+            model_name, vocab_size, max_model_len, tokenizer.has_chat_template
+        )
         self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
         self._learner = learner
         self._prompts = PromptReader(tokenizer)
@@ -103,20 +107,18 @@ class RequestCore:
         return self._backend.ready()
 
     def models(self) -> list[ServedModel]:
-        return list(self._models.values())
+        return [self._model]
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name. Raises RequestError model_not_found."""
-        found = self._models.get(name or self._default_model)
-        if found is None:
-            shown = ascii((name or "")[:MAX_MODEL_NAME_CHARS])
-            known = ", ".join(self._models)
+        if name and name != self._model.name:
+            shown = ascii(name[:MAX_MODEL_NAME_CHARS])
             raise RequestError(
-                f"the model {shown} is not served here; served: {known}",
+                f"the model {shown} is not served here; served: {self._model.name}",
                 param="model",
                 code="model_not_found",
             )
-        return found
+        return self._model
 
     async def prepare(self, call: Call) -> Generation:
         """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
@@ -151,14 +153,15 @@ class RequestCore:
             deadline_s=call.deadline_s,
             priority=call.priority,
         )
+        admission = AdmissionRequest(request)
         if self._learner is not None:
-            request = asked(request, call, model.name, self._contexts)
-        return self._generation(request, call, start_s)
+            admission = admission_request(request, call, model.name, self._contexts)
+        return self._generation(admission, call, start_s)
 
     async def prepare_choices(self, call: Call, num_choices: int) -> list[Generation]:
-        """`prepare` for so many answers to one prompt, which is computed once for all of them.
+        """`prepare` for `num_choices` answers to one prompt, which is computed once for all.
 
-        They are to be run side by side. A seed gives each its own draws, and the same ones again.
+        Run them with `run_many`. A seed gives each answer draws of its own, the same in each call.
         """
         try:
             check_choices(num_choices)
@@ -166,17 +169,20 @@ class RequestCore:
             log_request(call, finish=refusal.code)
             raise
         first = await self.prepare(call)
-        params, start_s = first.request.params, first.times.start_s
-        others = (
-            replace(
-                first.request, request_id=f"{call.request_id}.{i}", params=nth_choice(params, i)
+        admission, start_s = first.admission, first.times.start_s
+        generations = [first]
+        for index in range(1, num_choices):
+            request = replace(
+                first.request,
+                request_id=f"{call.request_id}.{index}",
+                params=nth_choice(first.request.params, index),
             )
-            for i in range(1, num_choices)
-        )
-        return [first, *(self._generation(each, call, start_s, first) for each in others)]
+            other = replace(admission, request=request)
+            generations.append(self._generation(other, call, start_s, first))
+        return generations
 
-    async def run(self, generation: Generation) -> AsyncGenerator[TextDelta, None]:
-        """The answer in pieces; the last one has finish_reason and usage.
+    async def run(self, generation: Generation, index: int = 0) -> Pieces:
+        """The answer in pieces, each with `index`; the last has finish_reason and usage.
 
         Raises ServiceError if it cannot be finished. Closing this generator drops the request.
         """
@@ -186,7 +192,7 @@ class RequestCore:
         finish = DISCONNECT
         try:
             await self._wait_for_prompt(generation)
-            async with aclosing(self._deltas(generation.request)) as deltas:
+            async with aclosing(self._backend.generate(generation.admission)) as deltas:
                 while True:
                     delta = await self._next(deltas, generation)
                     times.engine = delta.engine or times.engine
@@ -194,7 +200,7 @@ class RequestCore:
                     if work <= MAX_INLINE_SIZE:  # as it nearly always is: no coroutine for that
                         piece = generation.take(delta)
                     else:
-                        piece = await beside_the_loop(work, generation.take, delta)
+                        piece = await run_off_loop_if_large(work, generation.take, delta)
                     generation.has_begun.set()
                     piece = generation.read_tool_calls(piece)
                     if piece.token_ids:
@@ -203,7 +209,7 @@ class RequestCore:
                         finish = piece.finish_reason.value
                         if generation.call.wants_timings:
                             usage.timings = times.timings(time.monotonic())
-                    yield piece
+                    yield index, piece
                     if piece.finish_reason is not None:
                         return
         except (RequestError, ServiceError) as failure:
@@ -213,8 +219,8 @@ class RequestCore:
             finish = "internal_error"
             raise
         finally:
-            generation.alarm.close()
-            generation.has_begun.set()  # or whoever waits for its prompt would wait on
+            generation.deadline.close()
+            generation.has_begun.set()  # other answers may wait for the prompt
             answers.remove(generation)
             if not answers:
                 self._running.pop(generation.call.request_id, None)
@@ -222,24 +228,14 @@ class RequestCore:
             self._learn(generation, finish)
             log_request(generation.call, finish=finish, generation=generation)
 
-    async def generate(self, call: Call) -> AsyncGenerator[TextDelta, None]:
-        """`prepare` and `run` in one."""
-        generation = await self.prepare(call)
-        async with aclosing(self.run(generation)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def run_many(
-        self, generations: Sequence[Generation]
-    ) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """All answers side by side, each piece with the index of its generation.
+    def run_many(self, generations: Sequence[Generation]) -> Pieces:
+        """All answers in parallel, each piece with the index of its generation.
 
         The first failure ends them all; so does closing this generator.
         """
-        streams = [self.run(generation) for generation in generations]
-        async with aclosing(side_by_side(streams)) as pieces:
-            async for index_and_piece in pieces:
-                yield index_and_piece
+        if len(generations) == 1:
+            return self.run(generations[0])
+        return merged([self.run(each, index) for index, each in enumerate(generations)])
 
     def cancel(self, request_id: str, principal: str = "") -> bool:
         """End a call of this principal; its answers end with ABORT. False: there is none."""
@@ -256,7 +252,7 @@ class RequestCore:
         """Token ids of `text`. Raises RequestError."""
         self.model(model)
         check_text(text, "text")
-        return await beside_the_loop(
+        return await run_off_loop_if_large(
             len(text), self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
 
@@ -270,7 +266,7 @@ class RequestCore:
     ) -> str:
         """The text of `token_ids`. Raises RequestError."""
         check_ids(token_ids, self.model(model).vocab_size, "token_ids")
-        return await beside_the_loop(
+        return await run_off_loop_if_large(
             len(token_ids),
             self.tokenizer.decode,
             token_ids,
@@ -278,21 +274,16 @@ class RequestCore:
         )
 
     def _learn(self, generation: Generation, finish: str) -> None:
-        """Tell how long an answer was, unless an error ended it."""
-        request, ended = generation.request, _ENDED.get(finish)
-        if self._learner is not None and isinstance(request, AskedRequest) and ended is not None:
-            self._learner.learn(request, generation.usage.completion_tokens, ended)
-
-    def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
-        deltas = self._backend.generate(request)
-        assert isinstance(deltas, AsyncGenerator), "a backend's generate is an async generator"
-        return deltas
+        """Report the length of an answer, unless an error ended it."""
+        ended = _ENDED.get(finish)
+        if self._learner is not None and ended is not None:
+            self._learner.learn(generation.admission, generation.usage.completion_tokens, ended)
 
     async def _next(self, deltas: AsyncIterator[Delta], generation: Generation) -> Delta:
         if generation.is_cancelled:
             return _aborted(generation)
         try:
-            return await generation.alarm.wait(anext(deltas))
+            return await generation.deadline.wait(anext(deltas))
         except TimeoutError:
             if generation.is_cancelled:
                 return _aborted(generation)
@@ -305,28 +296,33 @@ class RequestCore:
         if generation.first is None:
             return
         try:
-            await generation.alarm.wait(generation.first.has_begun.wait())
+            await generation.deadline.wait(generation.first.has_begun.wait())
         except TimeoutError:
             if not generation.is_cancelled:
                 raise ServiceError("deadline_exceeded") from None
 
     def _generation(
-        self, request: Request, call: Call, start_s: float, first: Generation | None = None
+        self,
+        admission: AdmissionRequest,
+        call: Call,
+        start_s: float,
+        first: Generation | None = None,
     ) -> Generation:
-        # What is not echoed and is no conversation goes on in the midst of a text.
+        prompt_ids = admission.request.prompt_ids
+        # A raw completion continues its prompt, so its first token may carry a leading space.
         continues = not (call.echo or isinstance(call.prompt, ChatPrompt))
         return Generation(
-            request,
+            admission,
             call,
             self.tokenizer.detokenizer(
                 skip_special_tokens=call.skip_special_tokens,
-                after=request.prompt_ids if continues else (),
+                after=prompt_ids if continues else (),
                 shown=self._reasoning.shown(call),
             ),
             token_bytes=self.tokenizer.token_bytes,
             start_s=start_s,
             first=first,
-            reasoning=self._reasoning.reader(call, request.prompt_ids),
+            reasoning=self._reasoning.reader(call, prompt_ids),
         )
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 
 FRESH_S = 1.0  # older credits are void: the gate is silent
 MARGIN = 64  # tokens, for the empty part of blocks
@@ -38,7 +38,7 @@ class Credits:
             self._spend(epoch, tokens)
 
     def take(
-        self, request: AskedRequest, epochs: Sequence[int], number: int, now: float
+        self, request: AdmissionRequest, epochs: Sequence[int], number: int, now: float
     ) -> int | None:
         """The first of `epochs` with enough credit; message `number` will report its use."""
         limit = request.features.max_tokens

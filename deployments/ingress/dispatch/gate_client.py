@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.circuit_breaker import CircuitBreaker
 from penstock.deployments.ingress.dispatch.credits import Credits
@@ -41,6 +41,8 @@ OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 class GateClient:
     """The gate's client in one ingress. Lives on one event loop."""
+
+    decides: bool = True
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class GateClient:
         return len(self._pending)
 
     async def admit(
-        self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
+        self, request: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
     ) -> int | None:
         """Wait for admission: the epoch of the worker that has room. None: fall back.
 
@@ -118,7 +120,7 @@ class GateClient:
         is_awaited = bool(self._pending or self.figures.num_waiting or not self._credits.has_any)
         self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
 
-    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """Report an answer's length, and why it ended: "stop", "length" or "cancel"."""
         self._outbox.learn(request, length, ended)
 
@@ -179,7 +181,7 @@ class GateClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    async def _ask(self, request: AskedRequest, pending: PendingAdmission, again: bool) -> bool:
+    async def _ask(self, request: AdmissionRequest, pending: PendingAdmission, again: bool) -> bool:
         """Offer it; whether the gate replies in time.
 
         If the gate gave credits, it may admit this one without a prediction: it is offered without

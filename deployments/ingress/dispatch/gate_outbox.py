@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 
 from penstock.deployments.gate.wire import features_message
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.protos.penstock.internal.v1 import channel_pb2
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
@@ -34,8 +34,10 @@ class GateOutbox:
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._report_timer: asyncio.TimerHandle | None = None
-        self._credited: list[tuple[AskedRequest, int]] = []  # admitted on credit, not offered yet
-        self._without_text: list[tuple[AskedRequest, int]] = []  # admitted, text not sent yet
+        self._credited: list[
+            tuple[AdmissionRequest, int]
+        ] = []  # admitted on credit, not offered yet
+        self._without_text: list[tuple[AdmissionRequest, int]] = []  # admitted, text not sent yet
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs whose newest report is not sent yet
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
@@ -75,13 +77,13 @@ class GateOutbox:
         message.number = self._number
         return message
 
-    def admitted_on_credit(self, request: AskedRequest, epoch: int) -> None:
+    def admitted_on_credit(self, request: AdmissionRequest, epoch: int) -> None:
         """Admitted on credit. Its offer is made after the request itself has been sent."""
         self._credited.append((request, epoch))
         self._go_soon()
 
     def ask(
-        self, request: AskedRequest, *, text_follows: bool = False, declined: bool = False
+        self, request: AdmissionRequest, *, text_follows: bool = False, declined: bool = False
     ) -> None:
         """Offer it, and wait for a decision. `declined`: a worker sent it back."""
         self._offer_credited()  # before this one, which is judged against them
@@ -90,11 +92,11 @@ class GateOutbox:
         self._offer(request, text_follows=text_follows)
         self._due.set()
 
-    def compute_features(self, request: AskedRequest) -> None:
+    def compute_features(self, request: AdmissionRequest) -> None:
         """Compute the features of its text now."""
         self._features_of(request)
 
-    def send_text_later(self, request: AskedRequest, epoch: int) -> None:
+    def send_text_later(self, request: AdmissionRequest, epoch: int) -> None:
         """It is admitted; send the features of its text later."""
         self._without_text.append((request, epoch))
         if len(self._without_text) == 1:
@@ -108,7 +110,7 @@ class GateOutbox:
             self._message.ended.add(request_id=request_id, generated=num_generated)
             self._due.set() if is_awaited else self._go_soon()
 
-    def learn(self, request: AskedRequest, length: int, ended: str) -> None:
+    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """Report an answer's length, and why it ended: "stop", "length" or "cancel"."""
         if self._is_open:
             features = self._features_of(request)
@@ -154,16 +156,20 @@ class GateOutbox:
             self._go_soon()
 
     def _offer(
-        self, request: AskedRequest, credit_epoch: int | None = None, *, text_follows: bool = False
+        self,
+        request: AdmissionRequest,
+        credit_epoch: int | None = None,
+        *,
+        text_follows: bool = False,
     ) -> None:
         if not self._is_open:
             return
-        left_s = request.deadline_s
+        left_s = request.request.deadline_s
         features = request.features
         self._message.offers.add(
             request_id=request.request_id,
             features=features_message(features) if text_follows else self._features_of(request),
-            priority=-request.priority,
+            priority=-request.request.priority,
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
             credit_epoch=credit_epoch,
@@ -171,7 +177,7 @@ class GateOutbox:
             text_follows=text_follows,
         )
 
-    def _features_of(self, request: AskedRequest) -> pb.Features:
+    def _features_of(self, request: AdmissionRequest) -> pb.Features:
         """Computed once: sent with the offer, and again with the answer's length."""
         message = self._features.get(request.request_id)
         if message is None:

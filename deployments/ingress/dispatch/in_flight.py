@@ -1,6 +1,6 @@
-"""One request under way at the ingress: what its worker sent, and when its reader is told of it.
+"""One request that a worker runs: buffered deltas, and when to wake the consumer.
 
-Knows nothing of workers, sockets or text. Lives on one event loop.
+Lives on one event loop.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.workers.channel.outbox import joined
 from penstock.workers.request import Delta, FinishReason, Request
 
@@ -18,18 +18,22 @@ from penstock.workers.request import Delta, FinishReason, Request
 # too late to share a message is not waited for, and a first or last token never waits.
 MESSAGES_PER_S = 640  # of a link: some 10 % of a core
 GATHER_S = 0.05
-FEW_CALLS = 8  # on a link: so many cost little, and are never held up
+FEW_CALLS = 8  # requests of a link that cost little CPU, and are never held back
+
+
+def nothing_to_cancel() -> None:
+    """No worker runs the request."""
 
 
 @dataclass(slots=True, eq=False)
-class RunningCall:
-    """One request on its way: where it runs, and what came of it so far."""
+class InFlightRequest:
+    """One request at a worker: how to cancel it, and what the worker has sent so far."""
 
-    request: Request
+    admission: AdmissionRequest
     num_expected: int  # tokens still to compute, prompt included, as far as one can guess
     pending: list[Delta] = field(default_factory=list)  # not taken yet: one, and perhaps an error
     woken_s: float = 0.0  # when its reader was last told of something
-    link: Any = None
+    cancel: Callable[[], None] = nothing_to_cancel  # at the worker that runs it
     stream_id: int = 0
     num_emitted: int = 0
     num_declined: int = 0  # times that a worker had no room
@@ -44,8 +48,12 @@ class RunningCall:
         else:
             self.pending.append(delta)
 
+    @property
+    def request(self) -> Request:
+        return self.admission.request
+
     def fail(self, code: str) -> None:
-        self.link = None
+        self.cancel = nothing_to_cancel
         self.add(Delta(self.request.request_id, [], FinishReason.ERROR, error=code))
         self.tell(self.woken_s)
 
@@ -69,7 +77,7 @@ class RunningCall:
         return delta
 
 
-class Gathering:
+class Coalescer:
     """Decides who is not told yet, of the calls of one link. `end` tells all that are held."""
 
     def __init__(self, end: Callable[[float], None]):
@@ -84,7 +92,7 @@ class Gathering:
         self._stepped_s = now_s
         self._step_s += 0.25 * (last_s - self._step_s)
 
-    def holds(self, call: RunningCall, num_calls: int, now_s: float) -> bool:
+    def holds(self, call: InFlightRequest, num_calls: int, now_s: float) -> bool:
         """Whether what came for `call` waits for more, or for `end`, whichever is first."""
         until_s = call.woken_s + min(num_calls / MESSAGES_PER_S, GATHER_S)
         # A step may come a little sooner than usual.

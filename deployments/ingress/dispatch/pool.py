@@ -1,8 +1,8 @@
-"""The ingress's end of the token path: one connection per worker, many requests on each.
+"""The ingress's end of the token path: one connection to each worker, many requests on each.
 
-Chooses the worker with the least to compute, what it has in its cache not counted, and turns the
-loss of a worker into a new try or a clear error. Knows nothing of text, HTTP, or how workers are
-found; each connection is kept by a WorkerLink.
+Routes to the worker that the gate names; without a gate, to the worker with the fewest outstanding
+tokens, minus its expected prefix-cache hits. A request whose worker is lost is tried once more, or
+ends with a clear error.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from penstock.deployments.gate.prefix_affinity import PrefixAffinity
-from penstock.deployments.ingress.core.admission_request import AskedRequest
-from penstock.deployments.ingress.dispatch.in_flight import RunningCall
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.request import Delta, FinishReason, Request
+from penstock.workers.request import Delta, FinishReason
 from penstock.workers.stats import WorkerInfo
 
-DECLINED = "declined"  # a worker's word for "no room now"; workers/engine/engine.py says it
-MAX_DECLINES = 3  # after so many, a request waits at a worker
+DECLINED = "declined"  # the error code of a worker without room now (workers/engine/engine.py)
+MAX_DECLINES = 3  # then the request waits at a worker
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 
 
-class Door(Protocol):
-    """Who decides which requests come in, when and where: gate_client.GateClient."""
+class AdmissionGate(Protocol):
+    """Decides which requests are admitted, when and where: gate_client.GateClient, or NoGate."""
+
+    decides: bool  # whether `admit` must be asked before a request is placed
 
     async def admit(
-        self, request: AskedRequest, epochs: Sequence[int], *, again: bool = False
+        self, admission: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
     ) -> int | None: ...
     def ended(self, request_id: str, num_generated: int) -> None: ...
     def report(self, address: str, epoch: int, report: pb.Report) -> None: ...
@@ -39,13 +41,36 @@ class Door(Protocol):
     def release(self) -> None: ...
 
 
+class NoGate:
+    """Admits every request at once; the pool places it."""
+
+    decides = False
+
+    async def admit(
+        self, admission: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
+    ) -> int | None:
+        return None
+
+    def ended(self, request_id: str, num_generated: int) -> None:
+        """Keeps no account of requests."""
+
+    def report(self, address: str, epoch: int, report: pb.Report) -> None:
+        """Keeps no account of workers."""
+
+    def lost(self, epoch: int) -> None:
+        """Keeps no account of workers."""
+
+    def release(self) -> None:
+        """No request waits here."""
+
+
 class WorkerPool:
     """All workers that this ingress knows; a TokenBackend. Lives on one event loop."""
 
-    def __init__(self, ingress_id: str, door: Door | None = None):
-        """Without a door, requests go to the worker with the least to do, and wait there."""
+    def __init__(self, ingress_id: str, gate: AdmissionGate | None = None):
+        """Without a gate, requests go to the worker with the least to do, and wait there."""
         self._ingress_id = ingress_id
-        self._door = door
+        self._gate = gate or NoGate()
         self._links: dict[int, WorkerLink] = {}  # by epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._turn = itertools.count(1)
@@ -75,15 +100,17 @@ class WorkerPool:
     def num_connected(self) -> int:
         return sum(link.is_connected for link in self._links.values())
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """Run `request` on some worker. Closing the iterator cancels it there.
+    async def generate(self, admission: AdmissionRequest) -> AsyncGenerator[Delta, None]:
+        """Run a request on some worker. Closing the generator cancels it there.
 
         The last delta has a finish_reason; if the worker was lost it is ERROR with `worker_lost`,
-        and ERROR with `no_worker` if there was none to begin with. Raises ServiceError if the door
-        does not let it in.
+        and ERROR with `no_worker` if there was none to begin with. Raises ServiceError if the gate
+        refuses it.
         """
+        request = admission.request
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
-        call = RunningCall(request, num_expected=len(request.prompt_ids) + round(answer))
+        expected = request.num_expected or len(request.prompt_ids) + round(answer)
+        call = InFlightRequest(admission, num_expected=expected)
         try:
             await self._enter(call)
             while True:
@@ -98,30 +125,27 @@ class WorkerPool:
                         self._mean_answer += 0.02 * (call.num_emitted - self._mean_answer)
                     return
         finally:
-            if call.link is not None:
-                call.link.cancel(call)
-            if self._door is not None and isinstance(request, AskedRequest):
-                self._door.ended(request.request_id, call.num_emitted)
+            call.cancel()
+            self._gate.ended(request.request_id, call.num_emitted)
 
     async def close(self) -> None:
-        """Break all streams; requests under way end with `worker_lost`."""
+        """Break all streams; running requests end with `worker_lost`."""
         tasks = [link.task for link in self._links.values() if link.task is not None]
         self._links.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _enter(self, call: RunningCall) -> None:
-        """Through the door, if there is one, to a worker; may wait there for long."""
-        request = call.request
-        if self._door is None or not isinstance(request, AskedRequest):
+    async def _enter(self, call: InFlightRequest) -> None:
+        """Have the gate admit `call`, which may take long, and send it to the worker it names."""
+        if not self._gate.decides:
             self._place(call, otherwise="no_worker")
             return
-        request = self._limited(request)
+        admission = self._limited(call.admission)
         again = call.num_declined > 0
         while links := self._usable():
-            epochs = [link.info.epoch for link in self._sorted(links, request)]
-            epoch = await self._door.admit(request, epochs, again=again)
+            epochs = [link.info.epoch for link in self._sorted(links, admission)]
+            epoch = await self._gate.admit(admission, epochs, again=again)
             if epoch is None:
                 break
             link = self._links.get(epoch)
@@ -132,21 +156,22 @@ class WorkerPool:
             again = True  # a worker that this ingress cannot reach
         self._place(call, otherwise="no_worker")
 
-    def _limited(self, request: AskedRequest) -> AskedRequest:
-        """Where the client set no limit, it is what workers have room for."""
-        if request.has_limit or request.ceiling is not None or not self._links:
-            return request
+    def _limited(self, admission: AdmissionRequest) -> AdmissionRequest:
+        """Where the client set no limit, the limit is what the longest worker has room for."""
+        if admission.has_limit or admission.ceiling is not None or not self._links:
+            return admission
         longest = max(link.info.max_model_len for link in self._links.values())
-        limit = max(longest - len(request.prompt_ids), 1)
-        if request.features.max_tokens is not None:
-            limit = min(limit, request.features.max_tokens)
-        return replace(request, features=replace(request.features, max_tokens=limit))
+        limit = max(longest - len(admission.request.prompt_ids), 1)
+        features = admission.features
+        if features.max_tokens is not None:
+            limit = min(limit, features.max_tokens)
+        return replace(admission, features=replace(features, max_tokens=limit))
 
     def _usable(self) -> list[WorkerLink]:
         links = [link for link in self._links.values() if link.is_connected]
         return [link for link in links if link.is_listed] or links
 
-    def _place(self, call: RunningCall, otherwise: str) -> None:
+    def _place(self, call: InFlightRequest, otherwise: str) -> None:
         """Send `call` to the worker with the least outstanding work, or fail it with a code.
 
         Of many workers, two are drawn: reports are old, and all ingresses would choose the same.
@@ -155,39 +180,36 @@ class WorkerPool:
         if not links:
             call.fail(otherwise)
             return
-        if self._door is not None and len(links) > 2:
+        if self._gate.decides and len(links) > 2:
             links = random.sample(links, 2)
-        best = self._sorted(links, call.request)[0]
+        best = self._sorted(links, call.admission)[0]
         best.last_turn = next(self._turn)
-        best.submit(call)
+        asks = call.request.may_decline and call.num_declined < MAX_DECLINES
+        best.submit(call, may_decline=asks)
 
-    def _sorted(self, links: list[WorkerLink], request: Request) -> list[WorkerLink]:
-        """Least to compute first: a prompt's beginning that is cached there need not be."""
-        marks = request.prefix if isinstance(request, AskedRequest) else ()
-        hits = self._prefixes.hits(marks) if len(links) > 1 else {}
+    def _sorted(self, links: list[WorkerLink], admission: AdmissionRequest) -> list[WorkerLink]:
+        """Fewest tokens to compute first; a cached prefix of the prompt need not be computed."""
+        hits = self._prefixes.hits(admission.prefix) if len(links) > 1 else {}
 
         def work(link: WorkerLink) -> tuple[int, int]:
             return link.num_outstanding - hits.get(link.info.epoch, 0), link.last_turn
 
         return sorted(links, key=work)
 
-    def sends(self, call: RunningCall, link: WorkerLink) -> None:
-        if isinstance(call.request, AskedRequest):
-            marks, epoch = call.request.prefix, link.info.epoch
-            self._prefixes.note(marks, epoch, call.num_expected, link.capacity)
+    def sends(self, call: InFlightRequest, link: WorkerLink) -> None:
+        marks, epoch = call.admission.prefix, link.info.epoch
+        self._prefixes.note(marks, epoch, call.num_expected, link.capacity)
 
     def broken(self, link: WorkerLink) -> None:
         self._prefixes.forget(link.info.epoch)
-        if self._door is not None:
-            self._door.lost(link.info.epoch)
-            if not self.ready():
-                self._door.release()
+        self._gate.lost(link.info.epoch)
+        if not self.ready():
+            self._gate.release()
 
     def reported(self, link: WorkerLink, report: pb.Report) -> None:
-        if self._door is not None:
-            self._door.report(link.info.address, link.info.epoch, report)
+        self._gate.report(link.info.address, link.info.epoch, report)
 
-    def lost(self, call: RunningCall) -> None:
+    def lost(self, call: InFlightRequest) -> None:
         """The worker of `call` is gone: try once more if nothing was emitted, else end it."""
         if call.num_emitted == 0 and not call.is_second_try:
             call.is_second_try = True

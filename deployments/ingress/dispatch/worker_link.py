@@ -10,9 +10,14 @@ import asyncio
 import itertools
 import logging
 import random
+from functools import partial
 from typing import Protocol
 
-from penstock.deployments.ingress.dispatch.in_flight import Gathering, RunningCall
+from penstock.deployments.ingress.dispatch.in_flight import (
+    Coalescer,
+    InFlightRequest,
+    nothing_to_cancel,
+)
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import delta_from, submit_message
 from penstock.workers.channel.framing import MessageConnection, connected
@@ -30,7 +35,7 @@ BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 class LinkOwner(Protocol):
     """Who has the links: channel.WorkerPool."""
 
-    def sends(self, call: RunningCall, link: WorkerLink) -> None:
+    def sends(self, call: InFlightRequest, link: WorkerLink) -> None:
         """`call` is about to go to the worker."""
 
     def reported(self, link: WorkerLink, report: pb.Report) -> None:
@@ -39,7 +44,7 @@ class LinkOwner(Protocol):
     def broken(self, link: WorkerLink) -> None:
         """The connection is gone."""
 
-    def lost(self, call: RunningCall) -> None:
+    def lost(self, call: InFlightRequest) -> None:
         """It was on a connection that is gone."""
 
 
@@ -55,7 +60,7 @@ class WorkerLink:
         self.capacity = info.max_model_len  # tokens of KV, once it reports
         self._ingress_id = ingress_id
         self._owner = owner
-        self._calls: dict[int, RunningCall] = {}
+        self._calls: dict[int, InFlightRequest] = {}
         self._stream_ids = itertools.count(1)
         self._own_tokens = 0
         self._others_tokens = 0
@@ -63,15 +68,15 @@ class WorkerLink:
         self._welcomed: asyncio.Future[None]
         self._ended: asyncio.Future[str]
         self._num_silent_ticks = 0
-        self._gathering = Gathering(self._end_gathering)
+        self._gathering = Coalescer(self._end_gathering)
 
     @property
     def num_outstanding(self) -> int:
         """Tokens that this worker has still to compute, as far as this ingress can guess."""
         return self._own_tokens + self._others_tokens
 
-    def submit(self, call: RunningCall, *, may_decline: bool = False) -> None:
-        call.link, call.stream_id = self, next(self._stream_ids)
+    def submit(self, call: InFlightRequest, *, may_decline: bool = False) -> None:
+        call.cancel, call.stream_id = partial(self.cancel, call), next(self._stream_ids)
         self._calls[call.stream_id] = call
         self._owner.sends(call, self)
         self._own_tokens += call.num_expected
@@ -80,7 +85,7 @@ class WorkerLink:
         )
         self._send(pb.UpMessage(submit=message))
 
-    def cancel(self, call: RunningCall) -> None:
+    def cancel(self, call: InFlightRequest) -> None:
         self._remove(call)
         message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
         self._send(pb.UpMessage(cancel=message))
@@ -174,7 +179,7 @@ class WorkerLink:
                 delta = Delta(call.request.request_id, [token_id], engine=address)
                 self._take(call, delta, now_s)
 
-    def _take(self, call: RunningCall, delta: Delta, now_s: float) -> None:
+    def _take(self, call: InFlightRequest, delta: Delta, now_s: float) -> None:
         is_first = call.num_emitted == 0
         computed = len(delta.token_ids)
         if is_first:
@@ -195,8 +200,8 @@ class WorkerLink:
             if call.pending:
                 call.tell(now_s)
 
-    def _remove(self, call: RunningCall) -> None:
-        call.link = None
+    def _remove(self, call: InFlightRequest) -> None:
+        call.cancel = nothing_to_cancel
         if self._calls.pop(call.stream_id, None) is not None:
             self._own_tokens -= call.num_expected
 

@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock.deployments.ingress.core.call import Call, TokenUsage
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
-from penstock.deployments.ingress.core.service import MAX_BODY_BYTES, RequestCore, beside_the_loop
+from penstock.deployments.ingress.core.service import MAX_BODY_BYTES, RequestCore
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.grpc import health as grpc_health
 from penstock.deployments.ingress.grpc import open_inference as oip_ingress
 from penstock.deployments.ingress.grpc.calls import Context, Named, about, answering, principal
@@ -177,7 +178,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             async for index, piece in pieces:
                 if piece.logprobs or piece.prompt_logprobs:
                     size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
-                    answer = await beside_the_loop(size, answer_message, kind, index, piece)
+                    answer = await run_off_loop_if_large(size, answer_message, kind, index, piece)
                 else:
                     answer = answer_message(kind, index, piece)
                 if is_first:

@@ -21,7 +21,8 @@ from penstock.deployments.ingress.core.call import Call, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
-from penstock.deployments.ingress.core.service import RequestCore, beside_the_loop
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.http import middleware as asgi
 from penstock.deployments.ingress.http import tokenize as http_tokens
@@ -220,7 +221,8 @@ class AnswerResponse(Response):
             async for index, piece in pieces:
                 choices[index].add(piece)
         size = sum(choice.size for choice in choices)
-        await asgi.send_json(send, 200, await beside_the_loop(size, self._shape.whole, choices))
+        body = await run_off_loop_if_large(size, self._shape.whole, choices)
+        await asgi.send_json(send, 200, body)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         usages: list[TokenUsage] = []
@@ -233,7 +235,7 @@ class AnswerResponse(Response):
                     event = server_sent(self._shape.opening(index))
                 if piece.logprobs or piece.prompt_logprobs:
                     size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
-                    event += await beside_the_loop(size, self._written, index, piece)
+                    event += await run_off_loop_if_large(size, self._written, index, piece)
                 else:
                     event += self._written(index, piece)
                 if event:

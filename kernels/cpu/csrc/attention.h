@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "export.h"
 #include "kv_codes.h"
 
 constexpr int KEY_TILE = 64;  // keys that share one softmax step
@@ -46,6 +47,13 @@ struct Cache {
 
     int64_t groups() const { return dim / group; }
 };
+#define SIDE_FIELDS(side)                                                                     \
+    FIELD(side.blocks) FIELD(side.stride) FIELD(side.scales) FIELD(side.scale_stride)         \
+    FIELD(side.scratch) FIELD(side.scratch_stride) FIELD(side.scratch_scales)                 \
+    FIELD(side.scratch_scale_stride)
+#define CACHE_FIELDS(cache)                                                                   \
+    SIDE_FIELDS(cache.k) SIDE_FIELDS(cache.v) FIELD(cache.num_blocks) FIELD(cache.block_size) \
+    FIELD(cache.kv_heads) FIELD(cache.dim) FIELD(cache.format) FIELD(cache.group)
 
 struct AttentionArgs {
     int64_t dtype;
@@ -67,6 +75,11 @@ struct AttentionArgs {
 
     int64_t group() const { return heads / cache.kv_heads; }  // query heads of a kv head
 };
+LAYOUT(AttentionArgs,
+       FIELD(dtype) FIELD(q) FIELD(q_stride) CACHE_FIELDS(cache) FIELD(tables) FIELD(table_stride)
+       FIELD(starts) FIELD(lens) FIELD(out) FIELD(batch) FIELD(heads) FIELD(scale) FIELD(window)
+       FIELD(threads) FIELD(q_sink) FIELD(q_sink_stride) FIELD(sink_ends) FIELD(window_starts)
+       FIELD(sink_blocks) FIELD(bases))
 
 // A row of the cache that lies there as it is.
 template <class T>

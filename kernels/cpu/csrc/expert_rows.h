@@ -14,6 +14,9 @@ struct UnpackArgs {
     void *gate_up, *down;  // packed [2 * inner, hidden] and [hidden, inner]
     int64_t hidden, inner;
 };
+LAYOUT(UnpackArgs,
+       FIELD(dtype) FIELD(rows) FIELD(row_stride) FIELD(places) FIELD(count) FIELD(gate_up) FIELD(down)
+       FIELD(hidden) FIELD(inner))
 
 // Where output feature n of a packed weight begins, and how far its input features are apart: those
 // of one run (two in bf16) lie side by side.

@@ -16,6 +16,9 @@ struct WriteArgs {
     const int64_t* slots;
     int64_t tokens, threads;
 };
+LAYOUT(WriteArgs,
+       FIELD(dtype) FIELD(k) FIELD(k_stride) FIELD(v) FIELD(v_stride) CACHE_FIELDS(cache) FIELD(slots)
+       FIELD(tokens) FIELD(threads))
 
 struct RopeWriteArgs {
     WriteArgs write;  // whose k is rotated in place
@@ -24,6 +27,10 @@ struct RopeWriteArgs {
     const float *cos, *sin;  // [tokens, half]
     int64_t half;
 };
+LAYOUT(RopeWriteArgs,
+       FIELD(write.dtype) FIELD(write.k) FIELD(write.k_stride) FIELD(write.v) FIELD(write.v_stride)
+       CACHE_FIELDS(write.cache) FIELD(write.slots) FIELD(write.tokens) FIELD(write.threads) FIELD(q)
+       FIELD(q_stride) FIELD(heads) FIELD(cos) FIELD(sin) FIELD(half))
 
 template <class T, class C>
 INLINE void write_side(const Cache& c, const Side& side, int64_t slot, const T* rows) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "amx.h"
+#include "export.h"
 
 constexpr int PANEL = 2 * W;  // output features of one packed panel
 
@@ -17,6 +18,9 @@ struct LinearArgs {
     void* out;
     int64_t out_stride, rows, columns, depth, threads;
 };
+LAYOUT(LinearArgs,
+       FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(packed) FIELD(bias) FIELD(out) FIELD(out_stride)
+       FIELD(rows) FIELD(columns) FIELD(depth) FIELD(threads))
 
 struct PackArgs {
     int64_t dtype;
@@ -25,6 +29,9 @@ struct PackArgs {
     void* packed;
     int64_t columns, depth, threads;
 };
+LAYOUT(PackArgs,
+       FIELD(dtype) FIELD(weight) FIELD(weight_stride) FIELD(packed) FIELD(columns) FIELD(depth)
+       FIELD(threads))
 
 // Input features that a panel and a laid-out row have side by side, in 4 bytes.
 template <class T>

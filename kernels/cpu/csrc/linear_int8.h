@@ -11,6 +11,7 @@
 #pragma once
 
 #include "amx.h"
+#include "export.h"
 #include "quantize_rows.h"
 
 constexpr int PANEL8 = 2 * W;
@@ -26,6 +27,9 @@ struct Int8LinearArgs {
     void* out;
     int64_t out_stride, rows, columns, depth, threads;
 };
+LAYOUT(Int8LinearArgs,
+       FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(x_scales) FIELD(packed) FIELD(scales) FIELD(bias)
+       FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(threads))
 
 struct Int8PackArgs {
     const int8_t* codes;
@@ -33,6 +37,8 @@ struct Int8PackArgs {
     uint8_t* packed;
     int64_t columns, depth, threads;
 };
+LAYOUT(Int8PackArgs,
+       FIELD(codes) FIELD(stride) FIELD(packed) FIELD(columns) FIELD(depth) FIELD(threads))
 
 // acc + the sums over 4 products of unsigned bytes of w and signed bytes of x, lane by lane.
 #if defined(__AVX512VNNI__)

@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "export.h"
 #include "weight_codes.h"
 #include "quantize_rows.h"
 #include "tiling.h"
@@ -28,6 +29,10 @@ struct CodesLinearArgs {
     int64_t out_stride, rows, columns, depth, group, threads;
     int64_t is_int4;  // the table is -8 to 7
 };
+LAYOUT(CodesLinearArgs,
+       FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(packed) FIELD(table) FIELD(scales) FIELD(shifts)
+       FIELD(bias) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
+       FIELD(threads) FIELD(is_int4))
 
 struct CodesPackArgs {
     int64_t nibbles;       // 4-bit, else bytes
@@ -36,6 +41,9 @@ struct CodesPackArgs {
     uint8_t* packed;
     int64_t columns, depth, group, threads;
 };
+LAYOUT(CodesPackArgs,
+       FIELD(nibbles) FIELD(codes) FIELD(stride) FIELD(packed) FIELD(columns) FIELD(depth) FIELD(group)
+       FIELD(threads))
 
 // The rows of a block in fp32, [padded K][rows of the tile], tile after tile.
 struct CodesBlock {

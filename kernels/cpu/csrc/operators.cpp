@@ -29,13 +29,13 @@ OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 OPERATOR(unpack_neurons, UnpackArgs)
 
-EXPORT void ps_rope_write_kv(const RopeWriteArgs* args) {
+EXPORTED(rope_write_kv, RopeWriteArgs) {
     if (args->write.dtype == 0)
         rope_write_kv<float>(*args);
     else
         rope_write_kv<bf16>(*args);
 }
-EXPORT void ps_sample(const SampleArgs* args) { sample(*args); }
+EXPORTED(sample, SampleArgs) { sample(*args); }
 
 // Calls of exported functions, as kernels/cpu/replay.py recorded them.
 struct Call {
@@ -46,6 +46,7 @@ struct RunArgs {
     const Call* calls;
     int64_t count;
 };
-EXPORT void ps_run(const RunArgs* args) {
+LAYOUT(RunArgs, FIELD(calls) FIELD(count))
+EXPORTED(run, RunArgs) {
     for (int64_t i = 0; i < args->count; ++i) args->calls[i].function(args->calls[i].args);
 }

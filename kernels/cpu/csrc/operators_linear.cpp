@@ -11,7 +11,7 @@ OPERATOR(linear, LinearArgs)
 OPERATOR(linear_int8, Int8LinearArgs)
 OPERATOR(linear_codes, CodesLinearArgs)
 
-EXPORT void ps_pack_int8(const Int8PackArgs* args) { pack_int8(*args); }
-EXPORT void ps_pack_codes(const CodesPackArgs* args) { pack_codes(*args); }
-EXPORT int64_t ps_panel() { return PANEL; }
-EXPORT int64_t ps_matrix_unit() { return amx_usable(); }
+EXPORTED(pack_int8, Int8PackArgs) { pack_int8(*args); }
+EXPORTED(pack_codes, CodesPackArgs) { pack_codes(*args); }
+EXPORT int64_t pk_panel() { return PANEL; }
+EXPORT int64_t pk_matrix_unit() { return amx_usable(); }

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "export.h"
 #include "quantize_rows.h"
 
 struct CodesArgs {
@@ -11,6 +12,8 @@ struct CodesArgs {
     int64_t stride;
     float* scales;  // [tokens]
 };
+#define CODES_FIELDS(codes_args) \
+    FIELD(codes_args.codes) FIELD(codes_args.stride) FIELD(codes_args.scales)
 
 struct RmsNormArgs {
     int64_t dtype;
@@ -27,6 +30,10 @@ struct RmsNormArgs {
     int64_t threads;
     CodesArgs int8;  // with heads == 1, in place of `out`
 };
+LAYOUT(RmsNormArgs,
+       FIELD(dtype) FIELD(x) FIELD(x_token_stride) FIELD(x_head_stride) FIELD(residual)
+       FIELD(residual_stride) FIELD(weight) FIELD(out) FIELD(out_token_stride) FIELD(out_head_stride)
+       FIELD(sum) FIELD(tokens) FIELD(heads) FIELD(dim) FIELD(eps) FIELD(threads) CODES_FIELDS(int8))
 
 struct RopeArgs {
     int64_t dtype;
@@ -37,6 +44,9 @@ struct RopeArgs {
     const float *cos, *sin;  // [tokens, half]
     int64_t tokens, heads, kv_heads, dim, half, threads;
 };
+LAYOUT(RopeArgs,
+       FIELD(dtype) FIELD(q) FIELD(q_stride) FIELD(k) FIELD(k_stride) FIELD(cos) FIELD(sin)
+       FIELD(tokens) FIELD(heads) FIELD(kv_heads) FIELD(dim) FIELD(half) FIELD(threads))
 
 struct RopeToArgs {
     int64_t dtype;
@@ -47,6 +57,9 @@ struct RopeToArgs {
     const float *cos, *sin;  // [tokens, half]
     int64_t tokens, heads, dim, half, threads;
 };
+LAYOUT(RopeToArgs,
+       FIELD(dtype) FIELD(q) FIELD(q_stride) FIELD(out) FIELD(out_stride) FIELD(cos) FIELD(sin)
+       FIELD(tokens) FIELD(heads) FIELD(dim) FIELD(half) FIELD(threads))
 
 struct SiluMulArgs {
     int64_t dtype;
@@ -56,6 +69,9 @@ struct SiluMulArgs {
     int64_t out_stride, rows, dim, threads;
     CodesArgs int8;  // in place of `out`
 };
+LAYOUT(SiluMulArgs,
+       FIELD(dtype) FIELD(gate_up) FIELD(stride) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(dim)
+       FIELD(threads) CODES_FIELDS(int8))
 
 struct CombineArgs {
     int64_t dtype;
@@ -65,6 +81,9 @@ struct CombineArgs {
     void* out;              // [tokens, dim]
     int64_t tokens, ranks, dim, threads;
 };
+LAYOUT(CombineArgs,
+       FIELD(dtype) FIELD(rows) FIELD(places) FIELD(weights) FIELD(out) FIELD(tokens) FIELD(ranks)
+       FIELD(dim) FIELD(threads))
 
 struct QuantizeArgs {
     int64_t dtype;
@@ -72,6 +91,8 @@ struct QuantizeArgs {
     int64_t stride, rows, dim, threads;
     CodesArgs int8;
 };
+LAYOUT(QuantizeArgs,
+       FIELD(dtype) FIELD(x) FIELD(stride) FIELD(rows) FIELD(dim) FIELD(threads) CODES_FIELDS(int8))
 
 // Where row t of `out` is made: in `out`, or in memory of this thread if its codes are wanted.
 template <class T>

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "export.h"
 #include "vectors.h"
 
 struct SampleArgs {
@@ -15,6 +16,9 @@ struct SampleArgs {
     int64_t* ids;    // [rows]
     int64_t threads;
 };
+LAYOUT(SampleArgs,
+       FIELD(dtype) FIELD(logits) FIELD(stride) FIELD(rows) FIELD(vocab) FIELD(inverse_temperature)
+       FIELD(top_k) FIELD(top_p) FIELD(min_p) FIELD(uniform) FIELD(scratch) FIELD(ids) FIELD(threads))
 
 constexpr int64_t SPAN = 256;  // weights that are summed before the sum is widened to fp64
 

@@ -78,7 +78,7 @@ def test_http_and_grpc_measure_the_same_load(serving, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_the_client_cuts_what_the_server_is_not_told(serving, tmp_path, scheme):
+def test_the_client_cuts_what_the_server_is_not_sent(serving, tmp_path, scheme):
     flags = (*LOAD, "--prompts", "ids", "--max-tokens", "400")
     result = bench(tmp_path, url_of(serving, scheme), *flags)
     figures, requests = result["figures"], result["requests"]
@@ -159,7 +159,7 @@ def test_nobody_there_or_no_such_model(serving, capsys):
         (("--input-len", "x"), "cannot read the length"),
     ],
 )
-def test_misuse_is_told(capsys, flags, message):
+def test_misuse_is_sent(capsys, flags, message):
     assert main(["bench", "serve", *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -181,7 +181,7 @@ def test_a_picture_is_drawn(serving, tmp_path):
 def test_offline_serves_every_token():
     jobs = [Job(0.0, 3 + i, 1 + i) for i in range(20)]
     told: list[int] = []
-    outcomes, figures = drain_all(new_engine(), jobs, seed=0, tell=told.append)
+    outcomes, figures = drain_all(new_engine(), jobs, seed=0, on_step=told.append)
     assert [each.num_output_tokens() for each in outcomes] == [job.output_tokens for job in jobs]
     assert figures["output_tokens"] == sum(told) == sum(job.output_tokens for job in jobs)
     assert figures["input_tokens"] == sum(job.prompt_tokens for job in jobs)
@@ -240,7 +240,7 @@ def test_the_loop_is_open():
     assert asyncio.run(run()) == [None] * 8
 
 
-def test_max_concurrency_is_kept_and_timeouts_are_told():
+def test_max_concurrency_is_kept_and_timeouts_are_sent():
     async def run() -> None:
         target = WaitingTarget(3)
         outcomes = await run_load(target, calls_of(10), max_concurrency=3, timeout_s=20)
@@ -257,7 +257,7 @@ def test_max_concurrency_is_kept_and_timeouts_are_told():
 def test_the_server_is_told_the_true_length_only_when_asked():
     jobs = [Job(0.0, 10, n) for n in (3, 20, 7)]
 
-    def told(ending: str, max_tokens: int | None = None, length: int | None = None) -> list[Any]:
+    def sent(ending: str, max_tokens: int | None = None, length: int | None = None) -> list[Any]:
         calls = make_calls(
             jobs,
             lambda num, rng: [0] * num,
@@ -269,13 +269,13 @@ def test_the_server_is_told_the_true_length_only_when_asked():
         )
         return [(call.max_tokens, call.cut_at) for call in calls]
 
-    assert told("cut") == [(20, 3), (20, None), (20, 7)]
-    assert told("cut", max_tokens=50) == [(50, 3), (50, 20), (50, 7)]
-    assert told("cut", max_tokens=5) == [(5, 3), (5, None), (5, None)]
-    assert told("told") == [(3, None), (20, None), (7, None)]
-    assert told("free", max_tokens=50, length=32) == [(22, None)] * 3  # what the context leaves
+    assert sent("cut") == [(20, 3), (20, None), (20, 7)]
+    assert sent("cut", max_tokens=50) == [(50, 3), (50, 20), (50, 7)]
+    assert sent("cut", max_tokens=5) == [(5, 3), (5, None), (5, None)]
+    assert sent("known") == [(3, None), (20, None), (7, None)]
+    assert sent("free", max_tokens=50, length=32) == [(22, None)] * 3  # what the context leaves
     with pytest.raises(ConfigError, match="1 of 3 requests do not fit the 29 tokens"):
-        told("cut", length=29)
+        sent("cut", length=29)
     assert fitting(jobs, TargetModel("m", 29), is_exact=True) == [jobs[0], jobs[2]]
     assert fitting(jobs, TargetModel("m"), is_exact=False) == jobs
 

@@ -143,8 +143,8 @@ def test_help_teaches_and_loads_no_torch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["Llama-3-8"], "no folder with a config.json.*did you mean 'Llama-3-8B'"),
-        (["org/name"], "no folder with a config.json"),
+        (["Llama-3-8"], "not a folder with a config.json.*did you mean 'Llama-3-8B'"),
+        (["org/name"], "not a folder with a config.json"),
         (["Llama-3-8B", "--device", "H300"], "unknown device 'H300'; did you mean 'H200'"),
         (["Llama-3-8B", "--device", ","], "--device needs at least one name"),
         (["Llama-3-8B", "--weights", "int3"], "--weights: 'int3' is none of fp32"),

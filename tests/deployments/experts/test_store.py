@@ -1,4 +1,4 @@
-"""The expert store of a node: what it keeps over a restart, tells and mends; a real one, killed."""
+"""The expert store of a node: restarts, statistics, repair of damage; and a real store, killed."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from penstock.deployments.gate.prefix_affinity import (
     prefix_marks,
 )
 from penstock.deployments.gate.types import GateRequest, GateSettings, WorkerSpec
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import length_prior
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import FinishReason, SamplingParams
+from penstock.workers.request import FinishReason, Request, SamplingParams
 from tests.deployments.gate.test_with_workers import ENGINE, NoCredits, Node, Run, collect, house
 
 CONFIG = replace(ENGINE, num_blocks=200)  # 3,200 tokens
@@ -169,10 +169,10 @@ def nodes(model: Any) -> Iterator[list[Node]]:
         node.stop()
 
 
-def request(name: str, ids: tuple[int, ...], max_tokens: int = 4) -> AskedRequest:
+def request(name: str, ids: tuple[int, ...], max_tokens: int = 4) -> AdmissionRequest:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     features = Features("test", prompt_tokens=len(ids), max_tokens=max_tokens)
-    return AskedRequest(name, ids, params, features=features, prefix=prefix_marks(ids))
+    return AdmissionRequest(Request(name, ids, params), features, prefix=prefix_marks(ids))
 
 
 @pytest.mark.parametrize("everybody_asks", [False, True])

@@ -22,7 +22,7 @@ from google.rpc import error_details_pb2, status_pb2
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
@@ -34,7 +34,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Delta, FinishReason, SamplingParams
+from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from tests.deployments.serving import ScriptedBackend, Serving
 
 # 40 blocks of 16: room for two of the longest answers below, by the rule of reserve_max.
@@ -125,14 +125,16 @@ class NoCredits(Credits):
 
 def request(
     number: int, *, max_tokens: int = 24, tenant: str = "", length: int = 8, **rest: Any
-) -> AskedRequest:
+) -> AdmissionRequest:
     prompt = tuple(random.Random(number).choices(range(3, 2000), k=length))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     features = Features("test", tenant=tenant, prompt_tokens=length, max_tokens=max_tokens)
-    return AskedRequest(f"req-{number}", prompt, params, features=features, **rest)
+    inner = {key: rest.pop(key) for key in list(rest) if key in Request.__slots__}
+    made = Request(f"req-{number}", prompt, params, **inner)
+    return AdmissionRequest(made, features=features, **rest)
 
 
-async def collect(pool: WorkerPool, asked: AskedRequest) -> tuple[list[int], Delta]:
+async def collect(pool: WorkerPool, asked: AdmissionRequest) -> tuple[list[int], Delta]:
     ids: list[int] = []
     async for delta in pool.generate(asked):
         ids += delta.token_ids
@@ -140,9 +142,9 @@ async def collect(pool: WorkerPool, asked: AskedRequest) -> tuple[list[int], Del
     return ids, last
 
 
-def alone(model: Any, asked: AskedRequest) -> list[int]:
+def alone(model: Any, asked: AdmissionRequest) -> list[int]:
     engine = Engine(ENGINE, model)
-    engine.add(asked)
+    engine.add(asked.request)
     ids: list[int] = []
     while engine.has_work():
         for delta in engine.step():

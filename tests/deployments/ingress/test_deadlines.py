@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from penstock.deployments.client import Client, ClientError
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.inference import open_inference_pb2_grpc
@@ -125,11 +126,11 @@ def test_the_worker_keeps_deadlines_by_itself() -> None:
         async with asyncio.timeout(20):
             while not pool.ready():
                 await asyncio.sleep(0.005)
-            holder = pool.generate(Request("holder", (5, 6, 7), params))
+            holder = pool.generate(AdmissionRequest(Request("holder", (5, 6, 7), params)))
             await anext(holder)
             late = Request("late", (8, 9), params, deadline_s=time.monotonic() + WAIT_S)
-            told = await last_of(pool.generate(late))
-            await holder.aclose()  # type: ignore[attr-defined]
+            told = await last_of(pool.generate(AdmissionRequest(late)))
+            await holder.aclose()
             while engine.has_work():
                 await asyncio.sleep(0.005)
         await pool.close()

@@ -15,6 +15,7 @@ import torch
 
 from penstock.kernels import attention, matmul, quant, rowwise
 from penstock.kernels.cpu import native
+from penstock.kernels.reference.rowwise import rms_norm_reference, silu_mul_reference
 from tests.kernels.kernel_cases import assert_close, dense_attention, paged
 from tests.kernels.rolled_cases import Roll, dense_rolled_attention, rolled_paged
 
@@ -71,8 +72,7 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         q = torch.randn(3, 14, 20).to(dtype)
         y = attention.decode_attention(
             q,
-            case.k_cache,
-            case.v_cache,
+            case.kv,
             case.tables,
             case.lens,
             scale=0.2,
@@ -81,15 +81,13 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, None))
         y = attention.prefill_attention(
             q,
-            case.k_cache,
-            case.v_cache,
+            case.kv,
             case.tables,
             torch.arange(4, dtype=torch.int32),
             case.lens,
             scale=0.2,
             window=40,
             max_query_len=1,
-            max_context_len=300,
         )
         assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, 40))
         rolled = rolled_paged(
@@ -99,21 +97,18 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         q = torch.randn(53, 14, 20).to(dtype)
         y = attention.prefill_attention(
             q,
-            rolled.k_cache,
-            rolled.v_cache,
+            rolled.kv,
             rolled.tables,
             torch.tensor([0, 50, 53], dtype=torch.int32),
             rolled.lens,
             scale=0.2,
             max_query_len=50,
-            max_context_len=300,
             rolling=rolled.rolling,
-            scratch=rolled.scratch,
         )
         assert_close(y, dense_rolled_attention(q, rolled, 0.2))
-        assert_close(rowwise.silu_mul(x[:, :50]), rowwise.silu_mul_reference(x[:, :50]))
+        assert_close(rowwise.silu_mul(x[:, :50]), silu_mul_reference(x[:, :50]))
         ones = torch.ones(51, dtype=dtype)
-        assert_close(rowwise.rms_norm(x, ones, 1e-5), rowwise.rms_norm_reference(x, ones, 1e-5))
+        assert_close(rowwise.rms_norm(x, ones, 1e-5), rms_norm_reference(x, ones, 1e-5))
 
 
 def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, monkeypatch):
@@ -122,13 +117,13 @@ def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, mo
     if "amx_int8" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no matrix unit (AMX)")
     unit = native.library()
-    assert unit.ps_matrix_unit() == 1
+    assert unit.pk_matrix_unit() == 1
     without = ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
     monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, *without])
     built = native.build(tmp_path)
     monkeypatch.setattr(native, "build", lambda: built)
     vectors = native.loaded.__wrapped__()
-    assert vectors.ps_matrix_unit() == 0
+    assert vectors.pk_matrix_unit() == 0
     for dtype, format, inputs in itertools.product(
         native.DTYPES, ("int8", "int4"), (51, 400, 8300)
     ):

@@ -9,7 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels import rowwise
+from penstock.kernels.reference.rowwise import (
+    rms_norm_reference,
+    rope_reference,
+    silu_mul_reference,
+)
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import attention_kernels as attention_triton_kernels
 from penstock.kernels.triton import rowwise as rowwise_triton
@@ -45,7 +49,7 @@ def test_it_runs_interpreted_or_compiled():
 def decode(q: torch.Tensor, case: Paged, window: int | None) -> torch.Tensor:
     out = torch.full_like(q.contiguous(), float("nan"))
     return attention_triton.decode_attention(
-        q, case.k_cache, case.v_cache, case.tables, case.lens, 0.125, window, case.max_len, out
+        q, case.kv, case.tables, case.lens, 0.125, window, case.max_len, out
     )
 
 
@@ -53,8 +57,7 @@ def prefill(q: torch.Tensor, case: Paged, query_lens: list[int], window: int | N
     out = torch.full_like(q.contiguous(), float("nan"))
     return attention_triton.prefill_attention(
         q,
-        case.k_cache,
-        case.v_cache,
+        case.kv,
         case.tables,
         starts_of(query_lens, DEVICE),
         case.lens,
@@ -90,7 +93,7 @@ def test_decode_of_many_rows():
     together = decode(q, case, None)
     assert_close(together, dense_attention(q, case, [1] * 17, 0.125, None))
     for b in (0, 15, 16):
-        alone = Paged(case.k_cache, case.v_cache, case.tables[b:], case.lens[b : b + 1], [], [])
+        alone = Paged(case.kv, case.tables[b:], case.lens[b : b + 1], [], [])
         assert torch.equal(decode(q[b : b + 1], alone, None)[0], together[b])
 
 
@@ -122,7 +125,7 @@ def test_write_kv(dtype):
     qkv = torch.randn(5, 9, 20).to(DEVICE, dtype)
     k, v = qkv[:, 3:6], qkv[:, 6:]
     slots = torch.tensor([7, -1, 0, 13, -5], device=DEVICE)
-    attention_triton.write_kv(k, v, case.k_cache, case.v_cache, slots)
+    attention_triton.write_kv(k, v, case.kv, slots)
     for cache, rows in ((case.k_cache, k), (case.v_cache, v)):
         for token, slot in ((0, 7), (2, 0), (3, 13)):
             assert torch.equal(cache[slot // 4, :, slot % 4], rows[token])
@@ -136,10 +139,10 @@ def test_rms_norm(dtype, shape):
     x[0] *= 1e-3  # where eps counts
     weight = torch.randn(shape[1]).to(DEVICE, dtype)
     y = rowwise_triton.rms_norm(x, weight, 1e-5, None, torch.empty_like(x))
-    assert_close(y, rowwise.rms_norm_reference(x, weight, 1e-5))
+    assert_close(y, rms_norm_reference(x, weight, 1e-5))
     y, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
     assert_close(total, x + residual)
-    assert_close(y, rowwise.rms_norm_reference(total, weight, 1e-5))
+    assert_close(y, rms_norm_reference(total, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,7 +151,7 @@ def test_rms_norm_per_head_in_place_on_a_view(dtype):
     before, weight = qkv.clone(), torch.randn(24).to(DEVICE, dtype)
     q = qkv[:, 2:5]
     rowwise_triton.rms_norm(q, weight, 1e-5, None, q)
-    assert_close(q, rowwise.rms_norm_reference(before[:, 2:5], weight, 1e-5))
+    assert_close(q, rms_norm_reference(before[:, 2:5], weight, 1e-5))
     assert torch.equal(qkv[:, :2], before[:, :2])
     assert torch.equal(qkv[:, 5:], before[:, 5:])
 
@@ -159,7 +162,7 @@ def test_rope(dtype, head_dim, rot):
     qkv = torch.randn(5, 9, head_dim).to(DEVICE, dtype)
     before, angle = qkv.clone(), torch.randn(5, rot // 2).to(DEVICE)
     rowwise_triton.rope_(qkv[:, :6], qkv[:, 6:8], angle.cos(), angle.sin())
-    assert_close(qkv[:, :8], rowwise.rope_reference(before[:, :8], angle.cos(), angle.sin()))
+    assert_close(qkv[:, :8], rope_reference(before[:, :8], angle.cos(), angle.sin()))
     assert torch.equal(qkv[:, 8], before[:, 8])
 
 
@@ -170,7 +173,7 @@ def test_rope_to(dtype, head_dim, rot):
     before = qkv.clone()
     wide = torch.full((5, 8, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     rowwise_triton.rope_to(qkv[:, 1:7], angle.cos(), angle.sin(), wide[:, 1:7])
-    assert_close(wide[:, 1:7], rowwise.rope_reference(before[:, 1:7], angle.cos(), angle.sin()))
+    assert_close(wide[:, 1:7], rope_reference(before[:, 1:7], angle.cos(), angle.sin()))
     assert torch.equal(qkv, before)
     assert wide[:, [0, 7]].isnan().all()
 
@@ -180,7 +183,7 @@ def test_rope_to(dtype, head_dim, rot):
 def test_silu_mul(dtype, shape):
     gate_up = torch.randn(shape[0], 2 * shape[1]).to(DEVICE, dtype)
     y = rowwise_triton.silu_mul(gate_up, torch.empty(shape, dtype=dtype, device=DEVICE))
-    assert_close(y, rowwise.silu_mul_reference(gate_up))
+    assert_close(y, silu_mul_reference(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import quant, rowwise
+from penstock.kernels import quant
+from penstock.kernels.reference.rowwise import rope_reference
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import kv_write as kv_triton
-from penstock.kernels.types import KvScales
+from penstock.kernels.types import KvScales, PagedKv
 from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
 from tests.kernels.rolled_cases import Roll, dense_rolled_attention, rolled_paged
 from tests.kernels.triton.interpreter import DEVICE, HALF
@@ -48,30 +49,26 @@ def quantised(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor
     return wide[0].view(dtype), wide[1]
 
 
-def quantise(case: Paged, dtype: torch.dtype, group: int) -> tuple[Paged, KvScales]:
+def quantise(case: Paged, dtype: torch.dtype, group: int) -> Paged:
     """The case with quantised caches, and with the keys and values that they stand for."""
-    (k, k_scales), (v, v_scales) = (
-        quantised(x, dtype, group) for x in (case.k_cache, case.v_cache)
-    )
     keys, values = (
         [quant.dequantize_kv(*quant.quantize_kv(x, dtype, group)) for x in rows]
         for rows in (case.keys, case.values)
     )
-    case, apart = replace(case, k_cache=k, v_cache=v, keys=keys, values=values), None
-    scratch = getattr(case, "scratch", None)
+    kv, scratch = quantise_layer(case.kv, dtype, group), case.kv.scratch
     if scratch is not None:
-        more = [quantised(x, dtype, group) for x in scratch]
-        case = replace(case, scratch=(more[0][0], more[1][0]))
-        apart = more[0][1], more[1][1]
-    return case, KvScales(k_scales, v_scales, apart)
+        kv = kv.with_scratch(quantise_layer(scratch, dtype, group))
+    return replace(case, kv=kv, keys=keys, values=values)
 
 
-def attend(
-    q: Tensor, case: Paged, scales: KvScales, query_lens: list[int], window: int | None
-) -> Tensor:
-    out = torch.full_like(q.contiguous(), float("nan"))
-    rest = (out, getattr(case, "rolling", None), getattr(case, "scratch", None), scales)
-    cache = (case.k_cache, case.v_cache, case.tables)
+def quantise_layer(kv: PagedKv, dtype: torch.dtype, group: int) -> PagedKv:
+    (k, k_scales), (v, v_scales) = (quantised(x, dtype, group) for x in (kv.k, kv.v))
+    return PagedKv(k, v, KvScales(k_scales, v_scales))
+
+
+def attend(q: Tensor, case: Paged, query_lens: list[int], window: int | None) -> Tensor:
+    rest = (torch.full_like(q.contiguous(), float("nan")), getattr(case, "rolling", None))
+    cache = (case.kv, case.tables)
     if max(query_lens) == 1:
         return attention_triton.decode_attention(
             q, *cache, case.lens, SCALE, window, case.max_len, *rest
@@ -87,24 +84,24 @@ def test_attention(shape, query_lens, monkeypatch):
     dtype, stored, group, heads, num_kv_heads, head_dim, window = shape
     heads = heads if max(query_lens) == 1 else min(heads, 2)  # each is a program of prefill
     lens = [1, 17, 130]
-    case, scales = quantise(
+    case = quantise(
         paged(lens, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE),
         stored,
         group,
     )
     q = torch.randn(sum(query_lens), heads * num_kv_heads + 1, head_dim).to(DEVICE, dtype)[:, 1:]
     expected = dense_attention(q, case, query_lens, SCALE, window)
-    y = attend(q, case, scales, query_lens, window)
+    y = attend(q, case, query_lens, window)
     assert_close(y, expected)
     if stored == FP8:  # the bits alone, as on a card without fp8
         monkeypatch.setattr(attention_triton, "_readable", lambda cache: cache.view(torch.uint8))
-        assert torch.equal(attend(q, case, scales, query_lens, window), y)
+        assert torch.equal(attend(q, case, query_lens, window), y)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 3, 17]], ids=["decode", "prefill"])
 @pytest.mark.parametrize(("stored", "group"), [(INT8, 8), (FP8, 40)])
 def test_rolled_attention_and_scratch(stored, group, query_lens):
-    case, scales = quantise(
+    case = quantise(
         rolled_paged(
             [30, 90, 200],
             query_lens,
@@ -119,7 +116,7 @@ def test_rolled_attention_and_scratch(stored, group, query_lens):
         group,
     )
     q = torch.randn(case.rolling.q_sink.shape).to(DEVICE)
-    y = attend(q, case, scales, query_lens, None)
+    y = attend(q, case, query_lens, None)
     assert_close(y, dense_rolled_attention(q, case, SCALE))
 
 
@@ -155,9 +152,11 @@ def test_what_is_written(dtype, stored, group, head_dim):
                 at = (slot // 4, side, slice(None), slot % 4)
                 expected_codes.view(INT8)[at] = made[token].view(INT8).to(DEVICE)
                 expected_sizes[at] = scale[token].to(DEVICE)
-    scratch = (codes[6:, 0], codes[6:, 1])
-    scales = KvScales(sizes[:6, 0], sizes[:6, 1], (sizes[6:, 0], sizes[6:, 1]))
-    kv_triton.write_kv(k, v, codes[:6, 0], codes[:6, 1], slots, scratch, scales)
+    layer, scratch = (
+        PagedKv(codes[part, 0], codes[part, 1], KvScales(sizes[part, 0], sizes[part, 1]))
+        for part in (slice(6), slice(6, None))
+    )
+    kv_triton.write_kv(k, v, layer.with_scratch(scratch), slots)
     assert torch.equal(codes.view(INT8), expected_codes.view(INT8))
     torch.testing.assert_close(sizes, expected_sizes, rtol=0, atol=0, equal_nan=True)
 
@@ -177,15 +176,15 @@ def test_rope_write_kv(stored, group):
         (False, apart_qkv, apart, sizes_apart),
     ):
         q, k, v = row[:, :5], row[:, 5:7], row[:, 7:]
-        caches = (home[:, 0], home[:, 1])
         scales = KvScales(sizes_home[:, 0], sizes_home[:, 1]) if stored else None
+        layer = PagedKv(home[:, 0], home[:, 1], scales)
         if fused:
-            kv_triton.rope_write_kv(q, k, v, cos, sin, *caches, slots, None, scales)
+            kv_triton.rope_write_kv(q, k, v, cos, sin, layer, slots)
         else:
             before = k.clone()
-            q.copy_(rowwise.rope_reference(q, cos, sin))
-            k.copy_(rowwise.rope_reference(k, cos, sin))
-            kv_triton.write_kv(k, v, *caches, slots, None, scales)
+            q.copy_(rope_reference(q, cos, sin))
+            k.copy_(rope_reference(k, cos, sin))
+            kv_triton.write_kv(k, v, layer, slots)
             k.copy_(before)
     assert_close(qkv, apart_qkv)
     exact = DEVICE == "cpu"  # a GPU may fuse a product and a sum here, and there not
@@ -196,7 +195,7 @@ def test_rope_write_kv(stored, group):
 
 def test_a_lost_key_makes_no_number():
     """A group that was not finite has the scale NaN, and so has all that attends to it."""
-    case, scales = quantise(paged([20, 20], num_kv_heads=1, head_dim=16, device=DEVICE), INT8, 8)
-    scales.k[int(case.tables[1, 0]), 0, 5, 1] = float("nan")
-    y = attend(torch.randn(2, 2, 16).to(DEVICE), case, scales, [1, 1], None)
+    case = quantise(paged([20, 20], num_kv_heads=1, head_dim=16, device=DEVICE), INT8, 8)
+    case.kv.scales.k[int(case.tables[1, 0]), 0, 5, 1] = float("nan")
+    y = attend(torch.randn(2, 2, 16).to(DEVICE), case, [1, 1], None)
     assert y[0].isfinite().all() and y[1].isnan().all()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.triton import attention as attention_triton
-from penstock.kernels.types import Rolling
+from penstock.kernels.types import PagedKv, Rolling
 from tests.kernels.kernel_cases import assert_close, paged, starts_of
 from tests.kernels.rolled_cases import (
     INT32,
@@ -62,16 +62,15 @@ def queries(case: RolledPaged) -> Tensor:
 
 def decode(q: Tensor, case: RolledPaged, window: int | None = None) -> Tensor:
     return attention_triton.decode_attention(
-        q, case.k_cache, case.v_cache, case.tables, case.lens, SCALE, window, case.max_len,
-        torch.full_like(q, float("nan")), case.rolling, case.scratch,
+        q, case.kv, case.tables, case.lens, SCALE, window, case.max_len,
+        torch.full_like(q, float("nan")), case.rolling,
     )  # fmt: skip
 
 
 def prefill(q: Tensor, case: RolledPaged, window: int | None = None) -> Tensor:
     return attention_triton.prefill_attention(
-        q, case.k_cache, case.v_cache, case.tables, starts_of(case.query_lens, DEVICE), case.lens,
+        q, case.kv, case.tables, starts_of(case.query_lens, DEVICE), case.lens,
         SCALE, window, max(case.query_lens), torch.full_like(q, float("nan")), case.rolling,
-        case.scratch,
     )  # fmt: skip
 
 
@@ -129,7 +128,7 @@ def test_an_endless_sequence_costs_its_visible_keys():
     )
     weights = (torch.cat((near, plain), -1) * SCALE).softmax(-1)
     expected = (weights @ torch.cat(values)[:, 0])[None]
-    cache, nan = (case.k_cache, case.v_cache, case.tables), torch.full_like(q, float("nan"))
+    cache, nan = (case.kv, case.tables), torch.full_like(q, float("nan"))
     y = attention_triton.decode_attention(
         q, *cache, lens, SCALE, None, position + 1, nan.clone(), rolling
     )
@@ -149,7 +148,7 @@ def test_write_kv_finds_scratch(dtype):
     end = 4 * len(case.k_cache)
     slots = torch.tensor([end + 11, -1, end - 1, end], device=DEVICE)
     scratch = (more[:, 0], more[:, 1])
-    attention_triton.write_kv(k, v, case.k_cache, case.v_cache, slots, scratch)
+    attention_triton.write_kv(k, v, case.kv.with_scratch(PagedKv(*scratch)), slots)
     for cache, apart, rows in zip((case.k_cache, case.v_cache), scratch, (k, v), strict=True):
         assert torch.equal(apart[2, :, 3], rows[0])
         assert torch.equal(apart[0, :, 0], rows[3])

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.device_copy import Mark
-from penstock.workers.engine.engine import Engine, wants_async_scheduling
+from penstock.workers.engine.build import wants_async_scheduling
+from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.executor import Executor
-from penstock.workers.execution.step import StepInFlight, prepare
+from penstock.workers.execution.step import StepInFlight, StepOutput, prepare
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
 from penstock.workers.scheduling.ridge import Decision
@@ -55,7 +56,8 @@ class LateStep(StepInFlight):
     """A step that a device has been given that is in no hurry."""
 
     def __init__(self, plan, step, before, executor, workspace):
-        super().__init__(plan, step.row_of, None, {}, Mark(executor.model.device), 0.0)
+        output = StepOutput(None, {}, 0.0, 0.0)
+        super().__init__(plan, step.row_of, output, Mark(executor.model.device), 0.0)
         self._given = (step, before, workspace)
         self._executor = executor
 
@@ -65,8 +67,7 @@ class LateStep(StepInFlight):
             (step, before, workspace), self._given = self._given, None
             if before is not None:
                 before.compute()
-            made = self._executor.compute(step, before, workspace)
-            self.sampled, self._prompt_logprobs = made
+            self.output = self._executor.compute(step, before, workspace)
 
     def read(self):
         self.compute()
@@ -88,7 +89,6 @@ class LateExecutor(Executor):
 def make_late(engine):
     old = engine.executor
     engine.executor = LateExecutor(old.model, old.kv_layers, old.block_size, old.memory)
-    engine.times = engine.executor.times
     return engine
 
 

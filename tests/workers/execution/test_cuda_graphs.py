@@ -20,7 +20,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.batch import HostBatch
-from penstock.workers.execution.cuda_graphs import MOST_KEYS, MOST_ROWS, DecodeGraphs, GraphSizes
+from penstock.workers.execution.cuda_graphs import MAX_KEYS, MAX_ROWS, DecodeGraphs, GraphSizes
 from penstock.workers.execution.step import PreparedStep, PromptRows
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
@@ -177,7 +177,7 @@ def test_nan_in_one_row_stays_there(models):
 def test_sizes(max_num_seqs, max_len, block_size):
     sizes = GraphSizes.of(max_num_seqs, max_len, block_size)
     assert list(sizes.rows) == sorted(set(sizes.rows))
-    assert sizes.rows[-1] == min(max_num_seqs, MOST_ROWS)
+    assert sizes.rows[-1] == min(max_num_seqs, MAX_ROWS)
     assert all(b <= max(2 * a, a + 16) for a, b in zip((1, *sizes.rows), sizes.rows))
     assert list(sizes.lengths) == sorted(set(sizes.lengths))
     assert sizes.lengths[-1] == max_len
@@ -186,7 +186,7 @@ def test_sizes(max_num_seqs, max_len, block_size):
         pairs = [(r, n) for r, n in sizes.graphs if r >= num_rows and n >= longest]
         found = sizes.graph_for(num_rows, longest)
         assert found == (min(pairs) if pairs else None)
-        assert found is not None or num_rows > MOST_ROWS or num_rows * longest > MOST_KEYS // 8
+        assert found is not None or num_rows > MAX_ROWS or num_rows * longest > MAX_KEYS // 8
     assert sizes.num_bytes % 256 == 0
 
 
@@ -264,7 +264,7 @@ def test_the_setting(models, caplog):
 
     with caplog.at_level(logging.ERROR):
         engine = make_engine(model, fails)
-    assert "going on without" in caplog.text
+    assert "continuing without" in caplog.text
     assert len(run(engine, [Request("a", (5, 6), GREEDY)])["a"]) == 12
     with caplog.at_level(logging.INFO):
         make_engine(model, Recorder())

@@ -38,7 +38,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def poison(cache: ExpertCache) -> None:
-    """Rows that nobody wrote are NaN; what pads the layout stays zero, as it is made."""
+    """Rows that were never written are NaN; the layout's padding stays zero."""
     facts = cache.manifest
     shape = facts.inner, 3 * facts.hidden
     for slot in cache.table:

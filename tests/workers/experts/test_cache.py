@@ -1,4 +1,4 @@
-"""The expert cache: whatever was prefetched, evicted or cut off, what comes out is the checkpoint.
+"""The expert cache: whatever was prefetched, evicted or cancelled, it yields the checkpoint's bits.
 
 One copier thread runs in each test, as in a worker. Slots are full of NaN at first.
 """

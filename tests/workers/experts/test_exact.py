@@ -1,4 +1,4 @@
-"""The model over a cache of experts: the bits, and the ids, of the plain one.
+"""A model with an expert cache computes the same bits and ids as the plain model.
 
 With any capacity, whatever is prefetched, and where one expert is damaged.
 """

@@ -1,4 +1,4 @@
-"""Guessing the next layer's experts: the control, the counts, and what is done with a guess."""
+"""Predicting the next layer's experts: the control, the counts, and how predictions are used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.copier import WINDOW_S, TransferCounts, TransferMeter
 from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer, num_common
+from penstock.workers.experts.transfer_meter import WINDOW_S, TransferCounts, TransferMeter
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
 from tests.workers.checkpoints import random_prompt

@@ -1,4 +1,4 @@
-"""Activations in the tail of the KV pool: nothing shows but the memory that they save."""
+"""Activations in the tail of the KV pool change no result; they only save memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import native
+from penstock.kernels.types import PagedKv
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
-from penstock.workers.memory.arena import KvLayer
 from penstock.workers.memory.workspace import Array, BufferPlan, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
@@ -226,7 +226,7 @@ def forward(model: Decoder, num_tokens: int, workspace: Workspace | None) -> tor
     positions, inputs = inputs_for(num_tokens, num_decode)
     shape = (num_tokens + 1, facts.num_kv_heads, 4, facts.head_dim)
     kv = [
-        KvLayer(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+        PagedKv(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
         for _ in range(facts.num_layers)
     ]
     ids = torch.tensor(random_prompt(num_tokens, seed=3))
@@ -289,7 +289,7 @@ def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name, weights):
     positions, inputs = inputs_for(num_tokens, 3)
     shape = (num_tokens + 1, model.config.num_kv_heads, 4, model.config.head_dim)
     kv = [
-        KvLayer(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+        PagedKv(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
         for _ in range(model.config.num_layers)
     ]
     ids = torch.tensor(random_prompt(num_tokens))

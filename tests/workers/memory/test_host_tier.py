@@ -1,4 +1,4 @@
-"""Host memory's ledger and contents against a simple model, and the thread that copies."""
+"""The host tier's accounts and contents against a simple model, and the copy thread."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_discarded_while_held():
     assert tier.put_private("a", [block_of(3)])
     with pytest.raises(AssertionError, match="released twice"):
         tier.release(second)
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="is not held"):
         tier.load([0], [block_of(0)])
 
 
@@ -384,7 +384,7 @@ def test_closing_ends_what_is_under_way():
     with pytest.raises(RuntimeError, match="closed"):
         link.submit([])
     link.close()  # again does no harm
-    assert not any(t.name == "penstock-link" and t.is_alive() for t in threading.enumerate())
+    assert not any(t.name == "penstock-copy" and t.is_alive() for t in threading.enumerate())
 
 
 def test_whatever_was_accepted_ends_though_others_close():

@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.workers.memory.arena import Arena, BlockLayout
-from penstock.workers.model_config import ModelConfig, RopeConfig
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.loader import build_random, load_model
 from penstock.workers.models.rope import Rope, inverse_frequencies
+from penstock.workers.rope_config import RopeConfig
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.checkpoints import (
     ALL,

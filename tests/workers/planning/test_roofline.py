@@ -13,8 +13,9 @@ from penstock.workers.memory.arena import BLOCK_ALIGN_BYTES, BlockLayout
 from penstock.workers.memory.kv_format import DTYPES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import DEVICES, device_named
+from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import BLOCK_ALIGN_BYTES as ROOFLINE_ALIGN_BYTES
-from penstock.workers.planning.roofline import Roofline, count_parameters, ridge_tokens
+from penstock.workers.planning.roofline import Roofline, ridge_tokens
 from penstock.workers.planning.shapes import SHAPES, shape_named
 from penstock.workers.weights.hub import resolve_model
 

@@ -143,7 +143,7 @@ def test_the_pressure_valve_of_the_research():
     assert overlapping.budget(64, 64 * 2048) == pytest.approx(1235, abs=2)
     hidden = overlapping.decide(143, num_scheduled=64, num_cached=64 * 2048)
     assert (hidden.stays, hidden.branch) == (True, "hidden")
-    assert "hides behind reading" in str(hidden)
+    assert "overlaps with reading" in str(hidden)
 
 
 @settings(max_examples=300, deadline=None)

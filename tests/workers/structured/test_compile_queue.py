@@ -1,4 +1,4 @@
-"""Compiling beside the engine: what is cancelled meanwhile never runs, what is bad is refused."""
+"""Compiling grammars while the engine runs: cancelled requests never run, bad ones are refused."""
 
 from __future__ import annotations
 

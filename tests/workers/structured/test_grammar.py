@@ -1,4 +1,4 @@
-"""Answers with a shape, on the built-in model. Oracles: json, jsonschema, re, and the engine alone.
+"""Structured output on the built-in model. Oracles: json, jsonschema, re, and the engine alone.
 
 The books that the model was trained on hold no JSON; whatever is well formed here the grammar made.
 """

@@ -280,7 +280,7 @@ class TestTool:
         assert sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir()) == before
         again = str(tmp_path / "again")
         assert main(["quantize", str(out), "--to", "int4", "--out", again]) == 2
-        assert "quantised already (fp8)" in capsys.readouterr().err
+        assert "already quantised (fp8)" in capsys.readouterr().err
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
     def test_a_failure_leaves_nothing_behind(self, tmp_path: Path):

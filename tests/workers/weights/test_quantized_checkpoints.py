@@ -1,4 +1,4 @@
-"""Checkpoints that somebody quantised: each layout gives the ids of the weights that it stands for.
+"""Published quantised checkpoints: each layout gives the ids of the weights that it encodes.
 
 The packers here follow the formats' public documentation, word by word and without a line of the
 code under test; the oracle is transformers' own model over the dequantised weights, in fp32.

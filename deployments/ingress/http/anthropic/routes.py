@@ -76,7 +76,7 @@ async def _message(
     core: RequestCore, generation: Generation, shape: MessageRenderer
 ) -> dict[str, Any]:
     async with aclosing(core.run(generation)) as pieces:
-        async for piece in pieces:
+        async for _, piece in pieces:
             _refuse_aborted(piece.finish_reason)
             shape.add(piece, generation.usage)
             if piece.finish_reason is not None:
@@ -88,7 +88,7 @@ async def _events(
     core: RequestCore, generation: Generation, shape: MessageRenderer
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(core.run(generation)) as pieces:
-        async for piece in pieces:
+        async for _, piece in pieces:
             _refuse_aborted(piece.finish_reason)
             if event := shape.add(piece, generation.usage):
                 yield event

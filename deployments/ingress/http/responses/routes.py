@@ -181,7 +181,7 @@ class _Maker:
         self, generation: Generation, entry: StoredResponse, *, keeps: bool
     ) -> dict[str, Any]:
         async with aclosing(self._core.run(generation)) as pieces:
-            async for piece in pieces:
+            async for _, piece in pieces:
                 entry.draft.add(piece)
         if keeps:
             self._keep(entry)
@@ -195,7 +195,7 @@ class _Maker:
         has_begun = False
         try:
             async with aclosing(self._core.run(generation)) as pieces:
-                async for piece in pieces:
+                async for _, piece in pieces:
                     events = [] if has_begun else draft.created()
                     has_begun = True
                     events += draft.add(piece)
@@ -214,7 +214,7 @@ class _Maker:
         draft = entry.draft
         try:
             async with aclosing(self._core.run(generation)) as pieces:
-                async for piece in pieces:
+                async for _, piece in pieces:
                     entry.tell(_frames(draft.add(piece)))
         except Exception as error:
             entry.tell(_frames(draft.fail(describe(error, entry.request_id))))

@@ -26,7 +26,7 @@ from penstock.deployments.ingress.http.openai.logprobs import (
     prompt_logprobs,
 )
 from penstock.workers.request import Delta, FinishReason, SamplingParams, TokenLogprob
-from tests.deployments.serving import ScriptedBackend, core_over, tokenizer
+from tests.deployments.serving import ScriptedBackend, core_over, generated, tokenizer
 
 # What each token adds to the text, and how much of the whole text is out after it.
 texts = st.lists(st.text("ab", max_size=3), max_size=12)
@@ -194,7 +194,7 @@ def test_a_delta_of_several_tokens_has_the_scores_of_each():
 
     async def run(**params):
         call = Call("a", SamplingParams(logprobs=0, **params))
-        return [piece async for piece in core_over(Backend()).generate(call)]
+        return [piece async for piece in generated(core_over(Backend()), call)]
 
     (whole,) = asyncio.run(run())
     assert [each.logprob for each in whole.logprobs] == [each.logprob for each in scores]
@@ -211,7 +211,7 @@ def test_many_scores_are_spelt_beside_the_loop():
 
     class Backend(ScriptedBackend):
         async def generate(self, request):
-            assert request.params.prompt_logprobs == 20
+            assert request.request.params.prompt_logprobs == 20
             yield Delta(request.request_id, [5], FinishReason.LENGTH, prompt_logprobs=scores)
 
     async def run():
@@ -225,7 +225,7 @@ def test_many_scores_are_spelt_beside_the_loop():
             turns += 1
         return turns, await answering
 
-    turns, piece = asyncio.run(run())
+    turns, (_, piece) = asyncio.run(run())
     assert turns > 5
     assert [each.token_id for each in piece.logprobs] == ids
     assert piece.text == tokenizer().decode(ids, skip_special_tokens=True)

@@ -26,7 +26,14 @@ from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, json_schema
 from penstock.workers.text.reasoning import PUBLISHED, Marks, ReasoningReader, Start, start_of
 from penstock.workers.text.tokenizer import Tokenizer
-from tests.deployments.serving import EngineBackend, ScriptedBackend, Serving, core_over, tokenizer
+from tests.deployments.serving import (
+    EngineBackend,
+    ScriptedBackend,
+    Serving,
+    core_over,
+    generated,
+    tokenizer,
+)
 
 THINK = PUBLISHED[0]
 MESSAGES: Any = [{"role": "user", "content": "What feeds the turbine?"}]
@@ -273,7 +280,7 @@ def test_only_where_it_is_asked_for() -> None:
     core = core_over(ScriptedBackend(ids, FinishReason.STOP), of=known, marks=THINK)
 
     async def text(call: Call) -> str:
-        return "".join([piece.text async for piece in core.generate(call)])
+        return "".join([piece.text async for piece in generated(core, call)])
 
     assert asyncio.run(text(Call(ChatPrompt(tuple(MESSAGES))))) == SAID
     assert asyncio.run(text(Call("The", splits_reasoning=True))) == SAID
@@ -333,7 +340,7 @@ def test_a_shape_holds_behind_it(engine: EngineBackend, name: str, template: str
     call = Call(ChatPrompt(tuple(MESSAGES)), params, splits_reasoning=True)
 
     async def answer() -> Any:
-        pieces = [piece async for piece in core.generate(call)]
+        pieces = [piece async for piece in generated(core, call)]
         thought = "".join(piece.reasoning for piece in pieces)
         return thought, "".join(piece.text for piece in pieces), pieces[-1].finish_reason
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.deployments.ingress.core.call import Call, ChatPrompt
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
-from penstock.deployments.ingress.core.prompts import MAX_INLINE_SIZE
+from penstock.deployments.ingress.core.streams import MAX_INLINE_SIZE
 from penstock.deployments.ingress.core.validation import MAX_MESSAGES, is_client_id
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from tests.deployments.serving import (
@@ -25,6 +25,7 @@ from tests.deployments.serving import (
     ScriptedBackend,
     core_over,
     eventually,
+    generated,
     model,
     reference_ids,
     tokenizer,
@@ -48,7 +49,7 @@ def collect(core, call):
     async def run():
         pieces, error = [], None
         try:
-            async for piece in core.generate(call):
+            async for piece in generated(core, call):
                 pieces.append(piece)
         except (RequestError, ServiceError) as failure:
             error = failure
@@ -149,7 +150,7 @@ def test_a_closed_answer_frees_its_blocks(engine_backend):
     core = core_over(engine_backend)
 
     async def leave_early():
-        async with aclosing(core.generate(seeded(num_new=400))) as pieces:
+        async with aclosing(generated(core, seeded(num_new=400))) as pieces:
             async for _ in pieces:
                 return
 
@@ -251,7 +252,7 @@ def test_cancel_wants_the_exact_id_and_the_same_principal():
     call = Call("a", principal="me")
 
     async def run():
-        pieces = core.generate(call)
+        pieces = generated(core, call)
         await anext(pieces)
         assert not core.cancel(call.request_id[:-1], "me")
         assert not core.cancel(call.request_id, "you")
@@ -458,7 +459,7 @@ def test_a_client_that_left_is_logged_as_such(caplog):
     core = core_over(ScriptedBackend([5], 30.0))
 
     async def run():
-        pieces = core.generate(Call("a"))
+        pieces = generated(core, Call("a"))
         await anext(pieces)
         waiting = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Alarms against `asyncio.timeout_at`: who waits, who is cancelled, and by whom."""
+"""Deadlines against `asyncio.timeout_at`: who waits, who is cancelled, and by whom."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.deployments.ingress.core.streams import Alarm
+from penstock.deployments.ingress.core.streams import Deadline
 
 FAR = 3600.0
 
@@ -26,12 +26,12 @@ async def never():
 
 def test_one_timer_serves_all_waits():
     async def main():
-        alarm = Alarm(now() + FAR)
-        assert [await alarm.wait(soon(i)) for i in range(5)] == [*range(5)]
-        timer = alarm._timer
-        assert await alarm.wait(soon()) == 7
-        assert alarm._timer is timer
-        alarm.close()
+        deadline = Deadline(now() + FAR)
+        assert [await deadline.wait(soon(i)) for i in range(5)] == [*range(5)]
+        timer = deadline._timer
+        assert await deadline.wait(soon()) == 7
+        assert deadline._timer is timer
+        deadline.close()
         assert timer.cancelled()
         assert not asyncio.current_task().cancelling()
 
@@ -41,18 +41,18 @@ def test_one_timer_serves_all_waits():
 @pytest.mark.parametrize("in_s", [0.02, -1.0])
 def test_the_deadline(in_s):
     async def main():
-        alarm = Alarm(now() + in_s)
+        deadline = Deadline(now() + in_s)
         for _ in range(2):  # and it stays rung
             with pytest.raises(TimeoutError):
-                await alarm.wait(never())
+                await deadline.wait(never())
         assert not asyncio.current_task().cancelling()
         await asyncio.sleep(0)  # no cancel is left over
 
         async def ready():
             return 3
 
-        assert await alarm.wait(ready()) == 3, "what is there needs no waiting"
-        alarm.close()
+        assert await deadline.wait(ready()) == 3, "what is there needs no waiting"
+        deadline.close()
 
     asyncio.run(main())
 
@@ -60,32 +60,32 @@ def test_the_deadline(in_s):
 @pytest.mark.parametrize("at", [None, FAR])
 def test_rung_by_hand(at):
     async def main():
-        alarm = Alarm(None if at is None else now() + at)
-        asyncio.get_running_loop().call_soon(alarm.ring)
-        asyncio.get_running_loop().call_soon(alarm.ring)  # twice is once
+        deadline = Deadline(None if at is None else now() + at)
+        asyncio.get_running_loop().call_soon(deadline.expire)
+        asyncio.get_running_loop().call_soon(deadline.expire)  # twice is once
         with pytest.raises(TimeoutError):
-            await alarm.wait(never())
+            await deadline.wait(never())
         assert not asyncio.current_task().cancelling()
-        alarm = Alarm(None)
-        alarm.ring()  # before anybody waits
+        deadline = Deadline(None)
+        deadline.expire()  # before anybody waits
         with pytest.raises(TimeoutError):
-            await alarm.wait(never())
+            await deadline.wait(never())
 
     asyncio.run(main())
 
 
 def test_a_cancel_from_outside_stays_one_whatever_rings_beside():
     async def main(rings):
-        alarm = Alarm(now() + FAR)
-        task = asyncio.create_task(alarm.wait(never()))
+        deadline = Deadline(now() + FAR)
+        task = asyncio.create_task(deadline.wait(never()))
         await asyncio.sleep(0)
         task.cancel()
         if rings:
-            alarm.ring()
+            deadline.expire()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert task.cancelled()
-        alarm.close()
+        deadline.close()
 
     asyncio.run(main(False))
     asyncio.run(main(True))
@@ -97,10 +97,10 @@ def test_errors_of_what_is_waited_for_come_through():
             await asyncio.sleep(0)
             raise KeyError("x")
 
-        alarm = Alarm(now() + FAR)
+        deadline = Deadline(now() + FAR)
         with pytest.raises(KeyError):
-            await alarm.wait(fails())
-        assert await alarm.wait(soon()) == 7
-        alarm.close()
+            await deadline.wait(fails())
+        assert await deadline.wait(soon()) == 7
+        deadline.close()
 
     asyncio.run(main())

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from penstock.deployments.ingress.core.admission_request import AskedRequest
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch import gate_outbox
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
 from penstock.deployments.prediction.features import Features
 from penstock.protos.penstock.internal.v1 import channel_pb2
-from penstock.workers.request import SamplingParams
+from penstock.workers.request import Request, SamplingParams
 
 
-def request(name: str) -> AskedRequest:
+def request(name: str) -> AdmissionRequest:
     features = Features("model", prompt_tokens=4, max_tokens=8)
-    return AskedRequest(name, (5, 6, 7, 8), SamplingParams(max_tokens=8), features=features)
+    inner = Request(name, (5, 6, 7, 8), SamplingParams(max_tokens=8))
+    return AdmissionRequest(inner, features=features)
 
 
 def with_outbox(scenario: Callable[[GateOutbox], Coroutine[Any, Any, None]]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch import in_flight as running_call
 from penstock.deployments.ingress.dispatch import worker_link
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -34,7 +35,8 @@ class Driven:
 
     async def _read(self, number: int) -> None:
         params = SamplingParams(max_tokens=100)
-        deltas: AsyncIterator[Delta] = self.pool.generate(Request(f"r{number}", (5,), params))
+        admission = AdmissionRequest(Request(f"r{number}", (5,), params))
+        deltas: AsyncIterator[Delta] = self.pool.generate(admission)
         async for delta in deltas:
             # What is handed out may be joined with nothing later.
             self.told[number].append(Delta("", list(delta.token_ids), delta.finish_reason))
@@ -146,12 +148,13 @@ def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool
     """32 streams have a message every 50 ms: of steps of 18 ms two share one, of 30 ms none do."""
 
     async def scenario() -> bool:
-        gathering = running_call.Gathering(lambda now_s: None)
+        gathering = running_call.Coalescer(lambda now_s: None)
         now_s = 100.0
         for _ in range(40):
             now_s += step_s
             gathering.steps(now_s)
-        call = running_call.RunningCall(Request("r", (5,), SamplingParams()), 10)
+        admission = AdmissionRequest(Request("r", (5,), SamplingParams()))
+        call = running_call.InFlightRequest(admission, 10)
         call.tell(now_s)
         gathering.steps(now_s + step_s)
         return gathering.holds(call, 32, now_s + step_s)

@@ -11,11 +11,14 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
+from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.dispatch import worker_link
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
@@ -26,6 +29,7 @@ from penstock.workers.channel.framing import connected
 from penstock.workers.channel.outbox import joined
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.config import EngineConfig
+from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
@@ -111,7 +115,7 @@ def request(number: int, max_tokens: int = 24, **params: Any) -> Request:
 
 async def collect(pool: WorkerPool, asked: Request) -> tuple[list[int], Delta]:
     ids: list[int] = []
-    async for delta in pool.generate(asked):
+    async for delta in pool.generate(AdmissionRequest(asked)):
         assert delta.request_id == asked.request_id
         ids += delta.token_ids
         last = delta
@@ -127,6 +131,26 @@ def alone(model: Any, asked: Request) -> list[int]:
         for delta in engine.step():
             ids += delta.token_ids
     return ids
+
+
+def test_what_a_request_contains_reaches_its_worker(model, nodes, run, monkeypatch):
+    """Its emitted ids, whether it may be declined, and its expected length."""
+    made = replace(request(4, max_tokens=9), emitted_ids=(8, 9), may_decline=True, num_expected=17)
+    call = Call(made.prompt_ids, made.params, request_id=made.request_id)
+    admission = admission_request(made, call, "m", ContextSettings.of(CONFIG, 512))
+    assert admission.request is made
+    (node, _), received = nodes, []
+    submit = node.thread.submit
+    monkeypatch.setattr(node.thread, "submit", lambda each: (received.append(each), submit(each)))
+
+    async def scenario():
+        async with pool_of(node) as pool:
+            return [delta async for delta in pool.generate(admission)]
+
+    ids = [token_id for delta in run(scenario()) for token_id in delta.token_ids]
+    (got,) = received
+    assert (got.emitted_ids, got.may_decline, got.num_expected) == ((8, 9), True, 17)
+    assert ids == alone(model, made) and len(ids) == 7
 
 
 def test_requests_and_deltas_survive_the_wire():
@@ -178,7 +202,7 @@ def test_what_shapes_and_scores_an_answer_goes_all_the_way(model, nodes, run):
 
     async def scenario():
         async with pool_of(*nodes) as pool:
-            deltas = [delta async for delta in pool.generate(scored)]
+            deltas = [delta async for delta in pool.generate(AdmissionRequest(scored))]
             return deltas, [(await collect(pool, each))[0] for each in (asked, only)]
 
     deltas, ids = run(scenario())
@@ -207,7 +231,7 @@ def test_the_worker_with_less_to_do_is_chosen(nodes, run):
 
 def test_a_closed_iterator_frees_its_blocks(nodes, run):
     async def leave_after(pool, n, num_deltas):
-        stream = pool.generate(request(n, max_tokens=1500))
+        stream = pool.generate(AdmissionRequest(request(n, max_tokens=1500)))
         for _ in range(num_deltas):
             await anext(stream)
         await stream.aclose()
@@ -301,7 +325,7 @@ def test_a_failed_engine_is_a_lost_worker_at_once(model, run, monkeypatch):
 
     async def scenario():
         async with pool_of(failing) as pool:
-            stream = pool.generate(begun)
+            stream = pool.generate(AdmissionRequest(begun))
             seen = [await anext(stream)]
             hold.set()
             await asyncio.to_thread(held.wait, 30)
@@ -362,7 +386,7 @@ def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
     async def scenario():
         nonlocal frozen_until_s
         async with pool_of(nodes[0]) as pool:
-            stream = pool.generate(request(3, max_tokens=1500))
+            stream = pool.generate(AdmissionRequest(request(3, max_tokens=1500)))
             first = await anext(stream)
             # As if stopped: connections stay open, and nothing comes.
             frozen_until_s = time.monotonic() + 4.0
@@ -408,7 +432,7 @@ async def heard(connection: socket.socket) -> pb.DownMessage | None:
     [
         (lambda info: framed(epoch=info.epoch, hello=pb.Hello(token="wrong")), "token"),
         (lambda info: framed(epoch=info.epoch, hello=pb.Hello()), "token"),
-        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "anew"),
+        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "new epoch"),
         (lambda info: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
         (lambda info: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
         (lambda info: struct.pack("<I", 5000), None),  # more than a stranger may say

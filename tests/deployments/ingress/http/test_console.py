@@ -53,10 +53,12 @@ class WatchedBackend(EngineBackend):
     def workers(self):
         return [worker(1, self._thread.stats())]
 
-    def generate(self, request):
+    def generate(self, admission):
         if self.endless:
+            request = admission.request
             request = replace(request, params=replace(request.params, ignore_eos=True))
-        return super().generate(request)
+            admission = replace(admission, request=request)
+        return super().generate(admission)
 
 
 class CountingBackend(ScriptedBackend):

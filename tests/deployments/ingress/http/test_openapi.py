@@ -10,7 +10,8 @@ import httpx
 import jsonschema
 import pytest
 
-from penstock.workers.request import Delta, FinishReason, Request, TokenLogprob
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.workers.request import Delta, FinishReason, TokenLogprob
 from tests.deployments.serving import ScriptedBackend, Serving
 
 MAX_MODEL_LEN = 300
@@ -36,9 +37,9 @@ NEEDED: dict[tuple[str, str], Any] = {  # or the field means nothing
 class OneToken(ScriptedBackend):
     """Says one token, however it is asked, and how likely it was."""
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
         scores = [TokenLogprob(5, -1.0, 1)]
-        yield Delta(request.request_id, [5], FinishReason.STOP, logprobs=scores)
+        yield Delta(admission.request_id, [5], FinishReason.STOP, logprobs=scores)
 
 
 @pytest.fixture(scope="module")

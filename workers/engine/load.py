@@ -1,0 +1,68 @@
+"""Loads what a worker computes with: the model, an engine for it, and the thread that runs it.
+
+Apart from worker.py, whose other importers must not load torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.cpu_affinity import allowed_cores, kept_to
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.thread import EngineThread
+from penstock.workers.experts.build import settings_of
+from penstock.workers.experts.expert_file import Manifest, RowSource
+from penstock.workers.models.loader import load_model
+from penstock.workers.request import Delta
+from penstock.workers.structured.grammar import GrammarCompiler
+from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.weights.hub import resolve_model
+
+
+def load_engine(
+    config: EngineConfig, experts: Manifest | None = None, remote_experts: RowSource | None = None
+) -> Engine:
+    """The model of `config`, loaded, and an engine for it.
+
+    `experts`, `remote_experts`: as for Worker.load. Raises LoadError and ConfigError.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    # No request is served yet, so loading uses all cores.
+    with kept_to(None if config.cores is None else config.cores | allowed_cores()):
+        model = load_model(
+            config.model,
+            weights=config.weights,
+            quantize_o=config.quantize_o,
+            quantize_lm_head=config.quantize_lm_head,
+            device=device,
+            progress=False,
+            experts=settings_of(config, experts, remote_experts),
+        )
+        return Engine(config, model)
+
+
+def thread_for(
+    engine: Engine, deliver: Callable[[list[Delta]], None], on_failure: Callable[[], None]
+) -> EngineThread:
+    """A thread, not started, that runs `engine`. The callables are those of EngineThread."""
+    config, model = engine.config, engine.model.config
+    grammars = GrammarCompiler(
+        lambda: Tokenizer.load(resolve_model(config.model)).to_json(),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    return EngineThread(
+        engine,
+        deliver,
+        num_threads=config.threads,
+        cores=config.cores,
+        grammars=grammars,
+        on_failure=on_failure,
+    )
