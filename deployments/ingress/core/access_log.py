@@ -20,10 +20,10 @@ def log_request(call: Call, *, finish: str, generation: Generation | None = None
     """One line of JSON, in which every control character is escaped."""
     if not log.isEnabledFor(logging.INFO):
         return
-    request_id = call.request_id if generation is None else generation.request.request_id
-    line: dict[str, Any] = {"id": request_id, "front": call.front, "finish": finish}
-    if call.client_id is not None:
-        line["client_id"] = call.client_id
+    request_id = call.context.request_id if generation is None else generation.request.request_id
+    line: dict[str, Any] = {"id": request_id, "front": call.context.front, "finish": finish}
+    if call.context.client_id is not None:
+        line["client_id"] = call.context.client_id
     if generation is not None:
         timings = generation.times.timings(time.monotonic())
         line |= {

@@ -56,7 +56,7 @@ def admission_request(
     chat = call.prompt if isinstance(call.prompt, ChatPrompt) else None
     features = Features(
         model=model,
-        tenant=call.principal or call.tenant[:MAX_TENANT_CHARS],
+        tenant=call.context.principal or call.options.tenant[:MAX_TENANT_CHARS],
         template=_template(chat.messages) if chat else "",
         prompt_tokens=num_prompt,
         max_tokens=limit,

@@ -1,14 +1,11 @@
-"""The nouns of the front ends: what a client asks for (`Call`), and what it gets (`TextDelta`).
-
-Knows nothing of HTTP, gRPC, tokenizers or workers.
-"""
+"""The types that all front ends share: what a client asks for (`Call`) and gets (`TextDelta`)."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
@@ -48,22 +45,17 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What a front end understood of one generation that a client asks for.
+class CallOptions:
+    """What a request asks for in addition to its prompt and its sampling parameters.
 
-    `model` None or "" means the one that is served. `deadline_s` is a point on time.monotonic().
-    Of the prompt, the last `truncate_prompt_tokens` are taken; with `echo` it is part of the text,
-    and then `params.max_tokens` may be 0: the prompt is scored, and not answered. `bad_words` join
-    `params.bad_words_ids`.
-    Of those who wait, the lowest `priority` comes first. `tenant` is whom the caller says it calls
-    for: shares are by principal, or without keys by tenant.
-    `principal` tells callers apart for Cancel. `front` and `client_id` are for the log only.
-    With `wants_timings` the usage says where the time went. With `splits_reasoning` the reasoning
-    of a model that has marks for it is kept apart from its answer to a conversation.
+    `model` None or "" means the one that is served. The last `truncate_prompt_tokens` tokens of the
+    prompt are used. With `echo` the prompt is part of the text, and `max_tokens` may then be 0: the
+    prompt is scored and not answered. `bad_words` are added to `SamplingParams.bad_words_ids`.
+    Of waiting requests the lowest `priority` is admitted first. `tenant` is the end user that the
+    client names: waiting requests share by principal, or without API keys by tenant.
+    With `splits_reasoning` a chat answer's reasoning is kept apart, where the model marks it.
     """
 
-    prompt: str | tuple[int, ...] | ChatPrompt
-    params: SamplingParams = field(default_factory=SamplingParams)
     model: str | None = None
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
@@ -71,15 +63,42 @@ class Call:
     echo: bool = False
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
-    request_id: str = field(default_factory=new_request_id)
-    client_id: str | None = None
-    deadline_s: float | None = None
-    principal: str = ""
     tenant: str = ""
     priority: int = 0
+    splits_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Where a call comes from: what its connection and headers say, in contrast to its body.
+
+    `deadline_s` is a point on time.monotonic(). `principal` is the API key's owner, who alone may
+    cancel the call. `front` and `client_id` are for the access log only. With `wants_timings` the
+    usage has the duration of each phase.
+    """
+
+    request_id: str = field(default_factory=new_request_id)
+    client_id: str | None = None
+    principal: str = ""
+    deadline_s: float | None = None
     front: str = ""
     wants_timings: bool = False
-    splits_reasoning: bool = False
+
+    def of_prompt(self, index: int, num_prompts: int) -> CallContext:
+        """The context of one of several prompts of a call; each is a request of its own."""
+        if num_prompts == 1:
+            return self
+        return replace(self, request_id=f"{self.request_id}-{index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One generation that a client asks for, as a front end understood it."""
+
+    prompt: str | tuple[int, ...] | ChatPrompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    options: CallOptions = field(default_factory=CallOptions)
+    context: CallContext = field(default_factory=CallContext)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The closed catalogue of what a client may be told when something goes wrong.
+"""The closed catalogue of errors that a client can receive, in the terms of each front end.
 
-Knows nothing of HTTP or gRPC libraries: status numbers and names are plain data. The text of an
-exception never reaches a client, but for RequestError, whose messages are written for clients.
+Status numbers and names are plain data. The text of an exception never reaches a client, except
+that of RequestError, whose messages are written for clients.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ log = logging.getLogger("penstock.errors")
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """One thing that can go wrong, in the words of each front end."""
+    """One error, in the terms of each front end."""
 
     http_status: int
     grpc_status: str  # the name of a grpc.StatusCode
     openai_type: str
-    message: str  # when nothing more precise is known
+    message: str  # where no more specific message is known
 
 
 _BAD = "invalid_request_error"
 _SERVER = "server_error"
 
 CATALOGUE: dict[str, CatalogueEntry] = {
-    # The caller can mend these.
+    # Errors of the request.
     "invalid_value": CatalogueEntry(400, "INVALID_ARGUMENT", _BAD, "a parameter is out of range"),
     "invalid_json": CatalogueEntry(400, "INVALID_ARGUMENT", _BAD, "the body is not valid JSON"),
     "invalid_message": CatalogueEntry(
         400,
         "INVALID_ARGUMENT",
         _BAD,
-        "the message is not what this method takes, or a text in it is not UTF-8",
+        "the message is not of this method's type, or a text in it is not valid UTF-8",
     ),
     "missing_parameter": CatalogueEntry(
         400, "INVALID_ARGUMENT", _BAD, "a required parameter is missing"
     ),
-    "unknown_parameter": CatalogueEntry(
-        400, "INVALID_ARGUMENT", _BAD, "a parameter is not known here"
-    ),
+    "unknown_parameter": CatalogueEntry(400, "INVALID_ARGUMENT", _BAD, "unknown parameter"),
     "unsupported_parameter": CatalogueEntry(
         400, "INVALID_ARGUMENT", _BAD, "a parameter is not supported by this server"
     ),
     "context_length_exceeded": CatalogueEntry(
-        400, "INVALID_ARGUMENT", _BAD, "prompt and answer do not fit the context of the model"
+        400, "INVALID_ARGUMENT", _BAD, "prompt and answer exceed the context length of the model"
     ),
     "chat_template_missing": CatalogueEntry(
         400, "FAILED_PRECONDITION", _BAD, "this model has no chat template"
@@ -62,13 +60,15 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "authentication_error",
         "send a valid key: 'Authorization: Bearer <key>'",
     ),
-    "model_not_found": CatalogueEntry(404, "NOT_FOUND", _BAD, "no such model is served here"),
-    "not_found": CatalogueEntry(404, "NOT_FOUND", _BAD, "there is nothing at this path"),
+    "model_not_found": CatalogueEntry(
+        404, "NOT_FOUND", _BAD, "this server does not serve that model"
+    ),
+    "not_found": CatalogueEntry(404, "NOT_FOUND", _BAD, "no such path"),
     "method_not_allowed": CatalogueEntry(
-        405, "UNIMPLEMENTED", _BAD, "this path does not take this method"
+        405, "UNIMPLEMENTED", _BAD, "method not allowed on this path"
     ),
     "request_too_large": CatalogueEntry(
-        413, "RESOURCE_EXHAUSTED", _BAD, "the body is larger than this server takes"
+        413, "RESOURCE_EXHAUSTED", _BAD, "the body exceeds the size limit of this server"
     ),
     "unsupported_media_type": CatalogueEntry(
         415,
@@ -76,7 +76,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         _BAD,
         "send the body uncompressed, with 'Content-Type: application/json'",
     ),
-    # The server cannot, now or at all.
+    # Errors of the server: it cannot serve the request, now or at all.
     "overloaded": CatalogueEntry(
         503, "RESOURCE_EXHAUSTED", _SERVER, "too many requests are waiting; try again shortly"
     ),
@@ -84,7 +84,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         429,
         "RESOURCE_EXHAUSTED",
         "rate_limit_error",
-        "this caller has more than its share of the requests that wait; try again shortly",
+        "this caller exceeds its share of the waiting requests; try again shortly",
     ),
     "no_worker": CatalogueEntry(
         503, "UNAVAILABLE", _SERVER, "no worker is ready to serve this model; try again shortly"
@@ -104,14 +104,10 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 }
 
 
-# How often this process has told a client each code, for the metrics.
-num_told: Counter[str] = Counter()
-
-
 class ServiceError(Exception):
-    """The service could not do what was asked, though the request was right. `code` says why.
+    """A valid request that the service could not serve. `code` is that of the catalogue.
 
-    `message` is for the client, where there is more to say than the catalogue does.
+    `message`, for the client, replaces the catalogue's where it is more specific.
     """
 
     def __init__(self, code: str, message: str = "", *, retry_after_s: float | None = None):
@@ -123,19 +119,19 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """What a client is told: a code of the catalogue, and the field at fault if there is one."""
+    """An error as a client receives it: a code of the catalogue, and the field at fault if any."""
 
     code: str
     message: str
     param: str | None = None
-    retry_after_s: float | None = None  # when it is worth while to come again, if that is known
+    retry_after_s: float | None = None  # when to try again, if known
 
     @property
     def entry(self) -> CatalogueEntry:
         return CATALOGUE[self.code]
 
     def openai_body(self) -> dict[str, dict[str, str | None]]:
-        """The error in the shape that OpenAI's clients read."""
+        """The error body of OpenAI's API."""
         return {
             "error": {
                 "message": self.message,
@@ -146,11 +142,14 @@ class ApiError:
         }
 
 
-def describe(error: Exception, request_id: str) -> ApiError:
-    """What a client is told about `error`. The unexpected is logged here, and told by id only."""
-    told = _describe(error, request_id)
-    num_told[told.code] += 1
-    return told
+def describe(error: Exception, request_id: str, num_errors_returned: Counter[str]) -> ApiError:
+    """What the client receives for `error`, counted by its code in `num_errors_returned`.
+
+    An unexpected exception is logged here; its client receives only the request's id.
+    """
+    failure = _describe(error, request_id)
+    num_errors_returned[failure.code] += 1
+    return failure
 
 
 def _describe(error: Exception, request_id: str) -> ApiError:

@@ -49,7 +49,7 @@ class Generation:
         self.usage = TokenUsage(
             prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None
         )
-        self.deadline = Deadline(call.deadline_s)
+        self.deadline = Deadline(call.context.deadline_s)
         self.is_cancelled = False
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -78,7 +78,7 @@ class Generation:
     def work_in(self, delta: Delta) -> int:
         """How much `take` has to spell out of `delta`, in tokens."""
         num_prompt = len(delta.prompt_logprobs)
-        if self._is_first_delta and self.call.echo:
+        if self._is_first_delta and self.call.options.echo:
             num_prompt = len(self.request.prompt_ids)
         return len(delta.token_ids) + num_prompt * (1 + (self.request.params.prompt_logprobs or 0))
 
@@ -104,7 +104,7 @@ class Generation:
             return self._answer(delta, "")
         self._is_first_delta = False
         self.prompt_logprobs = (self.first or self).prompt_logprobs or delta.prompt_logprobs
-        echo = self._echo() if self.call.echo else ""
+        echo = self._echo() if self.call.options.echo else ""
         if is_scoring_only(self.call) and delta.finish_reason is not FinishReason.ABORT:
             text = echo + self._detokenizer.finish()
             piece = self._last(text, [], FinishReason.LENGTH, None)
@@ -128,7 +128,7 @@ class Generation:
         texts = [echo]
         for i, token_id in enumerate(delta.token_ids):
             is_stop = delta.stop_token_id is not None and i + 1 == len(delta.token_ids)
-            is_rendered = not is_stop or self.call.include_stop_str_in_output
+            is_rendered = not is_stop or self.call.options.include_stop_str_in_output
             self.usage.completion_tokens += 1
             added = self._detokenizer.feed([token_id]) if is_rendered else ""
             if self._logprobs is not None:
@@ -185,7 +185,7 @@ class Generation:
         if self.usage.completion_tokens <= self.request.params.min_tokens:
             return text, None
         text, stop = self._stops.feed(text)
-        if stop is not None and self.call.include_stop_str_in_output:
+        if stop is not None and self.call.options.include_stop_str_in_output:
             text += stop
         return text, stop
 

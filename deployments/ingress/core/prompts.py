@@ -78,7 +78,9 @@ class PromptReader:
             )
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         assert isinstance(call.prompt, str)
-        ids = self._tokenizer.encode(call.prompt, add_special_tokens=call.add_special_tokens)
+        ids = self._tokenizer.encode(
+            call.prompt, add_special_tokens=call.options.add_special_tokens
+        )
         return tuple(ids)
 
 

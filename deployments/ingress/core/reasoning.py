@@ -86,7 +86,7 @@ class Reasoning:
         return replace(params, structured=spec)
 
     def _marks_for(self, call: Call) -> Marks | None:
-        splits = call.splits_reasoning and isinstance(call.prompt, ChatPrompt)
+        splits = call.options.splits_reasoning and isinstance(call.prompt, ChatPrompt)
         return self._marks if splits else None
 
     def _start(self, marks: Marks, prompt_ids: Sequence[int]) -> Start:

@@ -7,6 +7,7 @@ is for metrics.py. Knows nothing of HTTP, workers or text.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -96,6 +97,7 @@ class RequestMetrics:
         self.model_name = model_name
         self.engines: dict[str, EngineCounts] = {}
         self.num_disconnects = 0
+        self.num_errors_returned: Counter[str] = Counter()  # by code of the error catalogue
         self._longest = longest
         self._clock = clock
 

@@ -124,7 +124,7 @@ class RequestCore:
         """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
         start_s = time.monotonic()
         try:
-            model = self.model(call.model)
+            model = self.model(call.options.model)
             params = engine_params(call)
             params.check(model.vocab_size)
             check_extras(call)
@@ -133,25 +133,25 @@ class RequestCore:
             self._contexts.context(params)
             limit = self._contexts.max_total_tokens(params)
             prompt_ids = await self._prompts.ids(call, model, limit)
-            if call.truncate_prompt_tokens is not None:
-                prompt_ids = prompt_ids[-call.truncate_prompt_tokens :]
+            if call.options.truncate_prompt_tokens is not None:
+                prompt_ids = prompt_ids[-call.options.truncate_prompt_tokens :]
             check_length(len(prompt_ids), params, limit)
             params = self._reasoning.params(call, prompt_ids, params)
-            if call.bad_words:
-                words = await self._prompts.bad_words_ids(call.bad_words)
+            if call.options.bad_words:
+                words = await self._prompts.bad_words_ids(call.options.bad_words)
                 params = replace(params, bad_words_ids=params.bad_words_ids + words)
                 params.check(model.vocab_size)
-            if call.deadline_s is not None and time.monotonic() >= call.deadline_s:
+            if call.context.deadline_s is not None and time.monotonic() >= call.context.deadline_s:
                 raise ServiceError("deadline_exceeded")
         except (RequestError, ServiceError) as refusal:
             log_request(call, finish=refusal.code)
             raise
         request = Request(
-            call.request_id,
+            call.context.request_id,
             prompt_ids,
             params,
-            deadline_s=call.deadline_s,
-            priority=call.priority,
+            deadline_s=call.context.deadline_s,
+            priority=call.options.priority,
         )
         admission = AdmissionRequest(request)
         if self._learner is not None:
@@ -174,7 +174,7 @@ class RequestCore:
         for index in range(1, num_choices):
             request = replace(
                 first.request,
-                request_id=f"{call.request_id}.{index}",
+                request_id=f"{call.context.request_id}.{index}",
                 params=nth_choice(first.request.params, index),
             )
             other = replace(admission, request=request)
@@ -186,7 +186,7 @@ class RequestCore:
 
         Raises ServiceError if it cannot be finished. Closing this generator drops the request.
         """
-        answers = self._running.setdefault(generation.call.request_id, [])
+        answers = self._running.setdefault(generation.call.context.request_id, [])
         answers.append(generation)
         times, usage = generation.times, generation.usage
         finish = DISCONNECT
@@ -207,7 +207,7 @@ class RequestCore:
                         self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
                     if piece.finish_reason is not None:
                         finish = piece.finish_reason.value
-                        if generation.call.wants_timings:
+                        if generation.call.context.wants_timings:
                             usage.timings = times.timings(time.monotonic())
                     yield index, piece
                     if piece.finish_reason is not None:
@@ -223,7 +223,7 @@ class RequestCore:
             generation.has_begun.set()  # other answers may wait for the prompt
             answers.remove(generation)
             if not answers:
-                self._running.pop(generation.call.request_id, None)
+                self._running.pop(generation.call.context.request_id, None)
             self.metrics.count_end(times, finish, usage)
             self._learn(generation, finish)
             log_request(generation.call, finish=finish, generation=generation)
@@ -240,7 +240,7 @@ class RequestCore:
     def cancel(self, request_id: str, principal: str = "") -> bool:
         """End a call of this principal; its answers end with ABORT. False: there is none."""
         answers = self._running.get(request_id)
-        if not answers or answers[0].call.principal != principal:
+        if not answers or answers[0].call.context.principal != principal:
             return False
         for generation in answers:
             generation.cancel()
@@ -258,7 +258,7 @@ class RequestCore:
 
     async def prompt_ids(self, call: Call) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it, however long. Raises RequestError."""
-        model = self.model(call.model)
+        model = self.model(call.options.model)
         return await self._prompts.ids(call, model, model.max_model_len)
 
     async def detokenize(
@@ -310,12 +310,12 @@ class RequestCore:
     ) -> Generation:
         prompt_ids = admission.request.prompt_ids
         # A raw completion continues its prompt, so its first token may carry a leading space.
-        continues = not (call.echo or isinstance(call.prompt, ChatPrompt))
+        continues = not (call.options.echo or isinstance(call.prompt, ChatPrompt))
         return Generation(
             admission,
             call,
             self.tokenizer.detokenizer(
-                skip_special_tokens=call.skip_special_tokens,
+                skip_special_tokens=call.options.skip_special_tokens,
                 after=prompt_ids if continues else (),
                 shown=self._reasoning.shown(call),
             ),

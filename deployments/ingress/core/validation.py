@@ -115,17 +115,17 @@ def check_choices(num_choices: int) -> None:
 
 def check_extras(call: Call) -> None:
     """Raise RequestError unless what is the front ends' own in a call is within its caps."""
-    if len(call.bad_words) > MAX_BAD_WORD_STRINGS:
+    if len(call.options.bad_words) > MAX_BAD_WORD_STRINGS:
         raise RequestError(
             f"bad_words takes at most {MAX_BAD_WORD_STRINGS} words", param="bad_words"
         )
-    for word in call.bad_words:
+    for word in call.options.bad_words:
         if not (1 <= len(word) <= MAX_STOP_CHARS and word.strip(" ")):
             raise RequestError(
                 f"each of bad_words has 1 to {MAX_STOP_CHARS} characters, and not only spaces",
                 param="bad_words",
             )
-    kept = call.truncate_prompt_tokens
+    kept = call.options.truncate_prompt_tokens
     if kept is not None and not 1 <= kept <= MAX_TRUNCATE:
         raise RequestError(
             "truncate_prompt_tokens must be at least 1", param="truncate_prompt_tokens"
@@ -134,7 +134,7 @@ def check_extras(call: Call) -> None:
 
 def is_scoring_only(call: Call) -> bool:
     """Whether the prompt is to be scored and echoed, with no answer to it."""
-    return call.echo and call.params.max_tokens == 0
+    return call.options.echo and call.params.max_tokens == 0
 
 
 def engine_params(call: Call) -> SamplingParams:
@@ -142,7 +142,7 @@ def engine_params(call: Call) -> SamplingParams:
     params = call.params
     if is_scoring_only(call):
         params = replace(params, max_tokens=1)
-    if call.echo and params.logprobs is not None:
+    if call.options.echo and params.logprobs is not None:
         asked = params.prompt_logprobs
         most = params.logprobs if asked is None else max(asked, params.logprobs)
         params = replace(params, prompt_logprobs=most)

@@ -1,12 +1,10 @@
-"""What the gRPC services share: naming a call, its key and deadline, and ending it cleanly.
-
-Knows nothing of any one service's messages.
-"""
+"""What the gRPC services share: a call's id, API key and deadline, and its end with a status."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -16,7 +14,7 @@ import grpc.aio
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock.deployments.ingress.core.call import new_request_id
+from penstock.deployments.ingress.core.call import CallContext, new_request_id
 from penstock.deployments.ingress.core.errors import ApiError, describe
 from penstock.deployments.ingress.core.validation import is_client_id
 from penstock.deployments.security.api_keys import ApiKeys
@@ -26,42 +24,44 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Named:
-    """A call, whose id is on its way to the client while the call is prepared.
+    """A call whose request id is being sent to the client while the call is prepared.
 
-    Nothing else may be sent before `told` has returned.
+    Nothing else may be sent before `id_sent` has returned.
     """
 
     def __init__(self, context: Context):
         self.request_id = new_request_id()
         metadata = (("x-request-id", self.request_id),)
-        self._telling = asyncio.ensure_future(context.send_initial_metadata(metadata))
+        self._sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
 
-    async def told(self) -> None:
-        await self._telling
+    async def id_sent(self) -> None:
+        await self._sending
 
     async def close(self) -> None:
-        self._telling.cancel()
-        await asyncio.gather(self._telling, return_exceptions=True)
+        self._sending.cancel()
+        await asyncio.gather(self._sending, return_exceptions=True)
 
 
 @asynccontextmanager
-async def answering(context: Context) -> AsyncIterator[Named]:
-    """Names the call to the client at once, and ends it with a clean status if it fails."""
+async def answering(context: Context, num_errors_returned: Counter[str]) -> AsyncIterator[Named]:
+    """Send the request id at once; if the call fails, end it with a status and count its code."""
     named = Named(context)
     try:
         yield named
-        await named.told()
+        await named.id_sent()
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        await named.told()
-        await abort(context, describe(error, named.request_id), named.request_id)
+        await named.id_sent()
+        await abort(
+            context, describe(error, named.request_id, num_errors_returned), named.request_id
+        )
     finally:
         await named.close()
 
 
 async def abort(context: Context, error: ApiError, request_id: str) -> None:
-    """End the call with what a client is told about `error`. Raises AbortError."""
+    """End the call with the status and metadata of `error`. Raises AbortError."""
     trailing: list[tuple[str, Any]] = [("error-code", error.code), ("request-id", request_id)]
     if error.param is not None:
         trailing.append(("error-param", error.param))
@@ -84,23 +84,31 @@ def _when_to_retry(error: ApiError, seconds: float) -> list[tuple[str, Any]]:
     ]
 
 
-def about(
-    context: Context, keys: ApiKeys, request_id: str, client_id: str, id_field: str
-) -> dict[str, Any]:
-    """What the call itself, rather than its message, says of a Call.
+def context_of(
+    context: Context,
+    keys: ApiKeys,
+    request_id: str,
+    client_id: str,
+    id_field: str,
+    *,
+    wants_timings: bool = False,
+) -> CallContext:
+    """The context of a gRPC call, from its metadata and deadline.
 
-    `client_id` is how the client calls it, in the field `id_field`. Raises RequestError.
+    `client_id` is the client's own name of the request, in the field `id_field`. Raises
+    RequestError.
     """
     if client_id and not is_client_id(client_id):
         raise RequestError(f"{id_field} has up to 128 of A-Z a-z 0-9 . _ -", param=id_field)
     remaining_s = context.time_remaining()
-    return {
-        "request_id": request_id,
-        "client_id": client_id or None,
-        "deadline_s": None if remaining_s is None else time.monotonic() + remaining_s,
-        "principal": principal(context, keys),
-        "front": "grpc",
-    }
+    return CallContext(
+        request_id=request_id,
+        client_id=client_id or None,
+        principal=principal(context, keys),
+        deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
+        front="grpc",
+        wants_timings=wants_timings,
+    )
 
 
 def principal(context: Context, keys: ApiKeys) -> str:

@@ -1,10 +1,8 @@
-"""What every call must pass before its method sees it: a key, and a message that can be read.
-
-Knows nothing of any one service's messages.
-"""
+"""Checks of every call before its method runs: the API key, and whether the message can be read."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
@@ -25,10 +23,11 @@ Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Default deny: without a key only the health service is open."""
+    """Denies by default: without an API key only the health service is open."""
 
-    def __init__(self, keys: ApiKeys):
+    def __init__(self, keys: ApiKeys, num_errors_returned: Counter[str]):
         self._keys = keys
+        self._errors = num_errors_returned
 
     async def intercept_service(
         self, continuation: Find, details: grpc.HandlerCallDetails
@@ -36,20 +35,20 @@ class Guard(grpc.aio.ServerInterceptor):
         offered = metadata_value(details.invocation_metadata, "authorization")
         is_open = details.method.startswith(f"/{grpc_health.SERVICE}/")
         if is_open or self._keys.principal(offered) is not None:
-            return _reading(await continuation(details))
+            return _reading(await continuation(details), self._errors)
 
         async def refuse(_: Any, context: Context) -> None:
-            await _refuse(context, "invalid_api_key")
+            await _refuse(context, "invalid_api_key", self._errors)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class _Unreadable:
-    """In place of a message: its bytes are none of this method."""
+    """In place of a message whose bytes are not of the method's type."""
 
 
-def _reading(handler: Handler | None) -> Handler | None:
-    """`handler`, but what it cannot read has a clean status, where gRPC says UNKNOWN."""
+def _reading(handler: Handler | None, errors: Counter[str]) -> Handler | None:
+    """`handler`, but an unreadable message ends in INVALID_ARGUMENT; gRPC alone says UNKNOWN."""
     if handler is None or handler.request_streaming:
         return handler
 
@@ -61,12 +60,12 @@ def _reading(handler: Handler | None) -> Handler | None:
 
     async def one(request: Any, context: Context) -> Any:
         if isinstance(request, _Unreadable):
-            await _refuse(context, "invalid_message")
+            await _refuse(context, "invalid_message", errors)
         return await handler.unary_unary(request, context)
 
     async def many(request: Any, context: Context) -> None:
         if isinstance(request, _Unreadable):
-            await _refuse(context, "invalid_message")
+            await _refuse(context, "invalid_message", errors)
         answers = handler.unary_stream(request, context)
         if not isinstance(answers, AsyncGenerator):  # it writes by itself
             await answers
@@ -84,7 +83,7 @@ def _reading(handler: Handler | None) -> Handler | None:
     return made(method, request_deserializer=read, response_serializer=handler.response_serializer)
 
 
-async def _refuse(context: Context, code: str) -> None:
+async def _refuse(context: Context, code: str, errors: Counter[str]) -> None:
     request_id = new_request_id()
     wrong = RequestError(CATALOGUE[code].message, code=code)
-    await abort(context, describe(wrong, request_id), request_id)
+    await abort(context, describe(wrong, request_id, errors), request_id)

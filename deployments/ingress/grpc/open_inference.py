@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
+from penstock.deployments.ingress.core.call import Call, CallOptions, ServedModel, TextDelta
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import MAX_PROMPTS, RequestCore
-from penstock.deployments.ingress.grpc.calls import Context, about, answering
+from penstock.deployments.ingress.grpc.calls import Context, answering, context_of
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.inference import open_inference_pb2 as pb
 from penstock.protos.inference import open_inference_pb2_grpc
@@ -54,6 +54,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, core: RequestCore, keys: ApiKeys):
         self._core = core
         self._keys = keys
+        self._errors = core.metrics.num_errors_returned
 
     async def ServerLive(self, request: pb.ServerLiveRequest, _: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -66,7 +67,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(
         self, request: pb.ModelReadyRequest, context: Context
     ) -> pb.ModelReadyResponse:
-        async with answering(context):
+        async with answering(context, self._errors):
             self._model(request.name, request.version)
             return pb.ModelReadyResponse(ready=self._core.ready())
 
@@ -79,7 +80,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Context
     ) -> pb.ModelMetadataResponse:
-        async with answering(context):
+        async with answering(context, self._errors):
             model = self._model(request.name, request.version)
             tensor = pb.ModelMetadataResponse.TensorMetadata
             return pb.ModelMetadataResponse(
@@ -96,20 +97,14 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: pb.ModelInferRequest, context: Context
     ) -> pb.ModelInferResponse:
-        async with answering(context) as named:
-            request_id = named.request_id
+        async with answering(context, self._errors) as named:
             model = self._model(request.model_name, request.model_version)
             wanted = _wanted(request)
             texts = _texts(request)
-            params, flags = _sampling(request.parameters)
-            said = about(context, self._keys, request_id, request.id, "id") | flags
+            params, options = _sampling(request.parameters, model.name)
+            about = context_of(context, self._keys, named.request_id, request.id, "id")
             calls = [
-                Call(
-                    text,
-                    params,
-                    model=model.name,
-                    **{**said, "request_id": f"{request_id}-{i}" if len(texts) > 1 else request_id},
-                )
+                Call(text, params, options, about.of_prompt(i, len(texts)))
                 for i, text in enumerate(texts)
             ]
             generations = [await self._core.prepare(call) for call in calls]
@@ -215,9 +210,9 @@ def _unpacked(raw: bytes) -> list[bytes]:
 
 
 def _sampling(
-    parameters: Mapping[str, pb.InferParameter],
-) -> tuple[SamplingParams, dict[str, Any]]:
-    """How to sample, and the flags of a Call. Raises RequestError naming a parameter."""
+    parameters: Mapping[str, pb.InferParameter], model: str
+) -> tuple[SamplingParams, CallOptions]:
+    """How to sample, and the other options. Raises RequestError naming a parameter."""
     given: dict[str, Any] = {}
     for name, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
@@ -237,8 +232,13 @@ def _sampling(
                 param=_shown(name)[1:-1],
                 code="unknown_parameter",
             )
-    flags = {name: given.pop(name) for name in _FLAGS[1:] if name in given}
-    return SamplingParams(**given), flags
+    defaults = CallOptions()
+    options = CallOptions(
+        model=model,
+        add_special_tokens=given.pop("add_special_tokens", defaults.add_special_tokens),
+        skip_special_tokens=given.pop("skip_special_tokens", defaults.skip_special_tokens),
+    )
+    return SamplingParams(**given), options
 
 
 def _fraction(name: str, value: Any) -> float:

@@ -1,11 +1,7 @@
-"""JSON bodies to pydantic models: what is known, what is refused by name, what may be ignored.
+"""Reading a request's body: bytes to JSON to a pydantic model, with each refusal naming its field.
 
-Knows nothing of any one API: each brings its model and its tables of names.
-
-How much a body may hold, asked before it is validated: to refuse it must cost little, too.
-
-The same bounds as the request core's, under which a front end's own work stays small. Knows
-nothing of any one API: each says which of its fields hold what.
+Each API brings its model and its tables of unsupported and ignored fields. Sizes are checked before
+validation, because refusing a huge body must be cheap too.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -26,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
 from penstock.deployments.ingress.core.tools import MAX_TOOLS
 from penstock.deployments.ingress.core.validation import (
     MAX_BAD_WORD_STRINGS,
@@ -40,7 +37,51 @@ from penstock.workers.request import (
 )
 from penstock.workers.structured_spec import MAX_CHOICES
 
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class ClientGone(Exception):
+    """The client disconnected before its request was complete: there is no response to send."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of that lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body, its size checked as it arrives. Raises RequestError or ClientGone."""
+    content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+    # Browsers send other types across origins without a preflight request; not this one.
+    if content_type != "application/json" or header(scope, b"content-encoding") is not None:
+        raise RequestError(
+            "send the body uncompressed, with 'Content-Type: application/json'",
+            code="unsupported_media_type",
+        )
+    too_large = RequestError(
+        f"the body exceeds the {max_bytes} bytes that this server accepts",
+        code="request_too_large",
+    )
+    declared = header(scope, b"content-length") or "0"
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    chunks, num_bytes = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise too_large
+        chunks.append(chunk)
+        if not message.get("more_body"):
+            return b"".join(chunks)
 
 
 def _fail_fast(schema: Any) -> None:

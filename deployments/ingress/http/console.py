@@ -1,6 +1,6 @@
 """The web console at `/`: its files, and the figures that its live panel asks for every second.
 
-The files hold no data and are open to everybody (asgi.PUBLIC_PATHS); the figures want a key like
+The files hold no data and are public (app.PUBLIC_PATHS); the figures require an API key like
 all else. They are what workers announced last: nothing is asked of a worker, nothing counted here.
 """
 

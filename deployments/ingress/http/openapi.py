@@ -24,7 +24,7 @@ from penstock.deployments.ingress.core.validation import (
     MAX_TRUNCATE,
     ROLES,
 )
-from penstock.deployments.ingress.http.call_context import SCHEMA_REF
+from penstock.deployments.ingress.http.openai.schemas import SCHEMA_REF
 from penstock.deployments.ingress.http.responses.requests import (
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_PAIRS,

@@ -1,6 +1,6 @@
-"""The files of the web console: where each is served, and with which headers.
+"""The files of the web console and of /docs: where each is served, and with which headers.
 
-Plain data. They hold nothing of anybody's, so asgi.py lets them out without a key.
+The console's files hold no data of any client, so they are served without an API key.
 """
 
 from __future__ import annotations
@@ -31,4 +31,12 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # the files of two versions do not fit each other
+}
+# /docs: one self-contained document (api.html), which fetches only /openapi.json and the API.
+API_PAGE = FOLDER / "api.html"
+API_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
 }

@@ -5,8 +5,6 @@ Knows nothing of tokenizers: the request core has one.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
@@ -17,16 +15,15 @@ from penstock.deployments.ingress.http.body import (
     Strict,
     drop_ignored_fields,
     json_object,
+    read_json_body,
     validated,
 )
-from penstock.deployments.ingress.http.call_context import about, read_body, takes
+from penstock.deployments.ingress.http.call_context import context_of
 from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
-from penstock.deployments.ingress.http.openai.schemas import ErrorBody
+from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.workers.request import RequestError
 
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 500)
-}
+_ERRORS = error_responses(400, 401, 404, 413, 415, 500)
 
 
 class TokenizeRequest(Strict):
@@ -70,17 +67,17 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
     @app.post(
         "/tokenize",
         response_model=TokenizeAnswer,
-        responses=_REFUSALS,
-        openapi_extra=takes(TokenizeRequest),
+        responses=_ERRORS,
+        openapi_extra=request_schema(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a conversation as the model would read it."""
-        body = await read_body(request)
+        body = await read_json_body(request.scope, request.receive)
         values = json_object(body)
         asked: TokenizeRequest | TokenizeChatRequest
         if "messages" in values:
             asked = parse(TokenizeChatRequest, body)
-            call = Call(asked.prompt(), model=asked.model, **about(request))
+            call = Call(asked.prompt(), options=asked.options(), context=context_of(request.scope))
             token_ids = list(await core.prompt_ids(call))
         else:
             fields = TokenizeRequest.model_fields
@@ -103,12 +100,12 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
     @app.post(
         "/detokenize",
         response_model=DetokenizeAnswer,
-        responses=_REFUSALS,
-        openapi_extra=takes(DetokenizeRequest),
+        responses=_ERRORS,
+        openapi_extra=request_schema(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        values = json_object(await read_body(request))
+        values = json_object(await read_json_body(request.scope, request.receive))
         fields = DetokenizeRequest.model_fields
         asked = validated(DetokenizeRequest, drop_ignored_fields(values, fields, {}, ()))
         try:

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from penstock.deployments.ingress.core import errors
+from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.metrics.gate_tables import (
@@ -44,7 +44,7 @@ NO_ENGINE = "none"  # of requests that ended before a worker had said anything
 
 
 class PenstockCollector(Collector):
-    """All metrics of one ingress, and those of all workers as the registry last told it."""
+    """All metrics of one ingress, and those of all workers as the registry last returned it."""
 
     def __init__(
         self,
@@ -143,14 +143,14 @@ class PenstockCollector(Collector):
         )
 
     def _of_front_ends(self) -> Iterator[Metric]:
-        told = CounterMetricFamily(
+        returned = CounterMetricFamily(
             "penstock_request_errors",
-            "Errors told to clients of this ingress, by code of the error catalogue.",
+            "Errors returned to clients of this ingress, by code of the error catalogue.",
             labels=("code",),
         )
-        for code in errors.CATALOGUE:
-            told.add_metric((code,), errors.num_told[code])
-        yield told
+        for code in CATALOGUE:
+            returned.add_metric((code,), self._requests.num_errors_returned[code])
+        yield returned
         yield CounterMetricFamily(
             "penstock_ingress_disconnects",
             "Clients of this ingress that left before the end of their answer.",

@@ -20,8 +20,8 @@ import httpx
 
 from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
+from penstock.deployments.ingress.grpc import inference
 from penstock.deployments.ingress.grpc import open_inference as oip_ingress
-from penstock.deployments.ingress.grpc import server as grpc_ingress
 from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 
@@ -302,7 +302,7 @@ class Fronts:
         # Of its own: a channel with these options is shared with no other.
         options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(self.grpc_target, options=options)
-        of_penstock = f"/{grpc_ingress.SERVICE}"
+        of_penstock = f"/{inference.SERVICE}"
         fronts = [
             Front("http completions", _http_body, self._poster("/v1/completions")),
             Front("http chat", _http_chat_body, self._poster("/v1/chat/completions")),

@@ -5,11 +5,12 @@ Knows nothing of HTTP, and makes no decision that the request core makes for all
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from penstock.deployments.ingress.core.call import ChatPrompt
+from penstock.deployments.ingress.core.call import CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, toolset_of
 from penstock.deployments.ingress.http.anthropic.blocks import (
     TextBlock,
@@ -86,8 +87,9 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig | None = Field(None, description="the answer's shape")
     output_format: OutputFormat | None = Field(None, description="older name of the same")
 
+    @cached_property
     def toolset(self) -> Toolset | None:
-        """Raises RequestError naming what is wrong with the tools."""
+        """The tools, parsed and checked once. Raises RequestError naming what is wrong."""
         chosen = self.tool_choice or ToolChoice(type="auto", disable_parallel_tool_use=None)
         if (chosen.name is not None) != (chosen.type == "tool"):
             raise RequestError(
@@ -106,13 +108,16 @@ class CountTokensRequest(Strict):
             schema="input_schema",
         )
 
+    def options(self) -> CallOptions:
+        return CallOptions(model=self.model, splits_reasoning=True)
+
     def prompt(self) -> ChatPrompt:
         messages = messages_of(self.messages)
         ends_with_answer = bool(messages) and messages[-1]["role"] == "assistant"
         if self.system:
             messages.insert(0, {"role": "system", "content": text_of(self.system)})
         return ChatPrompt(
-            tuple(messages), add_generation_prompt=not ends_with_answer, tools=self.toolset()
+            tuple(messages), add_generation_prompt=not ends_with_answer, tools=self.toolset
         )
 
 
@@ -160,7 +165,7 @@ class MessagesRequest(CountTokensRequest):
             for where, each in formats
             if each is not None
         ]
-        calls = self.toolset()
+        calls = self.toolset
         forced = calls.spec() if calls else None
         return only_one([*specs, *([forced] if forced else [])], "tool_choice")
 

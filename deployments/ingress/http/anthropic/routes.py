@@ -28,9 +28,11 @@ from penstock.deployments.ingress.http.anthropic.requests import (
     MessagesRequest,
     parse,
 )
-from penstock.deployments.ingress.http.body import renamed_fields
-from penstock.deployments.ingress.http.call_context import about, read_body, streamed, takes, whole
+from penstock.deployments.ingress.http.body import read_json_body, renamed_fields
+from penstock.deployments.ingress.http.call_context import context_of
 from penstock.deployments.ingress.http.errors import ANTHROPIC_PATH
+from penstock.deployments.ingress.http.openai.schemas import request_schema
+from penstock.deployments.ingress.http.sse import StreamingAnswer
 from penstock.workers.request import FinishReason
 
 SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]
@@ -40,57 +42,58 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def add_message_routes(app: FastAPI, core: RequestCore) -> None:
+    num_errors_returned = core.metrics.num_errors_returned
+
     @app.post(
         ANTHROPIC_PATH,
         response_model=MessageBody,
         responses={**_REFUSALS, 200: {"content": {"text/event-stream": {}}}},
-        openapi_extra=takes(MessagesRequest),
+        openapi_extra=request_schema(MessagesRequest),
     )
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic's API does."""
-        body = parse(MessagesRequest, await read_body(request))
+        body = parse(MessagesRequest, await read_json_body(request.scope, request.receive))
         params, prompt = body.params(), body.prompt()
-        said = about(request)
-        call = Call(prompt, params, model=body.model, splits_reasoning=True, **said)
+        call = Call(prompt, params, body.options(), context_of(request.scope))
         with renamed_fields({"stop": "stop_sequences"}):
             generation = await core.prepare(call)
-        shape = MessageRenderer(call.request_id, core.model(call.model).name)
+        renderer = MessageRenderer(call.context.request_id, core.model(call.options.model).name)
         if body.stream:
-            return streamed(request, _events(core, generation, shape))
-        return whole(_message(core, generation, shape))
+            return StreamingAnswer(_events(core, generation, renderer), num_errors_returned)
+        return StreamingAnswer(_message(core, generation, renderer), num_errors_returned)
 
     @app.post(
         f"{ANTHROPIC_PATH}/count_tokens",
         response_model=TokensCount,
         responses=_REFUSALS,
-        openapi_extra=takes(CountTokensRequest),
+        openapi_extra=request_schema(CountTokensRequest),
     )
     async def count_tokens(request: Request) -> Response:
         """How many tokens a conversation has for the model."""
-        body = parse(CountTokensRequest, await read_body(request))
-        call = Call(body.prompt(), model=body.model, **about(request))
+        body = parse(CountTokensRequest, await read_json_body(request.scope, request.receive))
+        call = Call(body.prompt(), options=body.options(), context=context_of(request.scope))
         return JSONResponse({"input_tokens": len(await core.prompt_ids(call))})
 
 
 async def _message(
-    core: RequestCore, generation: Generation, shape: MessageRenderer
+    core: RequestCore, generation: Generation, renderer: MessageRenderer
 ) -> dict[str, Any]:
     async with aclosing(core.run(generation)) as pieces:
         async for _, piece in pieces:
             _refuse_aborted(piece.finish_reason)
-            shape.add(piece, generation.usage)
+            renderer.add(piece, generation.usage)
             if piece.finish_reason is not None:
-                return shape.whole(piece)
+                return renderer.whole(piece)
     raise ServiceError("worker_lost")
 
 
 async def _events(
-    core: RequestCore, generation: Generation, shape: MessageRenderer
+    core: RequestCore, generation: Generation, renderer: MessageRenderer
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(core.run(generation)) as pieces:
         async for _, piece in pieces:
             _refuse_aborted(piece.finish_reason)
-            if event := shape.add(piece, generation.usage):
+            if event := renderer.add(piece, generation.usage):
                 yield event
 
 

@@ -7,11 +7,12 @@ makes for all front ends.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt
+from penstock.deployments.ingress.core.call import MAX_PRIORITY, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.service import MAX_PROMPTS
 from penstock.deployments.ingress.core.tools import Toolset, only_one
 from penstock.deployments.ingress.http.body import (
@@ -146,17 +147,16 @@ class _GenerationRequest(ShapeFields):
             **given,
         )
 
-    def options(self) -> dict[str, Any]:
-        """Fields of a Call that are not about the prompt's form."""
-        return {
-            "model": self.model,
-            "priority": self.priority or 0,
-            "tenant": self.user or "",
-            "skip_special_tokens": self.skip_special_tokens is not False,
-            "truncate_prompt_tokens": self.truncate_prompt_tokens,
-            "bad_words": tuple(self.bad_words or ()),
-            "include_stop_str_in_output": bool(self.include_stop_str_in_output),
-        }
+    def options(self) -> CallOptions:
+        return CallOptions(
+            model=self.model,
+            priority=self.priority or 0,
+            tenant=self.user or "",
+            skip_special_tokens=self.skip_special_tokens is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            bad_words=tuple(self.bad_words or ()),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+        )
 
     @property
     def num_choices(self) -> int:
@@ -184,12 +184,13 @@ class ChatCompletionRequest(_GenerationRequest):
     tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")
     parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
 
+    @cached_property
     def toolset(self) -> Toolset | None:
-        """Raises RequestError naming what is wrong with the tools."""
+        """The tools, parsed and checked once. Raises RequestError naming what is wrong."""
         return toolset(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def shape(self) -> StructuredSpec | None:
-        calls = self.toolset()
+        calls = self.toolset
         specs = (super().shape(), None if calls is None else calls.spec())
         return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
@@ -205,12 +206,12 @@ class ChatCompletionRequest(_GenerationRequest):
         return ChatPrompt(
             tuple(each.plain(f"messages[{i}]") for i, each in enumerate(self.messages)),
             add_generation_prompt=self.add_generation_prompt is not False,
-            tools=self.toolset(),
+            tools=self.toolset,
             variables=self.chat_template_kwargs or {},
         )
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"splits_reasoning": True}
+    def options(self) -> CallOptions:
+        return replace(super().options(), splits_reasoning=True)
 
 
 class CompletionRequest(_GenerationRequest):
@@ -232,11 +233,12 @@ class CompletionRequest(_GenerationRequest):
         params = self.sampling(max_tokens)
         return replace(params, logprobs=self.logprobs)
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | {
-            "add_special_tokens": self.add_special_tokens is not False,
-            "echo": bool(self.echo),
-        }
+    def options(self) -> CallOptions:
+        return replace(
+            super().options(),
+            add_special_tokens=self.add_special_tokens is not False,
+            echo=bool(self.echo),
+        )
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """One per choice of the answer. Raises RequestError if there are none."""

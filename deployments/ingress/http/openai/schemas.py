@@ -1,6 +1,7 @@
-"""OpenAI's answer shapes as models: for the documentation, and what tests hold answers against.
+"""OpenAI's answer bodies as models, and the parts of OpenAPI operations that all routes share.
 
-The answers themselves are plain dictionaries, which openai_shapes.py builds. Knows nothing of HTTP.
+The models document the answers and tests validate against them; rendering.py builds the answers
+themselves, as plain dictionaries.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from penstock.deployments.ingress.http.openai.logprobs import (
 )
 from penstock.workers.stats import WorkerInfo
 
+SCHEMA_REF = "#/components/schemas/{model}"
 
-class _Answer(BaseModel):
+
+class _AnswerPart(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class PromptTokensDetails(_Answer):
+class PromptTokensDetails(_AnswerPart):
     cached_tokens: int
 
 
-class TimingsBody(_Answer):
+class TimingsBody(_AnswerPart):
     """Seconds of each phase; of several answers, the longest. Only where the request asked."""
 
     queue_s: float | None
@@ -37,11 +40,11 @@ class TimingsBody(_Answer):
     total_s: float | None
 
 
-class CompletionTokensDetails(_Answer):
+class CompletionTokensDetails(_AnswerPart):
     reasoning_tokens: int
 
 
-class UsageBody(_Answer):
+class UsageBody(_AnswerPart):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -57,12 +60,12 @@ class UsageBody(_Answer):
 Finish = Literal["stop", "length", "abort", "tool_calls"]
 
 
-class FunctionCall(_Answer):
+class FunctionCall(_AnswerPart):
     name: str | None = None
     arguments: str
 
 
-class ToolCall(_Answer):
+class ToolCall(_AnswerPart):
     """In a stream the first piece has id and name; the arguments of all pieces are joined."""
 
     index: int | None = None
@@ -71,7 +74,7 @@ class ToolCall(_Answer):
     function: FunctionCall
 
 
-class AssistantMessage(_Answer):
+class AssistantMessage(_AnswerPart):
     """`reasoning` is the newer name of `reasoning_content`: clients read the one or the other."""
 
     role: Literal["assistant"]
@@ -82,7 +85,7 @@ class AssistantMessage(_Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(_Answer):
+class ChatChoice(_AnswerPart):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -91,7 +94,7 @@ class ChatChoice(_Answer):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_AnswerPart):
     """An answer to a conversation."""
 
     id: str
@@ -104,7 +107,7 @@ class ChatCompletion(_Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatDelta(_Answer):
+class ChatDelta(_AnswerPart):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
@@ -112,7 +115,7 @@ class ChatDelta(_Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChunkChoice(_Answer):
+class ChatChunkChoice(_AnswerPart):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -121,7 +124,7 @@ class ChatChunkChoice(_Answer):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(_Answer):
+class ChatCompletionChunk(_AnswerPart):
     """One event of a streamed answer to a conversation."""
 
     id: str
@@ -134,7 +137,7 @@ class ChatCompletionChunk(_Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class CompletionChoice(_Answer):
+class CompletionChoice(_AnswerPart):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -145,7 +148,7 @@ class CompletionChoice(_Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(_Answer):
+class Completion(_AnswerPart):
     """Continuations of prompts; in a stream, one event of it."""
 
     id: str
@@ -156,7 +159,7 @@ class Completion(_Answer):
     usage: UsageBody | None = None
 
 
-class ModelBody(_Answer):
+class ModelBody(_AnswerPart):
     id: str
     object: Literal["model"]
     created: int
@@ -166,19 +169,19 @@ class ModelBody(_Answer):
     weight_bytes: int | None = None
 
 
-class ModelList(_Answer):
+class ModelList(_AnswerPart):
     object: Literal["list"]
     data: list[ModelBody]
 
 
-class ErrorDetail(_Answer):
+class ErrorDetail(_AnswerPart):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class ErrorBody(_Answer):
+class ErrorBody(_AnswerPart):
     """What every failure looks like; `code` is from a closed list."""
 
     error: ErrorDetail
@@ -196,3 +199,14 @@ def model_body(model: ServedModel, infos: Iterable[WorkerInfo] = ()) -> dict[str
         "weights": None if serving is None else serving.weights,
         "weight_bytes": None if serving is None else serving.weight_bytes,
     }
+
+
+def request_schema(body: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that the route reads itself."""
+    schema = {"$ref": SCHEMA_REF.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI entries of the errors that a route returns."""
+    return {status: {"model": ErrorBody} for status in statuses}

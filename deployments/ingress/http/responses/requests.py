@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.deployments.ingress.core.call import ChatPrompt
+from penstock.deployments.ingress.core.call import CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, toolset_of
 from penstock.deployments.ingress.http.body import (
     LIMITS,
@@ -131,8 +132,9 @@ class ResponsesRequest(Strict):
     )
     parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
 
+    @cached_property
     def toolset(self) -> Toolset | None:
-        """Raises RequestError naming what is wrong with the tools."""
+        """The tools, parsed and checked once. Raises RequestError naming what is wrong."""
         chosen = self.tool_choice
         only = chosen.name if isinstance(chosen, NamedFunction) else None
         tools = tuple(
@@ -163,7 +165,7 @@ class ResponsesRequest(Strict):
         }
 
     def _shape(self) -> StructuredSpec | None:
-        calls, given = self.toolset(), self.text.format if self.text else None
+        calls, given = self.toolset, self.text.format if self.text else None
         specs = (given.spec() if given else None, calls.spec() if calls else None)
         return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
@@ -177,6 +179,9 @@ class ResponsesRequest(Strict):
             **given,
         )
 
+    def options(self) -> CallOptions:
+        return CallOptions(model=self.model, splits_reasoning=True)
+
     def messages(self, before: tuple[Message, ...]) -> tuple[Message, ...]:
         """The conversation without the instructions, which no later response inherits."""
         if isinstance(self.input, str):
@@ -186,7 +191,7 @@ class ResponsesRequest(Strict):
     def prompt(self, messages: tuple[Message, ...]) -> ChatPrompt:
         if self.instructions:
             messages = ({"role": "system", "content": self.instructions}, *messages)
-        return ChatPrompt(messages, tools=self.toolset())
+        return ChatPrompt(messages, tools=self.toolset)
 
 
 def parse(body: bytes) -> ResponsesRequest:

@@ -21,10 +21,10 @@ from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.http.body import renamed_fields
-from penstock.deployments.ingress.http.call_context import about, read_body, streamed, takes, whole
+from penstock.deployments.ingress.http.body import read_json_body, renamed_fields
+from penstock.deployments.ingress.http.call_context import context_of
 from penstock.deployments.ingress.http.errors import RESPONSES_PATH, server_sent
-from penstock.deployments.ingress.http.openai.schemas import ErrorBody
+from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.deployments.ingress.http.responses.draft import (
     Deleted,
     InputItems,
@@ -40,6 +40,7 @@ from penstock.deployments.ingress.http.responses.requests import (
     parse,
 )
 from penstock.deployments.ingress.http.responses.store import ResponseStore, StoredResponse
+from penstock.deployments.ingress.http.sse import StreamingAnswer
 from penstock.workers.request import RequestError
 
 SCHEMAS: list[type[BaseModel]] = [ResponsesRequest]
@@ -60,30 +61,30 @@ _LIST_QUERY = [
 
 
 def add_response_routes(app: FastAPI, core: RequestCore) -> None:
-    maker = _Maker(core, ResponseStore())
+    service = _ResponseService(core, ResponseStore())
 
     @app.post(
         RESPONSES_PATH,
         response_model=ResponseBody,
         responses={
-            **_refusals(400, 401, 404, 413, 415, 500, 503, 504),
+            **error_responses(400, 401, 404, 413, 415, 500, 503, 504),
             200: {"content": {"text/event-stream": {}}},
         },
-        openapi_extra=takes(ResponsesRequest),
+        openapi_extra=request_schema(ResponsesRequest),
     )
     async def create_response(request: Request) -> Response:
         """Answer, and keep the response for later calls to go on from."""
-        return await maker.create(request)
+        return await service.create(request)
 
     @app.get(
         _ONE,
         response_model=ResponseBody,
-        responses={**_refusals(400, 401, 404), 200: {"content": {"text/event-stream": {}}}},
+        responses={**error_responses(400, 401, 404), 200: {"content": {"text/event-stream": {}}}},
         openapi_extra={"parameters": _QUERY},
     )
     async def get_response(request: Request, response_id: str) -> Response:
         """A response as it is now, or (?stream=true&starting_after=N) its events."""
-        entry = maker.find(request, response_id)
+        entry = service.find(request, response_id)
         streams, after = check_query(request.query_params)
         if not streams:
             return JSONResponse(entry.draft.body())
@@ -93,61 +94,66 @@ def add_response_routes(app: FastAPI, core: RequestCore) -> None:
                 "streamed again",
                 param="stream",
             )
-        return streamed(request, entry.follow(after))
+        return service.streamed(entry.follow(after))
 
     @app.get(
         f"{_ONE}/input_items",
         response_model=InputItems,
-        responses=_refusals(400, 401, 404),
+        responses=error_responses(400, 401, 404),
         openapi_extra={"parameters": _LIST_QUERY},
     )
     async def list_input_items(request: Request, response_id: str) -> Response:
         """The whole conversation that led to a response, the newest first."""
-        entry = maker.find(request, response_id)
+        entry = service.find(request, response_id)
         asked = list_query(request.query_params)
         items = items_of(entry.messages[: entry.num_input], entry.request_id)
         return JSONResponse(asked.page(items))
 
-    @app.post(f"{_ONE}/cancel", response_model=ResponseBody, responses=_refusals(400, 401, 404))
+    @app.post(
+        f"{_ONE}/cancel", response_model=ResponseBody, responses=error_responses(400, 401, 404)
+    )
     async def cancel_response(request: Request, response_id: str) -> Response:
         """End a response that runs in the background."""
-        entry = maker.find(request, response_id)
+        entry = service.find(request, response_id)
         if entry.task is None:
             raise RequestError(
                 "only a response that was made with background: true can be cancelled",
                 param="response_id",
             )
-        await maker.cancel(entry)
+        await service.cancel(entry)
         return JSONResponse(entry.draft.body())
 
-    @app.delete(_ONE, response_model=Deleted, responses=_refusals(401, 404))
+    @app.delete(_ONE, response_model=Deleted, responses=error_responses(401, 404))
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a response; one that still runs is cancelled."""
-        entry = maker.find(request, response_id)
-        await maker.cancel(entry)
-        maker.store.remove(entry)
+        entry = service.find(request, response_id)
+        await service.cancel(entry)
+        service.store.remove(entry)
         return JSONResponse({"id": entry.draft.id, "object": "response", "deleted": True})
 
 
-class _Maker:
+class _ResponseService:
     def __init__(self, core: RequestCore, store: ResponseStore):
         self._core = core
         self.store = store
+        self._num_errors_returned = core.metrics.num_errors_returned
 
     async def create(self, request: Request) -> Response:
-        asked = parse(await read_body(request))
-        said = about(request)
-        messages = asked.messages(self._before(asked, said["principal"]))
+        asked = parse(await read_json_body(request.scope, request.receive))
+        context = context_of(request.scope)
+        messages = asked.messages(self._before(asked, context.principal))
         params, prompt = asked.params(), asked.prompt(messages)
-        call = Call(prompt, params, model=asked.model, splits_reasoning=True, **said)
+        call = Call(prompt, params, asked.options(), context)
         with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
             generation = await self._core.prepare(call)
-        draft = ResponseBuilder(call.request_id, self._core.model(call.model).name, asked)
+        draft = ResponseBuilder(
+            call.context.request_id, self._core.model(call.options.model).name, asked
+        )
         entry = StoredResponse(
             draft,
-            call.principal,
+            call.context.principal,
             messages,
-            request_id=call.request_id,
+            request_id=call.context.request_id,
             num_input=len(messages),
             texts=(
                 asked.instructions or "",
@@ -159,14 +165,19 @@ class _Maker:
         keeps = asked.store is not False
         if not asked.background:
             if asked.stream:
-                return streamed(request, self._events(generation, entry, keeps=keeps))
-            return whole(self._body(generation, entry, keeps=keeps))
+                return self.streamed(self._events(generation, entry, keeps=keeps))
+            return StreamingAnswer(
+                self._body(generation, entry, keeps=keeps), self._num_errors_returned
+            )
         self.store.check_room()
         # Nothing is awaited between the check and the task, so no other call comes between.
         entry.tell(_frames(draft.created()))
         entry.task = asyncio.create_task(self._go_on(generation, entry))
         self.store.put(entry)
-        return streamed(request, entry.follow(-1)) if asked.stream else JSONResponse(draft.body())
+        return self.streamed(entry.follow(-1)) if asked.stream else JSONResponse(draft.body())
+
+    def streamed(self, events: AsyncGenerator[bytes, None]) -> StreamingAnswer:
+        return StreamingAnswer(events, self._num_errors_returned)
 
     def find(self, request: Request, response_id: str) -> StoredResponse:
         return self._find(response_id, request.scope["state"]["principal"], "response_id")
@@ -206,7 +217,9 @@ class _Maker:
         except Exception as error:
             if not has_begun:
                 raise
-            for frame in _frames(draft.fail(describe(error, entry.request_id))):
+            for frame in _frames(
+                draft.fail(describe(error, entry.request_id, self._num_errors_returned))
+            ):
                 yield frame
 
     async def _go_on(self, generation: Generation, entry: StoredResponse) -> None:
@@ -217,7 +230,9 @@ class _Maker:
                 async for _, piece in pieces:
                     entry.tell(_frames(draft.add(piece)))
         except Exception as error:
-            entry.tell(_frames(draft.fail(describe(error, entry.request_id))))
+            entry.tell(
+                _frames(draft.fail(describe(error, entry.request_id, self._num_errors_returned)))
+            )
         if self.store.has(entry):
             self._keep(entry)
 
@@ -248,7 +263,3 @@ class _Maker:
 
 def _frames(events: list[dict[str, Any]]) -> list[bytes]:
     return [server_sent(event, event["type"]) for event in events]
-
-
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorBody} for status in statuses}

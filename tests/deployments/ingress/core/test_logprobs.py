@@ -9,7 +9,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.ingress.core.call import Call, TokenUsage
+from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
     UNLIKELY,
@@ -161,7 +161,7 @@ def test_the_others_wait_for_the_first():
                     seen.append(len(delta.token_ids))
                 yield delta
 
-    texts, error = ran(core_over(Watching()), Call("a", request_id="c"), 3)
+    texts, error = ran(core_over(Watching()), Call("a", context=CallContext(request_id="c")), 3)
     assert error is None
     assert seen[:2] == ["c", 1]  # its first token came before the others began
     assert set(seen[2:4]) == {"c.1", "c.2"}
@@ -178,7 +178,8 @@ def test_the_deadline_is_that_of_all():
     core = core_over(ScriptedBackend(30.0))
 
     async def call():
-        return Call("a", deadline_s=asyncio.get_running_loop().time() + 0.05)
+        deadline_s = asyncio.get_running_loop().time() + 0.05
+        return Call("a", context=CallContext(deadline_s=deadline_s))
 
     assert ran(core, asyncio.run(call()), 2) == ({}, "deadline_exceeded")
 
@@ -217,7 +218,7 @@ def test_many_scores_are_spelt_beside_the_loop():
     async def run():
         params = SamplingParams(max_tokens=0, logprobs=20)
         core = core_over(Backend(), max_model_len=10**5)
-        generation = await core.prepare(Call(tuple(ids), params, echo=True))
+        generation = await core.prepare(Call(tuple(ids), params, CallOptions(echo=True)))
         answering = asyncio.ensure_future(anext(core.run(generation)))
         turns = 0
         while not answering.done():

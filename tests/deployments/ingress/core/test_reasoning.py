@@ -18,7 +18,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.deployments.ingress.core.call import Call, ChatPrompt
+from penstock.deployments.ingress.core.call import Call, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.reasoning import after_reasoning, find_marks
 from penstock.deployments.ingress.http.openai.schemas import ChatCompletion, ChatCompletionChunk
 from penstock.workers.errors import ConfigError
@@ -283,7 +283,7 @@ def test_only_where_it_is_asked_for() -> None:
         return "".join([piece.text async for piece in generated(core, call)])
 
     assert asyncio.run(text(Call(ChatPrompt(tuple(MESSAGES))))) == SAID
-    assert asyncio.run(text(Call("The", splits_reasoning=True))) == SAID
+    assert asyncio.run(text(Call("The", options=CallOptions(splits_reasoning=True)))) == SAID
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -337,7 +337,7 @@ def test_a_shape_holds_behind_it(engine: EngineBackend, name: str, template: str
     spec, pattern = SPECS[name]
     core = core_over(engine, of=model_of(template), marks=CHANCE, max_model_len=1024)
     params = SamplingParams(max_tokens=160, seed=2, structured=spec)
-    call = Call(ChatPrompt(tuple(MESSAGES)), params, splits_reasoning=True)
+    call = Call(ChatPrompt(tuple(MESSAGES)), params, CallOptions(splits_reasoning=True))
 
     async def answer() -> Any:
         pieces = [piece async for piece in generated(core, call)]

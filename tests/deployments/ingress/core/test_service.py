@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from contextlib import aclosing
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.ingress.core.call import Call, ChatPrompt
+from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
 from penstock.deployments.ingress.core.streams import MAX_INLINE_SIZE
 from penstock.deployments.ingress.core.validation import MAX_MESSAGES, is_client_id
@@ -233,14 +234,18 @@ def test_an_unfinished_character_reads_as_replacement_at_the_end():
 
 def test_an_expired_call_never_reaches_the_backend():
     backend = ScriptedBackend([5], FinishReason.STOP)
-    _, error = collect(core_over(backend), Call("a", deadline_s=time.monotonic() - 0.001))
+    _, error = collect(
+        core_over(backend), Call("a", context=CallContext(deadline_s=time.monotonic() - 0.001))
+    )
     assert error.code == "deadline_exceeded"
     assert backend.requests == []
 
 
 def test_a_deadline_in_mid_stream_drops_the_request():
     backend = ScriptedBackend([5], 30.0)
-    pieces, error = collect(core_over(backend), Call("a", deadline_s=time.monotonic() + 0.2))
+    pieces, error = collect(
+        core_over(backend), Call("a", context=CallContext(deadline_s=time.monotonic() + 0.2))
+    )
     assert error.code == "deadline_exceeded"
     assert len(pieces) == 1
     assert backend.num_closed == 1
@@ -249,23 +254,23 @@ def test_a_deadline_in_mid_stream_drops_the_request():
 def test_cancel_wants_the_exact_id_and_the_same_principal():
     backend = ScriptedBackend([5], 30.0)
     core = core_over(backend)
-    call = Call("a", principal="me")
+    call = Call("a", context=CallContext(principal="me"))
 
     async def run():
         pieces = generated(core, call)
         await anext(pieces)
-        assert not core.cancel(call.request_id[:-1], "me")
-        assert not core.cancel(call.request_id, "you")
-        assert not core.cancel(call.request_id)
+        assert not core.cancel(call.context.request_id[:-1], "me")
+        assert not core.cancel(call.context.request_id, "you")
+        assert not core.cancel(call.context.request_id)
         waiting = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0.01)
-        assert core.cancel(call.request_id, "me")
+        assert core.cancel(call.context.request_id, "me")
         await asyncio.sleep(0)  # the wait is ending now: once more changes nothing
-        assert core.cancel(call.request_id, "me")
+        assert core.cancel(call.context.request_id, "me")
         last = await waiting
         with pytest.raises(StopAsyncIteration):
             await anext(pieces)
-        assert not core.cancel(call.request_id, "me")
+        assert not core.cancel(call.context.request_id, "me")
         return last
 
     last = asyncio.run(run())
@@ -325,7 +330,12 @@ def refusing():
 
 VOCAB = 8192
 REFUSED = {
-    "an unknown model": (Call("a", model="gpt\n5"), "model_not_found", "model", "'gpt\\n5'"),
+    "an unknown model": (
+        Call("a", options=CallOptions(model="gpt\n5")),
+        "model_not_found",
+        "model",
+        "'gpt\\n5'",
+    ),
     "an empty prompt": (Call(""), "invalid_value", "prompt", "empty"),
     "no ids": (Call(()), "invalid_value", "prompt", "empty"),
     "an id that is none": (Call((VOCAB,)), "invalid_value", "prompt", f"{VOCAB}"),
@@ -439,8 +449,15 @@ def test_one_line_a_request_and_no_prompt_in_it(caplog):
     caplog.set_level(logging.INFO, "penstock.requests")
     backend = ScriptedBackend([5, 6], FinishReason.LENGTH)
     core = core_over(backend, max_model_len=64)
-    collect(core, Call("secret words", front="http", client_id="mine"))
-    collect(core, Call("secret words", model="x\n\x1b[31m", front="h\n{}"))
+    collect(core, Call("secret words", context=CallContext(front="http", client_id="mine")))
+    collect(
+        core,
+        Call(
+            "secret words",
+            options=CallOptions(model="x\n\x1b[31m"),
+            context=CallContext(front="h\n{}"),
+        ),
+    )
     collect(core_over(ScriptedBackend([5], "numerical_error")), Call("secret words"))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 3
@@ -471,14 +488,14 @@ def test_a_client_that_left_is_logged_as_such(caplog):
 
 
 def test_unexpected_errors_are_told_by_id_only(caplog):
-    told = describe(KeyError("/secret/path"), "some-id")
+    told = describe(KeyError("/secret/path"), "some-id", Counter())
     assert told.code == "internal_error"
     assert "secret" not in told.message
     assert "some-id" in told.message
     assert "secret" in caplog.text
-    known = describe(RequestError("top_k is odd", param="top_k"), "some-id")
+    known = describe(RequestError("top_k is odd", param="top_k"), "some-id", Counter())
     assert (known.code, known.message, known.param) == ("invalid_value", "top_k is odd", "top_k")
-    made_up = describe(RequestError("from inside", code="made_up"), "some-id")
+    made_up = describe(RequestError("from inside", code="made_up"), "some-id", Counter())
     assert (made_up.code, "inside" in made_up.message) == ("internal_error", False)
 
 

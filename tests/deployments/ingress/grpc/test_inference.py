@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 import penstock.protos as generated
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
-from penstock.deployments.ingress.grpc.server import SERVICE, start_server
+from penstock.deployments.ingress.grpc.inference import SERVICE
+from penstock.deployments.ingress.grpc.server import start_server
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import FinishReason
