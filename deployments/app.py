@@ -12,7 +12,7 @@ from typing import Any
 from ray import serve
 
 from penstock.deployments.config import ServeConfig, config_from
-from penstock.deployments.gate.service import GateSetup
+from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.ingress.replica import IngressReplica
 from penstock.deployments.placement import ReplicaResources, resolve
 from penstock.deployments.supervision.ray_workarounds import one_event_loop

@@ -24,9 +24,10 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.server import end_gate
 from penstock.deployments.placement import uses_gpus
+from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import descendants, end
 from penstock.deployments.supervision.ray_workarounds import is_start_timeout
-from penstock.deployments.supervision.registry import NAMESPACE, ClusterView, RegistryClient
+from penstock.deployments.supervision.registry import ClusterView, RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.workers.cpu_affinity import allowed_cores, keep_to
 

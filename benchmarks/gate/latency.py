@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from penstock.deployments.gate.server import GateServer
-from penstock.deployments.gate.service import GateSetup
+from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.credits import Credits
@@ -55,8 +55,8 @@ def serve_gate(told: Any) -> None:
     """The gate's process."""
 
     async def serve() -> None:
-        gate = GateServer()
-        told.put(await gate.where(GateSetup(host="127.0.0.1")))
+        setup = GateSetup(host="127.0.0.1")
+        told.put(await GateServer(setup).where(setup))
         await asyncio.Event().wait()
 
     asyncio.run(serve())

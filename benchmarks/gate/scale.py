@@ -92,7 +92,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
     settings = GateSettings(rule=size.rule, queue=QueueSettings(max_waiting=size.queue or 100_000))
     gate = Gate(settings, seed=0)
     for i in range(size.workers):
-        gate.add_worker(WorkerSpec(f"w{i}", "1", CAPACITY))
+        gate.add_worker(WorkerSpec(f"w{i}", 1, CAPACITY))
     rng = np.random.default_rng(0)
     rate = PER_WORKER * size.workers * (2.0 if size.queue else LIGHT)
     times = np.cumsum(rng.exponential(1 / rate, size.requests)).tolist()
@@ -131,7 +131,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
                 Running(name, min(int((now - at) / STEP_S), length - 1), 300, 2048)
                 for name, (at, length) in running[turn].items()
             )
-            timed("report", gate.report, f"w{turn}", Report("1", sequence, rows, STEP_S), now)
+            timed("report", gate.report, f"w{turn}", Report(1, sequence, rows, STEP_S), now)
             turn = (turn + 1) % size.workers
             report_at += REPORT_S / size.workers
         for outcome in timed("tick", gate.tick, now):

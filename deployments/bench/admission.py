@@ -29,7 +29,7 @@ from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.workers.engine.engine import Engine
 
 ADMISSIONS = ("predicted", "reserve_max", "optimistic")
-WORKER, EPOCH = "worker", "0"
+WORKER, EPOCH = "worker", 0
 
 
 @dataclass(frozen=True, slots=True)

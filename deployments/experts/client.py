@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.deployments.experts.spec import HotExpert, StoreSpec
-from penstock.deployments.supervision.registry import CALL_TIMEOUT_S, NAMESPACE
+from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, named_actor
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.stats import ExpertStats
@@ -88,19 +88,13 @@ class ExpertStoreClient:
 
             node = _own_node()
             place = "one" if self._spec.is_single else node[:12]
-            options = {
-                "name": f"{self._spec.app_name}-experts-{self._spec.digest}-{place}",
-                "namespace": NAMESPACE,
-                "get_if_exists": True,
-                "lifetime": "detached",
-                "max_restarts": -1,
-                "max_concurrency": 8,
-                "num_cpus": 0,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(
-                    node, soft=self._spec.is_single
-                ),
-            }
-            self._handle = ray.remote(StoreActor).options(**options).remote(self._spec)
+            self._handle = named_actor(
+                StoreActor,
+                f"{self._spec.app_name}-experts-{self._spec.digest}-{place}",
+                self._spec,
+                max_concurrency=8,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=self._spec.is_single),
+            )
         return self._handle
 
 

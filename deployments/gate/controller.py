@@ -1,12 +1,12 @@
-"""The gate: who may come in, when, and on which worker. Pure: a simulator drives what serves.
+"""The gate: which request is admitted, when, and to which worker. Pure: a simulator drives it too.
 
 Requests wait here, not at the workers, and are bound to one when it has room (late binding): by
-the quantile rule of gate_room, in the order of gate_queue, against the books of gate_ledger. Behind
-a first one that does not fit, a few later ones may pass if they leave its reservation alone (EASY
-backfill). A request that would wait too long is told so at once.
+the quantile rule of sampled_forecast.py, in the order of wait_queue.py, against the ledgers of
+ledger.py. After a first one that does not fit, a few later ones may be admitted if they leave its
+reservation alone (EASY backfill). A request that would wait too long is refused at once.
 
-One owner calls it; nothing is locked. The clock is told, never read: `now` is in seconds and never
-goes back. Knows nothing of Ray, gRPC, or how long an answer will be: it is told distributions.
+One owner calls it; nothing is locked. The caller passes the time: `now` is in seconds and never
+decreases. Length distributions are passed in as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from penstock.deployments.gate.futures import FutureSampler
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.placement import Placement, WorkerShortlist
 from penstock.deployments.gate.retry_after import RetryAfterModel
+from penstock.deployments.gate.running import RunningRequests
 from penstock.deployments.gate.types import (
     Demand,
     Expiry,
@@ -37,7 +38,7 @@ from penstock.deployments.prediction.distribution import LengthDistribution
 
 
 class Gate:
-    """Waiting requests and the books of the workers; all of one model."""
+    """Waiting and running requests, and the ledgers of the workers, of one model."""
 
     SHARE = 0.9  # of all memory that is in use when the queue is not empty
     STEP = 0.05  # by which one admission corrects the predicted waits
@@ -54,11 +55,10 @@ class Gate:
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
-        self._admitted: dict[str, tuple[str, Waiting]] = {}  # running: worker, and what was charged
-        self._provisional: set[str] = set()  # running, and came past the gate
+        self.running = RunningRequests(self.ledgers, self.queue)
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
-        """A worker, or a new life of one; returns what was admitted to the old life."""
+        """A worker, or a new epoch of one; returns what was admitted to the earlier epoch."""
         known = self.ledgers.get(spec.name)
         if known is not None and known.spec == spec:
             return []
@@ -68,16 +68,13 @@ class Gate:
         return lost
 
     def remove_worker(self, name: str) -> list[str]:
-        """A worker is gone; returns what was admitted to it, for whoever sends it elsewhere."""
+        """A worker is gone; returns the ids that were admitted to it."""
         ledger = self.ledgers.pop(name, None)
         if ledger is None:
             return []
         self._placement.forget(ledger)
         self._pace_s = None
-        self._provisional = {each for each in self._provisional if each not in ledger}
-        lost = [each for each, (worker, _) in self._admitted.items() if worker == name]
-        for each in lost:
-            del self._admitted[each]
+        lost = self.running.worker_removed(ledger)
         if self.ledgers:
             self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
         return lost
@@ -90,15 +87,17 @@ class Gate:
         *,
         holding: LengthDistribution | None = None,
     ) -> Refusal | None:
-        """A request comes: it waits (None), and `tick` will tell; or is refused at once.
+        """A request arrives: it waits for `tick` to admit it (None), or is refused at once.
 
         `length` is of the answer, for order and charges; `holding` of how long its memory is held,
         clients that leave included (None: the same). Raises ValueError for an id that waits
         or runs already.
         """
         name = request.request_id
-        if name in self.queue or name in self._admitted or name in self._provisional:
-            raise ValueError(f"request_id {name!r} is already here: give each request its own")
+        if name in self.queue or name in self.running:
+            raise ValueError(
+                f"request_id {name!r} is already waiting or running: give each request its own"
+            )
         demand = self._sampler.demand(request, holding or length)
         entry = self._entry(request, demand, length, now)
         if self.ledgers and not self._placement.could_fit(demand):
@@ -109,15 +108,17 @@ class Gate:
         if request.deadline is not None:
             patience_s = min(patience_s, request.deadline - now)
         if wait > patience_s:
-            text = f"it would wait {wait:.1f} s, and may {max(patience_s, 0.0):.1f} s"
+            text = f"the predicted wait is {wait:.1f} s, the limit {max(patience_s, 0.0):.1f} s"
             lasting_patience_s = patience_s if request.deadline is None else None
             return self._refuse(entry, "too_long", text, wait - patience_s / 2, lasting_patience_s)
         if len(self.queue) >= self.settings.queue.max_waiting:
             leaves = self.queue.displaced_by(request.tenant)
             if leaves is None:
-                return self._refuse(entry, "queue_full", f"{len(self.queue)} requests wait", wait)
+                return self._refuse(
+                    entry, "queue_full", f"the queue is full with {len(self.queue)} requests", wait
+                )
             self.queue.remove(leaves.request_id)
-            text = "the queue is full, and its tenant has the most waiting"
+            text = "the queue is full, and this tenant has the most requests in it"
             later = sum(leaves.predicted_wait)
             self._displaced.append(self._refuse(leaves, "displaced", text, later))
         entry.predicted_wait, entry.quoted_wait_s = (fixed, ahead), wait
@@ -125,7 +126,7 @@ class Gate:
         return None
 
     def would_wait(self, request: GateRequest, length: LengthDistribution, now: float) -> float:
-        """Seconds that it would wait if it came now, as `offer` judges it. Nothing is changed."""
+        """Seconds that it would wait if it arrived now, as `offer` judges it. Changes nothing."""
         demand = self._sampler.demand(request, length)
         return self._would_wait(self._entry(request, demand, length, now), now)
 
@@ -138,20 +139,20 @@ class Gate:
         *,
         holding: LengthDistribution | None = None,
     ) -> None:
-        """A request that went in without asking, as it was allowed to: the books hear of it."""
+        """Replace a provisional holding by the request's own prediction, and charge its tenant.
+
+        Also for a request that an ingress admitted on credit and that is not registered yet.
+        """
         name, ledger = request.request_id, self.ledgers.get(worker)
-        if ledger is None or name in self.queue or name in self._admitted:
+        is_provisional = self.running.is_provisional(name)
+        if ledger is None or name in self.queue or (name in self.running and not is_provisional):
             return
         demand = self._sampler.demand(request, holding or length)
         entry = self._entry(request, demand, length, now)
         tokens = round(entry.expected)
-        if name not in self._provisional:  # else the prompt was counted when it came
+        if not is_provisional:  # else the prompt was counted when it was admitted
             tokens += request.prompt_tokens
-        ledger.withdraw(name)  # a report was faster, and knows less
-        self._provisional.discard(name)
-        ledger.lease(demand, now + self.settings.lease_s)
-        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
-        self._admitted[name] = (worker, entry)
+        self.running.confirm(entry, ledger, now + self.settings.lease_s)
         self._placement.sent(request.prefix, tokens, ledger)
 
     def admit(self, request: GateRequest, max_tokens: int | None, now: float) -> Ticket | None:
@@ -161,7 +162,7 @@ class Gate:
         needs a prediction, by `offer`.
         """
         name = request.request_id
-        if len(self.queue) or self.is_admitted(name):
+        if len(self.queue) or name in self.running:
             return None
         demand = self._sampler.provisional(request, max_tokens)
         shortlist = WorkerShortlist(self.ledgers, self.settings, now)
@@ -177,9 +178,9 @@ class Gate:
     ) -> bool:
         """An ingress admitted it on credit: the ledger holds it with the prior until `confirm`."""
         name, ledger = request.request_id, self.ledgers.get(worker)
-        if name in self._provisional and ledger is not None and name in ledger:
-            return True  # since it was let in, or a report listed it
-        if ledger is None or name in self.queue or self.is_admitted(name):
+        if self.running.is_provisional(name) and ledger is not None and name in ledger:
+            return True  # admitted before, or listed in a report
+        if ledger is None or name in self.queue or name in self.running:
             return False
         demand = self._sampler.provisional(request, max_tokens)
         self._hold_provisionally(request, demand, ledger, now + self.settings.lease_s)
@@ -188,89 +189,51 @@ class Gate:
     def _hold_provisionally(
         self, request: GateRequest, demand: Demand, ledger: Ledger, until: float
     ) -> None:
-        """It may be over before it is judged, and its beginning is cached all the same."""
-        ledger.lease(demand, until)
-        self._provisional.add(request.request_id)
+        """It may finish before it is confirmed; its prefix is cached all the same."""
+        self.running.hold(demand, ledger, until)
         self._placement.sent(request.prefix, request.prompt_tokens, ledger)
 
-    def is_admitted(self, request_id: str) -> bool:
-        """Whether it is on a worker, with or without the gate's knowing, and not over yet."""
-        return request_id in self._admitted or request_id in self._provisional
-
     def spare(self) -> dict[str, tuple[int, int]]:
-        """By worker: tokens and slots that nobody will need, however long all answers become."""
+        """By worker: tokens and slots that stay free even if all answers reach their limits."""
         return {name: each.spare() for name, each in self.ledgers.items()}
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """The client left; True if it waited (a running one ends with `completed`)."""
+        """The client left; True if it waited (a running one ends with `finished`)."""
         return self.queue.remove(request_id) is not None
 
     def started(self, request_id: str, now: float) -> None:
         """The worker has the request: the lease becomes a holding."""
-        if request_id in self._admitted:
-            self.ledgers[self._admitted[request_id][0]].started(request_id, now)
+        self.running.started(request_id, now)
 
     def declined(self, request_id: str, now: float) -> bool:
-        """The worker had no room: back to the queue, and no more for it until it reports."""
-        if request_id in self._provisional:  # let in, and not judged yet: it comes as a new one
-            self._provisional.remove(request_id)
-            for ledger in self.ledgers.values():
-                if ledger.ended(request_id, now):
-                    ledger.is_open = False
-        if request_id not in self._admitted:
+        """The worker had no room: the request waits again, ahead of others. False: it has not been
+        predicted yet, and is offered as a new one."""
+        entry = self.running.declined(request_id, now)
+        if entry is None:
             return False
-        worker, entry = self._admitted.pop(request_id)
-        self.ledgers[worker].ended(request_id, now)  # a report under way may still list it
-        self.ledgers[worker].is_open = False
-        self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
         entry.returned = True
         self.queue.add(entry)
         return True
 
     def finished(self, request_id: str, generated: int, now: float) -> None:
-        """An answer ended after so many tokens, for whatever reason: its memory is free."""
-        books = list(self.ledgers.values())
-        if request_id in self._provisional:
-            self._provisional.remove(request_id)  # it may be anywhere, and on two workers
-        elif request_id in self._admitted:
-            books = [self.ledgers[self._admitted[request_id][0]]]
-        else:
-            return
-        for ledger in books:
-            if ledger.ended(request_id, now):
-                ledger.headroom.count(completions=1)
-        if request_id not in self._admitted:
-            return
-        _, entry = self._admitted.pop(request_id)
-        settings = self.queue.settings
-        owed = settings.charge(entry.tenant, entry.demand.prompt_tokens, generated)
-        self.queue.counters.charge(entry.tenant, owed - self.queue.charge_of(entry))
+        """An answer ended after `generated` tokens, for any reason: its memory is free."""
+        self.running.finished(request_id, generated, now)
 
     def report(self, worker: str, report: Report, now: float) -> None:
-        """A worker says what it runs. Workers that are not known are not listened to."""
+        """A worker lists what it runs. Reports of unregistered workers are ignored."""
         ledger = self.ledgers.get(worker)
-        if ledger is None:
-            return
-        self._pace_s = None
-        adopted = {e.request_id: self._sampler.from_report(e) for e in ledger.unknown(report)}
-        self._provisional.update(adopted)
-        for gone in ledger.report(report, now, adopted):
-            self._provisional.discard(gone)
-            self._admitted.pop(gone, None)  # its charge stays: how long it became is not known
+        if ledger is not None:
+            self._pace_s = None
+            self.running.report(ledger, report, now, self._sampler.from_report)
 
     def tick(self, now: float) -> list[Outcome]:
-        """Whatever was decided by now: tickets, and those that leave the queue without one."""
+        """Decisions made by now: tickets, and requests that leave the queue without one."""
         outcomes: list[Outcome] = [*self._displaced]
         self._displaced = []
         self._retry_after.update(now)
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
-        for ledger in self.ledgers.values():
-            for name in ledger.expire(now):
-                self._provisional.discard(name)
-                if name in self._admitted:
-                    _, entry = self._admitted.pop(name)
-                    self.queue.counters.charge(entry.tenant, -self.queue.charge_of(entry))
+        self.running.expire(now)
         if not len(self.queue):
             self._placement.first_fits_at = None
         elif self.ledgers:
@@ -278,7 +241,7 @@ class Gate:
         return outcomes
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
-        """Why the first of those that wait do, and until when. Changes nothing."""
+        """Why the first `limit` requests wait, and until when. Changes nothing."""
         shortlist = WorkerShortlist(self.ledgers, self.settings, now, self.queue.longest_wait(now))
         waits: list[Wait] = []
         first_s: float | None = None
@@ -303,7 +266,7 @@ class Gate:
         order = self.queue.order(now)
         self._placement.first_fits_at = None
         for entry in order:
-            if not self._placement.could_fit(entry.demand):  # the worker that could is gone
+            if not self._placement.could_fit(entry.demand):  # the only worker large enough is gone
                 self.queue.remove(entry.request_id)
                 largest = max(each.spec.capacity for each in self.ledgers.values())
                 outcomes.append(_never(entry, largest))
@@ -320,7 +283,7 @@ class Gate:
     def _backfill(
         self, first: Waiting, order: Iterator[Waiting], shortlist: WorkerShortlist, now: float
     ) -> list[Outcome]:
-        """Later ones that fit and leave the first one's reservation alone."""
+        """Admit later requests that fit and do not delay the first one's reservation."""
         reserved = self._placement.reserve(first, shortlist, now)
         if reserved is None:
             return []
@@ -352,14 +315,9 @@ class Gate:
     def _grant(self, entry: Waiting, worker: str, shortlist: WorkerShortlist, now: float) -> Ticket:
         ledger = self.ledgers[worker]
         until = now + self.settings.lease_s
-        if entry.request_id in ledger:  # by a report of an earlier stay
-            ledger.withdraw(entry.request_id)
-            self._provisional.discard(entry.request_id)
-        ledger.lease(entry.demand, until)
+        self.running.admit(entry, ledger, until)
         shortlist.grant(worker, self._placement.candidate(entry, worker))
         self.queue.remove(entry.request_id)
-        self.queue.counters.charge(entry.tenant, self.queue.charge_of(entry))
-        self._admitted[entry.request_id] = (worker, entry)
         tokens = entry.demand.prompt_tokens + round(entry.expected)
         self._placement.sent(entry.prefix, tokens, ledger)
         waited = now - entry.arrived
@@ -373,7 +331,7 @@ class Gate:
     def _entry(
         self, request: GateRequest, demand: Demand, length: LengthDistribution, now: float
     ) -> Waiting:
-        """With its expected length, and the tokens x seconds of KV that it will take."""
+        """Its expected length, and the tokens x seconds of KV that it will take."""
         self._number += 1
         remaining = demand.remaining()
         steps = remaining.astype(np.float64)
@@ -399,7 +357,7 @@ class Gate:
         return fixed + self.wait_factor * ahead
 
     def _predicted_wait(self, entry: Waiting, now: float) -> tuple[float, float]:
-        """Seconds until the first one fits, and of all memory that is served before `entry`."""
+        """Seconds until the first one fits, and seconds of all memory served before `entry`."""
         fixed = max((self._placement.first_fits_at or now) - now, 0.0) if len(self.queue) else 0.0
         return fixed, self.queue.area_ahead(entry, now) / Gate.SHARE
 
@@ -411,9 +369,9 @@ class Gate:
         after_s: float,
         patience_s: float | None = None,
     ) -> Refusal:
-        """Its own dice spread the time to stay away by a fifth: not all come back at once.
+        """Its own uniforms spread Retry-After by a fifth, so that not all return at once.
 
-        `patience_s`: that it may wait; of such it is learnt how soon they would have been let in.
+        `patience_s`: the longest it may wait; with it the refusal calibrates Retry-After.
         """
         least, most = self.settings.retry_s
         spread = 0.8 + 0.4 * float(entry.demand.uniforms[0])

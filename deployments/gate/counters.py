@@ -1,4 +1,4 @@
-"""What the gate counts of its own life, for metrics. Knows nothing of how anything is decided."""
+"""Totals of the gate since its start, for metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 @dataclass(slots=True)
 class GateCounters:
-    """Totals of this life, for metrics."""
+    """Totals since the start."""
 
     admitted: int = 0
     expired: int = 0
@@ -21,13 +21,13 @@ class GateCounters:
     completed: int = 0
     preemptions: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    waits: int = 0  # of those that waited: how many, what they were told, what it was
+    waits: int = 0  # requests that waited: their number, quoted and actual waits
     predicted_wait_s: float = 0.0
     actual_wait_s: float = 0.0
     wait_error_s: float = 0.0
 
     def admits(self, ticket: Ticket) -> None:
-        """One of those that were judged comes in; it may have waited."""
+        """Count a ticket; the request may have waited."""
         self.admitted += 1
         if ticket.quoted_wait_s > 0:
             self.waits += 1
@@ -36,7 +36,7 @@ class GateCounters:
             self.wait_error_s += abs(ticket.waited_s - ticket.quoted_wait_s)
 
     def figures(self, epoch: int, num_waiting: int, learner: GateLearner) -> pb.Figures:
-        """As ingresses hear them."""
+        """The message that ingresses receive."""
         return pb.Figures(
             epoch=epoch,
             num_waiting=num_waiting,

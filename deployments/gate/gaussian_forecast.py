@@ -1,9 +1,12 @@
-"""Is there room? The same questions as gate_room's, answered by means and variances on a grid.
+"""The admission rule of sampled_forecast.py by means and variances on a grid of horizons.
 
-Where thousands of workers are asked, or hundreds of answers run on each, sampled futures cost too
-much: here a worker is 24 means and variances, whatever runs on it, and one more answer is one more
-sum. Between horizons it is blind, and with heavy tails it asks for less than the sampled rule
-(docs/design/prediction.md). A still picture of one worker; knows nothing of who keeps it.
+For thousands of workers, or hundreds of answers on each, sampled futures cost too much: here a
+worker is 24 means and variances, whatever the number of its answers, and one more answer is one
+more sum. Peaks between horizons are missed, and with heavy tails it predicts less than the sampled
+rule (docs/predictor.md). A snapshot of one worker.
+
+Used by `GateSettings.rule = "gaussian"`, which no setting of `penstock serve` selects yet: for
+clusters where the sampled rule is too slow (benchmarks/gate/scale.py).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from penstock.deployments.gate.peaks import UseGrid, empty_grid, horizons_of
 from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate
 from penstock.deployments.prediction.distribution import Floats, Ints
 
-HORIZONS = horizons_of(1 << 16)  # steps; whoever runs longer is taken to end there
+HORIZONS = horizons_of(1 << 16)  # steps; longer answers are taken to end there
 _AT = HORIZONS.astype(np.float64)
 
 
@@ -28,7 +31,7 @@ class GaussianForecast:
     capacity: int  # tokens of KV
     limit: int  # tokens that the peak may reach
     level: float  # of the quantile of use, such as 0.95
-    deviations: float  # which is so many standard deviations above the mean: 1.645
+    deviations: float  # standard deviations above the mean at that level: 1.645
     slots: int  # answers that may still join
     num: int  # answers that run
     use: UseGrid
@@ -40,7 +43,7 @@ class GaussianForecast:
         return int(np.ceil(_with(self.use, candidate).peak(self.deviations)))
 
     def admits(self, candidate: Candidate) -> bool:
-        """The rule, as gate_room's: alone, all may try that cannot outgrow the worker."""
+        """The rule; on an empty worker an answer is admitted if its longest fits the capacity."""
         return self.peak_if_admitted(candidate) is not None
 
     def peak_if_admitted(self, candidate: Candidate) -> int | None:
@@ -84,7 +87,7 @@ class GaussianForecast:
         return int(HORIZONS[high])
 
     def admits_after(self, steps: int, candidate: Candidate) -> bool:
-        """The rule once so many steps have passed."""
+        """The rule `steps` from now."""
         if candidate.longest > self.capacity:
             return False
         if steps >= HORIZONS[-1]:
@@ -113,7 +116,7 @@ def gaussian_forecast(
     deviations: float,
     slots: int,
 ) -> GaussianForecast:
-    """The room of a worker whose answers hold `used` [n], survive so [n, horizons], up to [n]."""
+    """Of a worker: used [n] tokens, survival [n, horizons], ceilings [n] tokens."""
     if len(used) == 0:
         zero = np.zeros(len(HORIZONS))
         return GaussianForecast(

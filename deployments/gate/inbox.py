@@ -1,7 +1,7 @@
-"""Offers that were read and are not judged yet, in the order in which they came.
+"""Offers that have been received and not judged yet, in their order of arrival.
 
-They gather here so that a flood of them holds up no answer: what is judged takes a millisecond,
-what is read does not. Knows nothing of how anything is judged.
+Receiving is quick, judging takes a millisecond: offers gather here so that a burst of them delays
+no reply.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One of them. `message.credit_epoch` is set where it has come in already."""
+    """One of them."""
 
     ingress: str
     message: pb.Offer
     came_s: float
-    is_held: bool = False  # the books have it, by a broad distribution
+    epoch: int | None = None  # of the worker it is admitted to, by ticket or on credit
+    is_held: bool = False  # its ledger holds it provisionally
 
 
 class Inbox:
@@ -27,7 +28,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._offers: OrderedDict[str, Offered] = OrderedDict()
-        self.num_unheld = 0  # of which the books know nothing yet
+        self.num_unheld = 0  # that no ledger holds
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -36,7 +37,7 @@ class Inbox:
         return request_id in self._offers
 
     def put(self, offered: Offered) -> None:
-        """At the end; one of the same name is forgotten."""
+        """Append; an earlier offer of the same request is dropped."""
         self.pop(offered.message.request_id)
         self._offers[offered.message.request_id] = offered
         self.num_unheld += not offered.is_held

@@ -1,8 +1,7 @@
-"""What the gate's predictor is told: ends of answers, and progress until then.
+"""Trains the gate's predictor from ends of answers and from progress in worker reports.
 
-Reports say every tenth of a second how far each answer is. Here it is only noted who is due;
-learning is done in pieces, when the process has nothing better to do. Knows nothing of admission,
-streams or clocks.
+Reports list every tenth of a second how far each answer is. Here it is only noted which are due;
+learning is done in pieces while the process is idle.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 log = logging.getLogger("penstock.gate")
 
-MAX_LABELS = 4096  # that wait to be learnt; older ones are dropped
+MAX_LABELS = 4096  # labels in the queue; older ones are dropped
 COVERAGE_WEIGHT = 0.01  # of the newest answer
 
 
 class GateLearner:
-    """The predictor's teacher."""
+    """Feeds one predictor."""
 
     def __init__(self, predictor: LengthPredictor) -> None:
         self.predictor = predictor
@@ -35,23 +34,23 @@ class GateLearner:
         self.num_learnt = 0
         self.labels: deque[pb.Label] = deque(maxlen=MAX_LABELS)
         self._running: dict[str, Watch] = {}
-        self._over: OrderedDict[str, Watch] = OrderedDict()  # whose labels are still to come
-        self._due: OrderedDict[str, int] = OrderedDict()  # tokens of each that is to be learnt from
+        self._over: OrderedDict[str, Watch] = OrderedDict()  # ended, label not received yet
+        self._due: OrderedDict[str, int] = OrderedDict()  # tokens of each answer to learn from
 
     def watch(self, request_id: str, features: Features) -> None:
-        """It is to run; if it came back from a worker, it is known already."""
+        """Follow a request that will run; one that a worker declined is known already."""
         if request_id not in self._running:
             self._running[request_id] = Watch(features)
 
     def progress(self, running: Iterable[Running]) -> None:
-        """How far answers are. Nothing is learnt yet."""
+        """Note the progress of running answers; learns nothing yet."""
         for each in running:
             watch = self._running.get(each.request_id)
             if watch is not None and watch.is_due(each.generated):
                 self._due[each.request_id] = each.generated
 
     def ended(self, request_id: str) -> None:
-        """It is over: what it has still to teach comes as a label, or never does."""
+        """It ended: the rest is learnt from its label, if one comes."""
         self._due.pop(request_id, None)
         watch = self._running.pop(request_id, None)
         if watch is not None and watch.counted:
@@ -60,7 +59,7 @@ class GateLearner:
                 self._over.popitem(last=False)
 
     def learn(self) -> bool:
-        """One piece; False if there was none."""
+        """Learn from one label or one answer's progress; False if there is none."""
         if self.labels:
             self._take(self.labels.popleft())
         elif self._due:
@@ -71,7 +70,7 @@ class GateLearner:
         return True
 
     def _take(self, label: pb.Label) -> None:
-        self.ended(label.request_id)  # a label may be faster than the end
+        self.ended(label.request_id)  # a label may arrive before the end
         watch = self._over.pop(label.request_id, None)
         try:
             features = features_from(label.features)
@@ -79,7 +78,7 @@ class GateLearner:
             is_end, left = label.ended == "stop", label.ended == "cancel"
             self.predictor.observe(features, label.length, label.ended, watch)
         except ValueError as error:
-            log.debug("a label that does not fit: %s", error)
+            log.debug("ignoring an invalid label: %s", error)
             return
         self.num_learnt += 1
         if not features.ignore_eos:

@@ -1,9 +1,9 @@
-"""What a worker holds, as the gate knows it between the worker's reports.
+"""What a worker holds, as the gate estimates it between the worker's reports.
 
-Answers promised to it (leases), running on it (with progress dead-reckoned from the last report:
-without that, reports a second old spoil the gate) and over; and how much headroom its past asks
-for. The worker's own memory is the truth: it may refuse what was granted, and its reports correct
-this book. The clock is told, never read; knows nothing of queues, tenants, Ray or gRPC.
+Leases (promised room), running answers (their progress dead-reckoned since the last report: without
+that, reports a second old spoil admission) and ended ones; and the headroom that its preemptions
+call for. The worker's own memory is the truth: it may decline what was granted, and its reports
+correct the ledger. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Forecast = SampledForecast | GaussianForecast
 class Headroom:
     """The share of a worker's memory that is kept free, from how often it had to preempt.
 
-    After each 100 completions: more than 3 preemptions, a hundredth more; else a little less. It
-    repairs a predictor that says half of the truth.
+    After each 100 completions: plus 0.01 if there were more than 3 preemptions, else minus 0.004.
+    This corrects a predictor that is wrong by a factor of two.
     """
 
     share: float = 0.0
@@ -61,9 +61,9 @@ class Headroom:
 class _Holding:
     demand: Demand
     expected: float  # of the demand, once
-    lease_until: float | None  # None: the worker has said that it has it
+    lease_until: float | None  # None: started
     generated: int = 0
-    reported_at: float = 0.0  # or when it started, as long as no report has listed it
+    reported_at: float = 0.0  # or when it started, until a report lists it
     listed: bool = False
 
 
@@ -74,18 +74,18 @@ class Ledger:
     spec: WorkerSpec
     step_s: float = 0.03  # until it reports
     headroom: Headroom = field(default_factory=Headroom)
-    is_open: bool = True  # closed after a veto, until it reports what it really has
+    is_open: bool = True  # false after it declined a request, until it reports
     _sequence: int = -1
     _num_preemptions: int = 0
     _held: dict[str, _Holding] = field(default_factory=dict)
-    _over: dict[str, float] = field(default_factory=dict)  # ended of late: id -> when
+    _over: dict[str, float] = field(default_factory=dict)  # ended recently: id -> when
     _expected: float = 0.0  # tokens, sum of _held
     _reported_at: float = 0.0
     _leases: int = 0  # of _held, not yet started
     _lengths: StackedDistributions | None = None
     _forecast: tuple[tuple, Forecast] | None = None  # None: something changed since
 
-    REMEMBER_S = 10.0  # a report may be so late and still list what is over
+    REMEMBER_S = 10.0  # longest delay of a report that may still list an ended request
 
     def __len__(self) -> int:
         return len(self._held)
@@ -94,7 +94,7 @@ class Ledger:
         return request_id in self._held
 
     def lease(self, demand: Demand, until: float) -> None:
-        """Promise room until then; afterwards the worker must have said that it started."""
+        """Promise room until then; without a start by that time `expire` takes it back."""
         if demand.request_id in self._held:
             raise ValueError(f"request {demand.request_id!r} already is on {self.spec.name}")
         self._over.pop(demand.request_id, None)
@@ -102,24 +102,24 @@ class Ledger:
         self._leases += 1
 
     def started(self, request_id: str, now: float) -> None:
-        """The worker has it. Unknown ones (an expired lease) come back with the next report."""
+        """The worker has it. One whose lease expired returns with the next report."""
         holding = self._held.get(request_id)
         if holding is not None and holding.lease_until is not None:
             holding.lease_until, holding.reported_at = None, now
             self._leases -= 1
 
     def withdraw(self, request_id: str) -> None:
-        """The worker did not take it: as if it had never been promised."""
+        """Remove it, as if it had never been promised."""
         self._drop(request_id)
 
     def ended(self, request_id: str, now: float) -> bool:
-        """Its memory is free; False if it was not in the book."""
+        """Its memory is free; False if the ledger did not hold it."""
         self._over.pop(request_id, None)  # the newest at the end
         self._over[request_id] = now
         return self._drop(request_id)
 
     def expire(self, now: float) -> list[str]:
-        """Take back the leases that ran out without a start; forget what ended long ago."""
+        """Take back leases that ran out without a start; forget ends older than REMEMBER_S."""
         while self._over and now - next(iter(self._over.values())) >= Ledger.REMEMBER_S:
             del self._over[next(iter(self._over))]  # they are in the order of their ends
         if not self._leases:
@@ -134,10 +134,10 @@ class Ledger:
         return gone
 
     def report(self, report: Report, now: float, adopted: dict[str, Demand]) -> list[str]:
-        """Set the book right; returns what was running and is no longer listed.
+        """Correct the ledger; returns what was running and is no longer listed.
 
-        `strangers`: demands for those listed that the book lacks (the gate was restarted, or an
-        ingress went past it). A late report, or one of another life, changes nothing.
+        `adopted`: demands of listed requests that the ledger lacks (the gate was restarted, or
+        an ingress bypassed it). A late report, or one of another epoch, changes nothing.
         """
         if report.epoch != self.spec.epoch or report.sequence <= self._sequence:
             return []
@@ -156,7 +156,7 @@ class Ledger:
             self.ended(name, now)
         for each in report.running:
             if each.request_id in self._over:
-                continue  # it ended while the report was under way
+                continue  # it ended while the report was in transit
             holding = self._held.get(each.request_id)
             if holding is None:
                 holding = self._hold(adopted[each.request_id], None)
@@ -166,7 +166,7 @@ class Ledger:
         return gone
 
     def unknown(self, report: Report) -> list[Running]:
-        """Those of a report that the book lacks and that are not over."""
+        """Those of a report that the ledger lacks and that have not ended."""
         return [
             each
             for each in report.running
@@ -174,29 +174,29 @@ class Ledger:
         ]
 
     def generated(self, now: float) -> Ints:
-        """[n] tokens out by now: a token a step since the last report, short of the limit."""
+        """[n] tokens generated by now: one a step since the last report, short of the limit."""
         counts = np.zeros(len(self._held), np.int64)
         for i, each in enumerate(self._held.values()):
             steps = 0
-            if each.generated > 0:  # with its prompt under way nothing comes
+            if each.generated > 0:  # none while its prompt is computed
                 steps = max(int((now - each.reported_at) / self.step_s), 0)
             limit = each.demand.length.max_tokens or MAX_LENGTH
             counts[i] = max(min(each.generated + steps, limit - 1), each.generated)
         return counts
 
     def spare(self) -> tuple[int, int]:
-        """Tokens and slots that stay free even if each answer becomes as long as it may."""
+        """Tokens and slots that stay free even if each answer reaches its limit."""
         size, limit = self.spec.block_size, int((1.0 - self.headroom.share) * self.spec.capacity)
         for each in self._held.values():
             demand = each.demand
             if demand.length.max_tokens is None and demand.ceiling is None:
-                return 0, 0  # nobody knows
+                return 0, 0  # unbounded
             limit -= demand.longest(size) + size
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
     def fits_worst_case(self, demand: Demand) -> bool:
-        """Whether there is room however long it and all others become; alone, all may try."""
+        """Whether it fits if it and all others reach their limits; alone, within the capacity."""
         longest = demand.longest(self.spec.block_size)
         if not self._held:
             return self.is_open and longest <= self.spec.capacity
@@ -206,7 +206,7 @@ class Ledger:
         return slots > 0 and longest + self.spec.block_size <= tokens
 
     def used(self, now: float) -> int:
-        """Tokens of KV that are held by now, half-empty blocks counted as full."""
+        """Tokens of KV held now, in whole blocks."""
         demands = [each.demand for each in self._held.values()]
         return int(_used(demands, self.generated(now), self.spec.block_size).sum())
 
@@ -217,9 +217,9 @@ class Ledger:
     def forecast(
         self, now: float, level: float, num_samples: int, deviations: float | None = None
     ) -> Forecast:
-        """The worker as it should look now; with `deviations`, by means and variances.
+        """What the worker will hold; with `deviations`, by means and variances.
 
-        Made once for each change of the book and each step of the worker.
+        Cached until the ledger changes or the worker has made a step.
         """
         moment = (self._steps(now), self.is_open, level, deviations)
         if self._forecast is not None and self._forecast[0] == moment:
@@ -267,7 +267,7 @@ class Ledger:
         return forecast
 
     def joined(self, forecast: Forecast, candidate: Candidate, now: float) -> Forecast:
-        """The `room` once the candidate is in it, whose lease is in the book since then."""
+        """The `forecast` with the candidate added; its lease is in the ledger already."""
         joined = forecast.joined_by(candidate)
         deviations = None if isinstance(forecast, SampledForecast) else forecast.deviations
         judged = (forecast.level, deviations)
@@ -276,11 +276,11 @@ class Ledger:
 
     @property
     def load(self) -> float:
-        """Tokens that its answers are expected to hold at their ends, of all that it has."""
+        """Tokens that its answers are expected to hold at their ends, by the capacity."""
         return self._expected / self.spec.capacity
 
     def _steps(self, now: float) -> int:
-        """Since the last report: so many tokens more has each answer that it listed."""
+        """Steps since the last report: tokens that each listed answer has gained."""
         return int((now - self._reported_at) / self.step_s)
 
     def _hold(self, demand: Demand, until: float | None) -> _Holding:
@@ -301,7 +301,7 @@ class Ledger:
 
 
 def _is_over(holding: _Holding, now: float) -> bool:
-    """Is an answer over that a report does not list? The report may be older than its start."""
+    """Whether an unlisted answer has ended; the report may be older than its start."""
     if holding.lease_until is not None:
         return False
     return holding.listed or now - holding.reported_at > Ledger.REMEMBER_S

@@ -4,8 +4,7 @@ An answer holds `used` tokens now and one more each step until it ends, `remaini
 then all of it is free. The peak over time is what a pool must hold. Two forms: exact, on sampled
 futures (the rule of "Past-Future", arXiv 2507.10150, and of LightLLM's router), and Gaussian, on
 means and variances over a grid of horizons, whose cost does not grow with the number of answers.
-Each has an incremental form for one more candidate. Pure functions of arrays, in tokens and steps;
-knows nothing of requests, distributions or workers.
+Each has an incremental form for one more candidate. Pure functions of arrays, in tokens and steps.
 """
 
 from __future__ import annotations
@@ -124,6 +123,9 @@ def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:
 def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
     """The peak of one future, [n] each, where answers start late or stop growing.
 
+    Called by tests only so far: for requests whose chunked prefill waits, which the admission rule
+    takes to grow at once (docs/gate.md, Limits).
+
     `delay`: steps until the first token (a prefill that waits or is chunked), its memory held from
     now on. `ceiling`: tokens that a rolling cache (sinks and window) never exceeds; what is used
     already stays. Events in the order of time: growth begins, growth ends, the answer ends.
@@ -131,7 +133,7 @@ def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
     growth = np.maximum(0, np.minimum(remaining, ceiling - used))
     times = np.concatenate((delay, delay + growth, delay + remaining))
     kinds = np.repeat([0, 1, 2], len(used))
-    who = np.tile(np.arange(len(used)), 3)
+    index = np.tile(np.arange(len(used)), 3)
     total = peak = int(used.sum())
     slope = now = 0
     for j in np.lexsort((kinds, times)).tolist():
@@ -143,7 +145,7 @@ def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
             slope -= 1
         else:
             peak = max(peak, total)
-            total -= int(used[who[j]] + growth[who[j]])
+            total -= int(used[index[j]] + growth[index[j]])
     return peak
 
 
@@ -177,7 +179,11 @@ class UseGrid:
         return UseGrid(self.horizons, self.mean + mean, self.variance + variance)
 
     def removing(self, used: int, alive: Floats, ceiling: int | None = None) -> UseGrid:
-        """Without an answer that was added with the same figures."""
+        """Without an answer that was added with the same figures.
+
+        Called by tests only so far: for a Gaussian ledger that is kept, and not summed anew, as
+        answers come and go.
+        """
         mean, variance = self._share(used, alive, ceiling)
         left = np.maximum(self.variance - variance, 0.0)
         return UseGrid(self.horizons, np.maximum(self.mean - mean, 0.0), left)

@@ -1,15 +1,12 @@
-"""Where there is room for those that wait: now, soonest, and whatever happens.
+"""On which worker a request fits: now, soonest, and in the worst case.
 
-Of the workers that are looked at, by the quantile rule of each one's room; among those with room
-the one that probably has the prompt's beginning in its cache. The first that fits nowhere has a
-reservation, the worker and the step at which it will fit (EASY backfill). Knows nothing of the
-order of requests, of tenants or of leases.
+By the quantile rule of each worker's forecast; among workers with room the one that probably has
+the prompt's prefix cached. The first waiting request that fits nowhere has a reservation: the
+worker, and the step at which it will fit (EASY backfill).
 
-Which workers are looked at for a request, and their rooms, each made when first asked for.
-
-Up to `max_choices` workers all are looked at. Beyond that only those with the least to hold, by
-tokens that their answers are expected to need: one number a worker, so that the cost of a decision
-does not grow with the cluster. Lives for one moment; knows nothing of the order of requests.
+WorkerShortlist chooses the workers that are evaluated for a request: up to `max_choices` workers
+all of them, beyond that the ones with the least expected tokens, one number a worker, so that the
+cost of a decision does not grow with the cluster. It lives for one moment.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ from penstock.deployments.prediction.distribution import Floats
 
 
 class Placement:
-    """The workers of one gate, whose books others keep."""
+    """Chooses among the workers of one gate. Reads the ledgers and changes none."""
 
     def __init__(self, ledgers: Mapping[str, Ledger]) -> None:
         self.ledgers = ledgers
-        self.first_fits_at: float | None = None  # the first of those that wait
+        self.first_fits_at: float | None = None  # of the first waiting request
         self._reserved: tuple[str, str, float] | None = None  # request, worker, and when
-        self._prefixes: PrefixAffinity[tuple[str, str]] = PrefixAffinity()  # by worker and epoch
+        self._prefixes: PrefixAffinity[tuple[str, int]] = PrefixAffinity()  # by worker and epoch
 
     def could_fit(self, demand: Demand) -> bool:
         """Whether some worker could hold it at its longest."""
@@ -64,32 +61,32 @@ class Placement:
         return able
 
     def best(self, able: Sequence[tuple[float, str]], entry: Waiting) -> str:
-        """Of workers that are able, the one to take."""
+        """The best of workers that have room."""
         return best_of(able, self.hits(entry.prefix))
 
     def worst_case_fit(
         self, demand: Demand, prefix: Sequence[int], shortlist: WorkerShortlist
     ) -> str | None:
-        """The worker that takes it however long it and all others become; None: to be judged."""
+        """The best worker where it fits at its longest; None: it needs a prediction."""
         hits = self.hits(prefix)
         loads = [(self.ledgers[name].load, name) for name in shortlist.workers_for(demand, hits)]
         able = [each for each in loads if self.ledgers[each[1]].fits_worst_case(demand)]
         if not able or not hits.keys() <= {name for _, name in able}:
-            return None  # where its beginning is cached, there may be room as well
+            return None  # a worker with its prefix cached may have room as well
         return best_of(able, hits)
 
     def hits(self, prefix: Sequence[int]) -> dict[str, int]:
-        """By worker: tokens of such a prompt that it probably has in its prefix cache."""
+        """By worker: tokens of such a prompt that are probably in its prefix cache."""
         found = self._prefixes.hits(prefix) if len(self.ledgers) > 1 else {}
         return {name: tokens for (name, _), tokens in found.items()}
 
     def sent(self, prefix: Sequence[int], tokens: int, ledger: Ledger) -> None:
-        """`tokens` go there, and their beginning will be cached."""
+        """A request was sent there: `tokens` with its answer; its prefix will be cached."""
         spec = ledger.spec
         self._prefixes.note(prefix, (spec.name, spec.epoch), tokens, spec.capacity)
 
     def forget(self, ledger: Ledger) -> None:
-        """That life of a worker is over."""
+        """That epoch of a worker is over."""
         self._prefixes.forget((ledger.spec.name, ledger.spec.epoch))
 
     def soonest(self, entry: Waiting, shortlist: WorkerShortlist) -> tuple[int, str] | None:
@@ -114,7 +111,7 @@ class Placement:
         return reserved
 
     def explain(self, entry: Waiting, shortlist: WorkerShortlist, now: float) -> Wait:
-        """Why the first one waits, and until when."""
+        """Why the first request waits, and until when."""
         waited = now - entry.arrived
         soonest = self.soonest(entry, shortlist)
         if soonest is None:
@@ -134,8 +131,8 @@ class Placement:
     ) -> tuple[int, str] | None:
         """Where the first one will fit, and after how many steps: the soonest that is found.
 
-        What was reserved before is asked again. The rule is not monotone in time, and a search
-        that skips a moment it had found would let later ones delay it.
+        The earlier reservation is checked again: the rule is not monotone in time, and if a
+        search misses the moment it found before, later requests would delay the first.
         """
         found = self.soonest(first, shortlist)
         request_id, worker, at = self._reserved or ("", "", 0.0)
@@ -149,13 +146,13 @@ class Placement:
         return (steps, worker) if holds else found
 
 
-LEEWAY = 0.1  # of a worker's memory: so much fuller it may become for a prefix that it has
+LEEWAY = 0.1  # of a worker's memory: how much fuller it may be if it has the prefix cached
 
 
 def best_of(able: Sequence[tuple[float, str]], hits: Mapping[str, int]) -> str:
     """Of workers with room, each with its predicted peak as a share: longest cached prefix first.
 
-    As far as it is not much fuller than the emptiest; then the smallest peak.
+    As long as it is at most LEEWAY fuller than the emptiest; then the smallest peak.
     """
     most = min(able)[0] + LEEWAY
 
@@ -167,7 +164,7 @@ def best_of(able: Sequence[tuple[float, str]], hits: Mapping[str, int]) -> str:
 
 
 class WorkerShortlist:
-    """The workers as they are now."""
+    """The workers to evaluate at one moment, and their forecasts, each made when first used."""
 
     def __init__(
         self,
@@ -176,8 +173,8 @@ class WorkerShortlist:
         now: float,
         longest_wait_s: float = 0.0,
     ) -> None:
-        """`longest_wait_s`: of those that wait now. With nobody there caution costs nothing; with
-        a queue it costs throughput, and the level falls."""
+        """`longest_wait_s`: of the waiting requests. Without a queue caution costs nothing; with
+        one it costs throughput, and the level falls."""
         self._ledgers, self._settings, self._now = ledgers, settings, now
         self._names = list(ledgers)
         self._forecasts: dict[str, Forecast] = {}
@@ -185,7 +182,7 @@ class WorkerShortlist:
         self._level = settings.level_after(longest_wait_s)
         if settings.rule == "gaussian":
             self._deviations = NormalDist().inv_cdf(min(self._level, 1.0 - 1e-9))
-        self._loads: Floats | None = None  # [workers], once somebody asks
+        self._loads: Floats | None = None  # [workers], when first used
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -199,7 +196,7 @@ class WorkerShortlist:
         return self._forecasts[name]
 
     def workers_for(self, demand: Demand, hits: Iterable[str] = ()) -> list[str]:
-        """Workers to look at for this one, in no order, those of `hits` (its prefix) among them."""
+        """Workers to evaluate for this demand, in no order, including all of `hits`."""
         most = self._settings.max_choices
         if len(self._names) <= most:
             return self._names
@@ -213,7 +210,7 @@ class WorkerShortlist:
         return [*least, *(name for name in hits if name not in least)]
 
     def grant(self, name: str, candidate: Candidate) -> None:
-        """The candidate is on that worker now; its ledger knows."""
+        """The candidate has been added to that worker's ledger."""
         ledger = self._ledgers[name]
         self._forecasts[name] = ledger.joined(self[name], candidate, self._now)
         if self._loads is not None:

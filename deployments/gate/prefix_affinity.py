@@ -1,9 +1,13 @@
-"""Which workers are likely to have a prompt's beginning in their caches, by where its like went.
+"""Which workers probably have a prompt's prefix cached, from where similar prompts were sent.
 
 A prompt is known by hashes of its first 32, 64, 128... tokens, so that two prompts with a common
-beginning share the first few. A guess, and bounded: workers evict what they like, and nobody asks
-them; what a worker was sent since then tells when it has probably forgotten. Knows nothing of
-admission, load or gRPC.
+prefix share the first few. A bounded guess: workers evict on their own, and the tokens sent to a
+worker since then tell when it has probably evicted the prefix.
+
+Owner of the decision: the gate's Placement, whenever the gate decides (tickets). WorkerPool at the
+ingress keeps a second table of what it sent itself, and decides with it only when the gate does not
+choose: the order of workers for admission credits, and placement without the gate. The two tables
+may differ, because each sees other requests; neither is sent to the other.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 def prefix_marks(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """64-bit hashes of the first 32, 64, 128... tokens, as far as there are so many.
+    """64-bit hashes of the first 32, 64, 128... tokens, up to the prompt's length.
 
-    Some 10 us for 1,000 tokens. 2^32 different prompts would be needed for one to be mistaken for
-    another, which would send it to a worker that is no worse than others.
+    Some 10 us for 1,000 tokens. Collisions are expected only among 2^32 different prompts, and
+    would send a prompt to a worker that is no worse than others.
     """
     marks: list[int] = []
     hashed, done, length = hashlib.blake2b(digest_size=8), 0, SHORTEST
@@ -36,18 +40,18 @@ def prefix_marks(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 class PrefixAffinity(Generic[Place]):
-    """Where prompts went of late. At most `max_entries` marks, with `MAX_PLACES` each."""
+    """Where prompts were sent recently: `max_entries` marks with `MAX_PLACES` each at most."""
 
     MAX_PLACES = 4
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._max_entries = max_entries
-        # By mark: places, the newest last, and until which count of tokens sent there it holds.
+        # By mark: places, the newest last, and the count of sent tokens until which each holds.
         self._places: OrderedDict[int, dict[Place, int]] = OrderedDict()
         self._sent: dict[Place, int] = {}
 
     def note(self, marks: Sequence[int], place: Place, tokens: int, capacity: int) -> None:
-        """A prompt with these marks went there: `tokens` with its answer, of `capacity` in all."""
+        """A prompt was sent there: `tokens` with its answer, of `capacity` in its cache."""
         sent = self._sent[place] = self._sent.get(place, 0) + tokens
         for mark in marks:
             places = self._places.setdefault(mark, {})
@@ -60,7 +64,7 @@ class PrefixAffinity(Generic[Place]):
             self._places.popitem(last=False)
 
     def hits(self, marks: Sequence[int]) -> dict[Place, int]:
-        """By place: how many of the first tokens it probably has."""
+        """By place: how many of the first tokens it probably has cached."""
         found: dict[Place, int] = {}
         for i, mark in enumerate(marks):
             for place, until in self._places.get(mark, {}).items():
@@ -69,5 +73,5 @@ class PrefixAffinity(Generic[Place]):
         return found
 
     def forget(self, place: Place) -> None:
-        """Its cache is gone, and no later life of it has the same name."""
+        """Its cache is gone; a later epoch of the worker has another name."""
         self._sent.pop(place, None)

@@ -1,9 +1,8 @@
-"""Is there room on a worker for one more answer? The rule of admission, on sampled futures.
+"""The admission rule on sampled futures: does one more answer fit a worker?
 
 An answer may join if the peak of all futures together, at a quantile, stays within what the worker
-may use ("Past-Future", arXiv 2507.10150, with a quantile instead of a maximum). Also when it could
-join, if not now: the reservation of EASY backfill. A still picture of one worker at one moment, in
-tokens and steps; knows nothing of who keeps it, of tenants or of queues.
+may use ("Past-Future", arXiv 2507.10150, with a quantile instead of a maximum). Also when it will
+fit, if not now: the reservation of EASY backfill. A snapshot of one worker, in tokens and steps.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from penstock.deployments.gate.peaks import PeakIndex, held_peaks, index_of
 from penstock.deployments.prediction.distribution import Floats, Ints
 
 UNBOUNDED = 1 << 40  # the ceiling of an answer whose cache does not roll
-MAX_PROBES = 64  # ends at which it is asked whether an answer fits
-PROBES = 7  # that are asked at once: each round leaves an eighth
+MAX_PROBES = 64  # ends at which `fits_after` tests the rule
+PROBES = 7  # tested at once: each round leaves an eighth
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An answer that wants to join."""
+    """An answer to admit."""
 
     used: int  # tokens it takes at once: its prompt, and what its last block may leave empty
     remaining: Ints  # [samples] steps to its end
     ceiling: int = UNBOUNDED  # tokens that it never exceeds, prompt included
     longest: int = UNBOUNDED  # tokens that it holds if it becomes as long as it may
-    survival: list[Floats] = field(default_factory=list, compare=False)  # gate_grid's, once made
+    survival: list[Floats] = field(
+        default_factory=list, compare=False
+    )  # of gaussian_forecast.py, when first made
 
 
 def order_statistic(values: Ints, level: float) -> Ints:
@@ -44,7 +45,7 @@ def order_statistic(values: Ints, level: float) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class SampledForecast:
-    """What a worker's answers hold now and in each sampled future."""
+    """What a worker's answers hold now, and their remaining steps in each sampled future."""
 
     capacity: int  # tokens of KV
     limit: int  # tokens that the peak may reach: less than the capacity by the headroom
@@ -54,7 +55,7 @@ class SampledForecast:
     remaining: Ints  # [n, samples]
     ceilings: Ints  # [n]
     _index: list[PeakIndex] = field(default_factory=list)  # made when first asked for
-    _plain: list[bool] = field(default_factory=list)  # whether no cache rolls here; as well
+    _plain: list[bool] = field(default_factory=list)  # whether no cache rolls here; likewise
 
     def peak_with(self, candidate: Candidate) -> int:
         """The quantile of the peaks, were the candidate to join now."""
@@ -65,7 +66,7 @@ class SampledForecast:
         return int(order_statistic(peaks, self.level))
 
     def admits(self, candidate: Candidate) -> bool:
-        """The rule. Alone on a worker, all may try that cannot outgrow it: nobody is in danger."""
+        """The rule; on an empty worker an answer is admitted if its longest fits the capacity."""
         return self.peak_if_admitted(candidate) is not None
 
     def peak_if_admitted(self, candidate: Candidate) -> int | None:
@@ -112,7 +113,7 @@ class SampledForecast:
         )
 
     def fits_after(self, candidate: Candidate) -> int | None:
-        """Steps until the candidate may join if nobody else does; None: never.
+        """Steps until the candidate may join if no other does; None: never.
 
         A search over the ends of sampled futures, a few at once. The rule is not quite monotone in
         time, so an earlier moment may exist; but at this one it holds.
@@ -138,7 +139,7 @@ class SampledForecast:
         return int(ends[high])
 
     def admits_after(self, steps: int, candidate: Candidate) -> bool:
-        """The rule once so many steps have passed: an answer ending at that step is gone."""
+        """The rule `steps` from now: an answer that ends at that step is gone."""
         return bool(self._admits_after(np.array([steps]), candidate)[0])
 
     def _admits_after(self, steps: Ints, candidate: Candidate) -> NDArray[np.bool_]:
@@ -147,7 +148,7 @@ class SampledForecast:
             return np.zeros(len(steps), np.bool_)
         num_alive = self._sorted().num_after(steps)
         free = len(self.used) + self.slots - num_alive
-        has_slots = order_statistic(-free, self.level) <= -1  # a matter of the quantile, too
+        has_slots = order_statistic(-free, self.level) <= -1  # at the quantile, too
         is_empty = ~num_alive.any(axis=1)
         if self._is_plain(candidate):
             used = np.full(len(steps), candidate.used)
@@ -169,7 +170,7 @@ class SampledForecast:
         return bool(order_statistic(peaks, self.level) <= self.limit)
 
     def _is_plain(self, candidate: Candidate) -> bool:
-        """Nobody's cache rolls."""
+        """No answer here has a rolling cache."""
         if not self._plain:
             self._plain.append(bool((self.ceilings == UNBOUNDED).all()))
         return candidate.ceiling == UNBOUNDED and self._plain[0]

@@ -1,10 +1,6 @@
-"""What the gate is asked and what it answers: settings, requests, tickets, refusals, waits.
+"""The gate's data: settings, requests, demands, worker reports, and decisions. Frozen.
 
-Plain frozen data that may travel between processes; knows nothing of how anything is decided.
-
-What an answer asks of a worker's memory, what a worker has and what it reports: frozen data.
-
-Tokens are of KV. Knows nothing of what has been promised, of queues or of rules.
+Tokens are of KV memory, times in seconds.
 """
 
 from __future__ import annotations
@@ -21,10 +17,10 @@ from penstock.deployments.prediction.distribution import Floats, Ints, LengthDis
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """How the queue judges. Charges are in virtual tokens."""
+    """Settings of the queue. Charges are in virtual tokens."""
 
     max_waiting: int = 512  # requests
-    max_wait_s: float = 30.0  # then nobody passes any more
+    max_wait_s: float = 30.0  # then no later request is admitted before it
     ageing: float = 0.05  # seconds of KV area that a second of waiting is worth
     prompt_charge: float = 1.0  # of a prompt token
     answer_charge: float = 2.0  # of an answer token
@@ -52,22 +48,22 @@ class QueueSettings:
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """How the gate judges."""
+    """Settings of the gate."""
 
     level: float = 0.95  # share of the sampled futures that have to fit
-    pressed_level: float = 0.7  # the same, once somebody has waited for `pressed_s`
+    pressed_level: float = 0.7  # the same, once a request has waited for `pressed_s`
     pressed_s: float = 10.0
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
-    max_choices: int = 4  # workers that are looked at for a request: those with least to hold
-    lease_s: float = 2.0  # a grant that has not started by then is taken back
-    max_backfills: int = 8  # later requests that may go before a first one that does not fit
-    longest_wait_s: float = math.inf  # who would wait longer is refused at once
-    retry_s: tuple[float, float] = (1.0, 60.0)  # least and most that a client is told to stay away
+    max_choices: int = 4  # workers evaluated for a request: the ones with the least expected tokens
+    lease_s: float = 2.0  # a grant without a start by then is taken back
+    max_backfills: int = 8  # later requests admitted before a first one that does not fit
+    longest_wait_s: float = math.inf  # a longer predicted wait is refused at once
+    retry_s: tuple[float, float] = (1.0, 60.0)  # bounds of Retry-After
     queue: QueueSettings = field(default_factory=QueueSettings)
 
     def level_after(self, wait_s: float) -> float:
-        """The level while somebody has waited for so long; in tenths, so that rooms last."""
+        """The level at a longest wait of `wait_s`; in ten steps, so that forecasts stay cached."""
         share = min(int(10 * wait_s / self.pressed_s), 10) / 10
         return self.level + share * (min(self.pressed_level, self.level) - self.level)
 
@@ -91,16 +87,31 @@ class GateSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GateSetup:
+    """The operator's settings of the gate. Small: each ingress passes its own when it connects."""
+
+    admission: str = "predicted"  # or "reserve_max"
+    max_queued: int = 1024
+    longest_wait_s: float | None = None
+    host: str | None = None  # address that the gate listens on; None: its node's in the cluster
+    snapshot_file: str | None = None  # where the predictor's state is kept
+
+    def gate_settings(self) -> GateSettings:
+        wait_s = float("inf") if self.longest_wait_s is None else self.longest_wait_s
+        return GateSettings(longest_wait_s=wait_s, queue=QueueSettings(max_waiting=self.max_queued))
+
+
+@dataclass(frozen=True, slots=True)
 class GateRequest:
-    """What the gate is told of a request, beside the distribution of its length."""
+    """What the gate knows of a request, in addition to its length distribution."""
 
     request_id: str
     prompt_tokens: int
     tenant: str = ""
     priority: int = 0  # higher goes first
-    deadline: float | None = None  # on the gate's clock; afterwards nobody wants the answer
+    deadline: float | None = None  # on the gate's clock; then it is dropped
     ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
-    prefix: tuple[int, ...] = ()  # marks of the prompt's beginning (prefix_book)
+    prefix: tuple[int, ...] = ()  # marks of the prompt's prefix (prefix_affinity.py)
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0:
@@ -111,19 +122,19 @@ class GateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Come in: this worker holds room, until the lease ends or the request starts there."""
+    """Admitted: this worker holds room, until the lease ends or the request starts there."""
 
     request_id: str
     worker: str
-    epoch: str
+    epoch: int
     waited_s: float
     lease_until: float
-    quoted_wait_s: float = 0.0  # that it would wait, as it was thought when it came
+    quoted_wait_s: float = 0.0  # as predicted when it arrived
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Not now, or never (`retry_after_s` is None)."""
+    """Refused for now, or for good (`retry_after_s` is None)."""
 
     request_id: str
     reason: str  # "queue_full", "too_long", "displaced", "never_fits"
@@ -151,18 +162,18 @@ class Wait:
     position: int  # 0 goes next
     reason: str  # "memory", "slots", "behind", "no_worker"
     waited_s: float
-    expected_s: float | None  # until it goes in, as predicted; None: cannot be told
+    expected_s: float | None  # until it is admitted, as predicted; None: unknown
     worker: str | None = None  # of the first: where it fits soonest
     peak: int | None = None  # tokens that would be needed there now
-    limit: int | None = None  # tokens that may be
+    limit: int | None = None  # tokens that it may use
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker and what it has. `epoch` names one life of it."""
+    """A worker and its capacity."""
 
     name: str
-    epoch: str
+    epoch: int  # changes whenever the worker starts anew
     capacity: int  # tokens of KV that fit its pool
     block_size: int = 16  # tokens
     slots: int = 256  # answers at once
@@ -175,7 +186,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an answer asks of a worker's memory, and its share of the dice.
+    """What an answer needs of a worker's memory, and its random numbers.
 
     `uniforms` are drawn once per request (common random numbers): a request that was refused gets
     the same futures when it asks again, and its futures only shrink as tokens come.
@@ -183,23 +194,23 @@ class Demand:
 
     request_id: str
     prompt_tokens: int
-    length: LengthDistribution  # of how long its memory is held
+    length: LengthDistribution  # tokens until its memory is free
     uniforms: Floats  # [samples] in [0, 1)
     ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
 
     def used(self, generated: int, block_size: int) -> int:
-        """Tokens held: the last block may be empty but for one."""
+        """Tokens held, at most: the last block may have one token."""
         return self._capped(self.prompt_tokens + generated + block_size - 1)
 
     def longest(self, block_size: int) -> int:
-        """Tokens held, in whole blocks, by the longest answer it may become; one, if unlimited."""
+        """Tokens held, in whole blocks, at max_tokens; with one token if unlimited."""
         limit = self.length.max_tokens
         total = self.prompt_tokens + (1 if limit is None else limit)
         return self._capped(-(-total // block_size) * block_size)
 
     @property
     def expected(self) -> float:
-        """Tokens that it may be expected to hold at its end."""
+        """Tokens that it is expected to hold at its end."""
         return self._capped(self.prompt_tokens + round(self.length.mean))
 
     def remaining(self) -> Ints:
@@ -209,7 +220,7 @@ class Demand:
         ]
 
     def candidate(self, block_size: int, remaining: Ints | None = None) -> Candidate:
-        """What it asks of a worker with blocks of this size; `remaining`, if it is known."""
+        """For a worker with blocks of this size; `remaining`, if known."""
         return Candidate(
             used=self.used(0, block_size),
             remaining=self.remaining() if remaining is None else remaining,
@@ -233,10 +244,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that runs on a worker. `sequence` rises within an epoch; late ones are dropped."""
+    """All that runs on a worker. `sequence` rises within an epoch; late reports are dropped."""
 
-    epoch: str
+    epoch: int
     sequence: int
     running: tuple[Running, ...]
-    step_s: float  # seconds that a step takes of late
+    step_s: float  # recent duration of a step
     num_preemptions: int = 0  # since the worker started

@@ -1,15 +1,15 @@
-"""Who waits, and in what order: priority, fairness between tenants, deadlines, predicted size.
+"""The waiting requests and their order: priority, fair share, deadline, predicted size.
 
-1. Class: the priority. Whoever has waited longer than `max_wait_s` is in the highest class that
-   waits, so that nobody starves; not above it, or one tenant's flood would go before all others.
+1. Class: the priority. A request that has waited longer than `max_wait_s` is in the highest class
+   that waits, so that none starves; not above it, or one tenant's burst would go before all others.
 2. Within a class, the tenant that was served least: a virtual token counter ("VTC", arXiv
    2401.00588) charged with the predicted length on admission and trued up at the end.
-3. Within a tenant: those that came back from a worker, then the overdue as they came, then the
-   earliest deadline, then the smallest predicted KV area with ageing. So with deadlines and short
-   answers a tenant helps itself against itself only.
+3. Within a tenant: requests that a worker declined, then overdue ones by arrival, then the earliest
+   deadline, then the smallest predicted KV area with ageing. So deadlines and short answers change
+   the order of a tenant's own requests only.
 
-Bounded: a full queue refuses whoever comes, unless another tenant has more than its share of it.
-The clock is told, never read; knows nothing of workers or of what fits.
+Bounded: a full queue refuses new requests, unless another tenant has more than its share of it.
+The caller passes the time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from penstock.deployments.prediction.distribution import Ints
 
 @dataclass(slots=True)
 class Waiting:
-    """A request that waits."""
+    """A waiting request."""
 
     demand: Demand
     tenant: str
     priority: int
     arrived: float  # seconds of the gate's clock
-    number: int  # of arrivals: no two are equal
+    number: int  # of its arrival: unique
     expected: float  # tokens of its answer
     area: float  # predicted tokens x seconds of KV, as seconds of all the workers' memory
-    deadline: float | None = None  # afterwards nobody wants the answer
-    returned: bool = False  # a worker had no room after all
-    num_overtaken: int = 0  # later ones that went before it while it was the first
+    deadline: float | None = None  # then it is dropped
+    returned: bool = False  # a worker declined it
+    num_overtaken: int = 0  # later ones admitted before it while it was the first
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
-    quoted_wait_s: float = 0.0  # the wait that followed from it
+    quoted_wait_s: float = 0.0  # the wait predicted from these
     prefix: tuple[int, ...] = ()  # marks of the prompt's beginning
     remaining: Ints | None = None  # [samples] steps to its end in its futures
 
@@ -57,7 +57,7 @@ class Waiting:
         return self._candidates[block_size]
 
     def is_overdue(self, now: float, max_wait_s: float) -> bool:
-        """Nobody may pass it any more."""
+        """No other request may be admitted before it."""
         return self.returned or now - self.arrived >= max_wait_s
 
 
@@ -69,16 +69,16 @@ class TenantCounters:
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
         self._active: dict[str, int] = {}  # requests that wait
-        self._last = 0.0  # the count of whoever was charged last
+        self._last = 0.0  # the count of the tenant charged last
 
     def __getitem__(self, tenant: str) -> float:
         return self._counts.get(tenant, 0.0)
 
     def joins(self, tenant: str) -> None:
-        """One more waits. Whoever comes back from idleness has saved up nothing."""
+        """One more waits. A tenant that was idle has saved up nothing."""
         if tenant not in self._active:
-            # With nobody else waiting: what others were served while nobody had to wait for it is
-            # not held against them.
+            # With no other tenant waiting: service that others got while none had to wait is not
+            # counted against them.
             least = min((self[each] for each in self._active), default=self._last)
             self._counts[tenant] = max(self[tenant], least)
         self._active[tenant] = self._active.get(tenant, 0) + 1
@@ -120,11 +120,11 @@ class GateQueue:
         return entry
 
     def longest_wait(self, now: float) -> float:
-        """Seconds since the oldest of those that wait came; 0: nobody does."""
+        """Seconds since the oldest waiting request arrived; 0: none waits."""
         return now - min((each.arrived for each in self._waiting.values()), default=now)
 
     def displaced_by(self, tenant: str) -> Waiting | None:
-        """Who leaves a full queue for a request of this tenant: None, the newcomer itself.
+        """Which request leaves a full queue for one of this tenant; None: refuse the new one.
 
         The newest of the lowest priority of the tenant that has most waiting for its weight, if
         that one still has no less than the newcomer's once both are counted.
@@ -148,9 +148,9 @@ class GateQueue:
         return late
 
     def order(self, now: float) -> Iterator[Waiting]:
-        """All that wait, as they would be served: each is charged before the next is chosen.
+        """All waiting requests in order of service: each is charged before the next is chosen.
 
-        A still picture: the queue may change while it is walked. O(n), and O(log n) for each one
+        A snapshot: the queue may change during the iteration. O(n), and O(log n) for each one
         that is walked over.
         """
         top = self._top()
@@ -211,7 +211,7 @@ class GateQueue:
     def _place(
         self, entry: Waiting, count: float, now: float, top: int
     ) -> tuple[int, float, int, str]:
-        """Between the first ones of the tenants, smallest first."""
+        """Sort key among the first requests of the tenants, smallest first."""
         return (-self._class(entry, now, top), count, entry.number, entry.tenant)
 
     def _key(

@@ -1,7 +1,4 @@
-"""The gate's nouns as messages of its internal protocol, and back.
-
-Knows nothing of sockets, streams or queues.
-"""
+"""The gate's data as messages of its internal protocol (gate.proto), and back."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def features_message(features: Features) -> pb.Features:
 
 
 def features_from(message: pb.Features) -> Features:
-    """Raises ValueError naming what does not fit."""
+    """Raises ValueError naming the invalid field."""
     values = {name: getattr(message, name) for name in _SAME}
     if not message.HasField("max_tokens"):
         values["max_tokens"] = None
@@ -37,19 +34,14 @@ def features_from(message: pb.Features) -> Features:
     return Features(**values, text=text)
 
 
-def epoch_name(epoch: int) -> str:
-    """An epoch as the gate's books write it."""
-    return f"{epoch:016x}"
-
-
 def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
-    """The worker of a report; None: it has not said enough."""
+    """The worker of a report; None: its sizes are missing."""
     report = message.report
     if not (report.num_blocks and report.block_size and report.max_num_seqs):
         return None
     return WorkerSpec(
         message.address,
-        epoch_name(message.epoch),
+        message.epoch,
         capacity=report.num_blocks * report.block_size,
         block_size=report.block_size,
         slots=report.max_num_seqs,
@@ -60,7 +52,7 @@ def report_from(message: pb.WorkerReport) -> Report:
     report = message.report
     columns = (report.request_ids, report.generated, report.prompt_tokens, report.max_tokens)
     return Report(
-        epoch_name(message.epoch),
+        message.epoch,
         report.sequence,
         tuple(
             Running(name, generated, prompt, limit or None)
@@ -98,7 +90,7 @@ TOKEN_KEY = "penstock-gate-token"
 
 @dataclass(frozen=True, slots=True)
 class GateAddress:
-    """Where one life of the gate listens, and the key to it."""
+    """Where the gate listens until its next restart, and the token to show."""
 
     address: str
     token: str

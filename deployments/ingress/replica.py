@@ -23,7 +23,7 @@ from ray import serve
 
 from penstock.deployments.config import ServeConfig, read_api_keys
 from penstock.deployments.gate.server import GateActor
-from penstock.deployments.gate.service import GateSetup
+from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.ingress.core.reasoning import find_marks
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.core.service import RequestCore

@@ -1,7 +1,4 @@
-"""The processes below this one, and how they end. Linux: everything is read from /proc.
-
-Knows nothing of Ray: it is what makes sure when Ray was not, or no longer, able to.
-"""
+"""Ends the processes below this one, also where Ray does not. Linux: reads /proc."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def is_running(pid: int) -> bool:
 
 
 def end(pids: Sequence[int], grace_s: float) -> None:
-    """Have these processes end; kill those that still run after `grace_s`."""
+    """Send SIGTERM; SIGKILL to those that still run after `grace_s`."""
     left = list(pids)
     if grace_s:
         _send(left, signal.SIGTERM)
@@ -44,7 +41,7 @@ def end(pids: Sequence[int], grace_s: float) -> None:
 
 
 def _wait(pids: Sequence[int], at_most_s: float) -> list[int]:
-    """Wait for these processes to end; those that still run after so long."""
+    """Wait for these processes to end; returns those that still run after `at_most_s`."""
     deadline_s = time.monotonic() + at_most_s
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline_s:
         time.sleep(0.02)

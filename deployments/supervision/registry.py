@@ -1,8 +1,8 @@
-"""Who is alive: workers and ingresses say so every second, and whoever asks is told.
+"""Liveness registry: workers and ingresses send heartbeats every second; anyone may read the view.
 
-`Registry` is a plain class; `RegistryClient` reaches the one Ray actor of it. Nobody asks it on the
-path of a request, and nothing in it needs saving: what it forgets in a crash, the next second's
-heartbeats bring back.
+`Registry` is a plain class; `RegistryClient` reaches the one Ray actor of it. It is not on the path
+of a request, and nothing in it needs saving: after a crash the heartbeats of the next second
+restore it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError
 
+from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, named_actor
 from penstock.workers.stats import EngineStats, WorkerInfo
 
-EXPIRY_S = 3.0  # silent for so long = gone
-CALL_TIMEOUT_S = 2.0
+EXPIRY_S = 3.0  # without a heartbeat: gone
 MAX_FAILURES = 10
-NAMESPACE = "penstock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,11 @@ class IngressInfo:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All that is alive, as the registry last heard."""
+    """All live processes, by their last heartbeats."""
 
     workers: tuple[tuple[WorkerInfo, EngineStats], ...] = ()
     ingresses: tuple[IngressInfo, ...] = ()
-    failures: tuple[str, ...] = ()  # the last replicas that could not start, in operators' words
+    failures: tuple[str, ...] = ()  # messages of the last replicas that could not start
     num_failures: int = 0  # all of them
     is_draining: bool = False  # the cluster is about to stop: take no new requests
     pid: int = 0  # of the registry itself
@@ -64,7 +63,7 @@ class Registry:
         self._workers[info.epoch] = (self._clock(), info, stats)
 
     def ingress_beat(self, info: IngressInfo) -> ClusterView:
-        """Hear from an ingress, and tell it who else is alive."""
+        """Heartbeat of an ingress; returns the view."""
         self._ingresses[info.ingress_id] = (self._clock(), info)
         return self.view()
 
@@ -75,12 +74,12 @@ class Registry:
         self._workers.pop(epoch, None)
 
     def failed(self, message: str) -> None:
-        """Keep why a replica could not start, for the operator."""
+        """Record why a replica could not start, for the operator."""
         self._num_failures += 1
         self._failures = [*self._failures, message][-MAX_FAILURES:]
 
     def begin(self) -> None:
-        """A new deployment starts: what went wrong with earlier ones no longer matters."""
+        """A new deployment starts: forget the failures of earlier ones."""
         self._failures, self._num_failures = [], 0
         self._is_draining = False
 
@@ -105,10 +104,10 @@ class Registry:
 class RegistryClient:
     """One cluster's registry, from any process of it.
 
-    A named, detached actor that Ray restarts for ever, made by whoever asks first: worker, ingress
-    and command line all need it, and none of them outlives the others for certain. (Serve's own
-    deployment actors are seen by the replicas of one deployment only.)
-    Calls raise Ray's errors or TimeoutError while it is away; callers go on with what they know.
+    A named, detached actor (actors.py): worker, ingress and command line all need it, and none of
+    them is certain to outlive the others. (Serve's own deployment actors are visible to the
+    replicas of one deployment only.) Calls raise Ray's errors or TimeoutError while it is
+    unavailable; callers continue with the last view.
     """
 
     def __init__(self, app_name: str):
@@ -140,13 +139,5 @@ class RegistryClient:
 
     def _actor(self) -> Any:
         if self._handle is None:
-            options = {
-                "name": self._name,
-                "namespace": NAMESPACE,
-                "get_if_exists": True,
-                "lifetime": "detached",
-                "max_restarts": -1,
-                "num_cpus": 0,
-            }
-            self._handle = ray.remote(Registry).options(**options).remote()
+            self._handle = named_actor(Registry, self._name)
         return self._handle

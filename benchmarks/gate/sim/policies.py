@@ -223,7 +223,7 @@ class Gated(Policy):
         for name, index in self.indices.items():
             shape = self.workers[index].shape
             kept = int(shape.watermark * shape.num_blocks) * shape.block_size
-            spec = WorkerSpec(name, "1", shape.capacity - kept, shape.block_size, shape.slots)
+            spec = WorkerSpec(name, 1, shape.capacity - kept, shape.block_size, shape.slots)
             self.gate.add_worker(spec)
 
     @property
@@ -286,4 +286,4 @@ def report_of(worker: SimWorker, sequence: int, now: float, step_s: float) -> Re
     running = tuple(
         Running(job.job_id, out, job.prompt, job.max_tokens) for job, out in worker.progress(now)
     )
-    return Report("1", sequence, running, step_s, worker.num_preemptions)
+    return Report(1, sequence, running, step_s, worker.num_preemptions)

@@ -2,19 +2,21 @@
 
 Counted are the requests that came after the first part of the run (in which predictors know
 nothing and queues are empty), until the last one came; they are followed to their ends.
-Knows nothing of how a run is made.
+
+Fairness between tenants is Jain's index of what each was served, divided by its max-min fair share
+of all that was served: as much as it asked for, or, if it asked for more, an equal part of the
+rest. Tokens alone do not tell: a tenant that asks for a tenth of another's may get all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gate.sim.fairness import fairness, jain
 from benchmarks.gate.sim.loads import Slo
 from benchmarks.gate.sim.worker import Job
 
@@ -175,3 +177,25 @@ def draw(path: Path, told: dict[str, dict[str, Any]]) -> None:
     axes[0][1].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 if all are equal, 1 / n if one has everything."""
+    squares = sum(each * each for each in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
+
+
+def fair_shares(asked: Mapping[str, float], total: float) -> dict[str, float]:
+    """Max-min fair: the smallest wishes first, each at most an equal part of what is left."""
+    shares: dict[str, float] = {}
+    left = total
+    for number, tenant in enumerate(sorted(asked, key=lambda each: asked[each])):
+        shares[tenant] = min(asked[tenant], left / (len(asked) - number))
+        left -= shares[tenant]
+    return shares
+
+
+def fairness(served: Mapping[str, float], asked: Mapping[str, float]) -> float:
+    """Jain's index of what each was served over its fair share of all that was: 1 is fair."""
+    shares = fair_shares(asked, sum(served.values()))
+    return jain([served.get(each, 0.0) / share for each, share in shares.items() if share])

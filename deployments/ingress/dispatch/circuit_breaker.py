@@ -1,6 +1,6 @@
-"""A circuit breaker: after some faults in a row, nobody asks for a while.
+"""A circuit breaker: after some faults in a row, no requests for a while.
 
-Knows nothing of what is asked. The clock is told.
+The caller passes the time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """Closed: ask. Open: do not, until `until`; then one probe decides."""
+    """Closed: ask. Open: do not ask until `until`; then the next request is a probe."""
 
     most_faults: int = 3
     open_s: float = 5.0
@@ -19,14 +19,14 @@ class CircuitBreaker:
     until: float | None = None  # open till then
 
     def allows(self, now: float) -> bool:
-        """Whether to ask now. After the rest, whoever comes is the probe."""
+        """Whether to ask now. After the pause the next request is the probe."""
         return self.until is None or now >= self.until
 
     def success(self) -> None:
         self.num_faults, self.until = 0, None
 
     def fault(self, now: float) -> None:
-        """Nothing came in time. A probe that fails opens it again at once."""
+        """No answer in time. A probe that fails opens it again at once."""
         self.num_faults += 1
         is_probe = self.until is not None and now >= self.until
         if is_probe or (self.until is None and self.num_faults >= self.most_faults):

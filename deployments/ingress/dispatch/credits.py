@@ -1,7 +1,7 @@
-"""Passes: how much this ingress may send to each worker without asking the gate.
+"""Admission credits: tokens and slots per worker that need no round trip to the gate.
 
-The gate renews them many times a second; what has come in since it last counted is taken off here.
-Knows nothing of streams or workers.
+The gate renews them many times a second; what was admitted on credit since it last counted is
+subtracted here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 
-FRESH_S = 1.0  # older ones are worth nothing: the gate has fallen silent
-MARGIN = 64  # tokens for what blocks leave empty
+FRESH_S = 1.0  # older credits are void: the gate is silent
+MARGIN = 64  # tokens, for the empty part of blocks
 
 
 @dataclass(slots=True)
 class Credits:
-    """Tokens and slots by worker, named by its epoch."""
+    """Tokens and slots by worker, keyed by its epoch."""
 
     _given: dict[int, tuple[int, int]] = field(default_factory=dict)
     _given_at: float = 0.0
@@ -26,11 +26,11 @@ class Credits:
 
     @property
     def has_any(self) -> bool:
-        """Whether the gate had room, whatever happens, when it last told."""
+        """Whether the newest message of the gate gave any."""
         return bool(self._given)
 
     def renew(self, as_of: int, given: dict[int, tuple[int, int]], now: float) -> None:
-        """New ones, in which all up to message `as_of` is counted."""
+        """New credits, which count all messages up to `as_of`."""
         while self._used and self._used[0][0] <= as_of:
             self._used.popleft()
         self._given, self._given_at = given, now
@@ -40,7 +40,7 @@ class Credits:
     def take(
         self, request: AdmissionRequest, epochs: Sequence[int], number: int, now: float
     ) -> int | None:
-        """The first of `epochs` for which there is one; the gate is told by message `number`."""
+        """The first of `epochs` with enough credit; message `number` will report its use."""
         limit = request.features.max_tokens
         if now - self._given_at > FRESH_S or limit is None:
             return None

@@ -1,9 +1,9 @@
-"""The ingress's end of the gate: asks who may come in, and never waits for a gate that is away.
+"""The ingress's connection to the gate: asks for admission, and never depends on the gate.
 
-Requests come in with a pass, which the gate hands out while there is room whatever happens; or they
-ask, and wait. No first answer within `answer_s`, or a broken stream, sends a request the old way:
-to the worker with the least to do, whose own queue it then waits in. Three faults in a row open the
-breaker. Knows nothing of how the gate decides, or of how workers are reached.
+A request is admitted on credit, which the gate hands out while the worst case fits; or it is
+offered, and waits. Without a reply within `answer_s`, or when the stream breaks, a request falls
+back to the least-loaded worker and waits in that worker's queue. Three faults in a row open the
+circuit breaker.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from penstock.workers.stats import Histogram
 log = logging.getLogger("penstock.gate")
 
 ANSWER_S = 0.02
-SILENCE_TICKS = (
-    5  # the gate speaks four times a second: so many quarters of silence, and it is gone
-)
+SILENCE_TICKS = 5  # the gate sends something every TICK_S; without it for so many it is gone
 TICK_S = 0.25
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 1.0)
@@ -42,7 +40,7 @@ OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
 class GateClient:
-    """The gate as this ingress sees it. Lives on one event loop."""
+    """The gate's client in one ingress. Lives on one event loop."""
 
     decides: bool = True
 
@@ -55,8 +53,8 @@ class GateClient:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.breaker = CircuitBreaker()
-        self.figures = pb.Figures()  # as the gate last told
-        self.waits = Histogram(WAIT_BOUNDS)  # seconds, of those that asked and came in
+        self.figures = pb.Figures()  # the newest of the gate
+        self.waits = Histogram(WAIT_BOUNDS)  # seconds, of requests that were offered and admitted
         self.num_on_credit = self.num_asked = self.num_ticketed = self.num_fallback = 0
         self._where = where
         self._answer_s = answer_s
@@ -78,16 +76,16 @@ class GateClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of this ingress that wait at the gate."""
+        """Requests of this ingress that wait for the gate."""
         return len(self._pending)
 
     async def admit(
         self, request: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
     ) -> int | None:
-        """The epoch of the worker that has room; waits for it. None: choose one yourself.
+        """Wait for admission: the epoch of the worker that has room. None: fall back.
 
-        `epochs`: the workers to choose from, best first. `again`: a worker sent it back. Raises
-        ServiceError if it may not come in. Tell `ended` in any case, also after a cancellation.
+        `epochs`: the workers to choose from, best first. `again`: a worker declined it. Raises
+        ServiceError if it is refused. Call `ended` in any case, also after a cancellation.
         """
         now = self._clock()
         if not self._is_connected or not self.breaker.allows(now):
@@ -118,16 +116,16 @@ class GateClient:
         return epoch
 
     def ended(self, request_id: str, num_generated: int) -> None:
-        """A request is over, whatever became of it: its memory is free."""
+        """A request is over, for any reason: its memory is free."""
         is_awaited = bool(self._pending or self.figures.num_waiting or not self._credits.has_any)
         self._outbox.ended(request_id, num_generated, is_awaited=is_awaited)
 
     def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
-        """How long an answer was, and why: "stop", "length" or "cancel"."""
+        """Report an answer's length, and why it ended: "stop", "length" or "cancel"."""
         self._outbox.learn(request, length, ended)
 
     def report(self, address: str, epoch: int, report: channel_pb2.Report) -> None:
-        """What a worker has said of itself: handed on."""
+        """Forward a worker's report."""
         self._outbox.report(address, epoch, report)
 
     def lost(self, epoch: int) -> None:
@@ -136,12 +134,12 @@ class GateClient:
         self._credits.drop(epoch)
 
     def release(self) -> None:
-        """Nobody waits at the gate any more: all that did go their own way."""
+        """All waiting requests fall back to a worker."""
         for pending in self._pending.values():
             pending.decide(None)
 
     async def explain(self, limit: int) -> pb.ExplainResponse | None:
-        """Who waits, and why; None while the gate is away."""
+        """What waits, and why; None while the gate is away."""
         if self._address is None or not self._is_connected:
             return None
         try:
@@ -172,7 +170,11 @@ class GateClient:
                 raise
             except Exception as error:  # Ray's, gRPC's, or time: all mean that it is away
                 level = logging.WARNING if self._is_connected else logging.DEBUG
-                log.log(level, "the gate is away (%s): requests go without it", _kind(error))
+                log.log(
+                    level,
+                    "the gate is unavailable (%s): using the least-loaded worker",
+                    _kind(error),
+                )
             if self._is_connected:
                 backoff_s = BACKOFF_S[0]
             self._break()
@@ -180,27 +182,27 @@ class GateClient:
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
     async def _ask(self, request: AdmissionRequest, pending: PendingAdmission, again: bool) -> bool:
-        """Whether the gate says a word in time.
+        """Offer it; whether the gate replies in time.
 
-        Where it had room when it last told, there may be some for this one, whatever its text says:
-        it is asked without, and the text is read while it answers.
+        If the gate gave credits, it may admit this one without a prediction: it is offered without
+        the text's features, which are computed while the gate replies.
         """
         if self._credits.has_any and not again:
             self._outbox.ask(request, text_follows=True)
             await asyncio.sleep(0)  # it goes out
-            self._outbox.read_text(request)
-            if not await self._hears(pending):
+            self._outbox.compute_features(request)
+            if not await self._replies(pending):
                 return False
             if pending.decided.done():
                 if not pending.decided.exception() and (epoch := pending.decided.result()):
-                    self._outbox.tell_text(request, epoch)
+                    self._outbox.send_text_later(request, epoch)
                 return True
             pending.answered.clear()
         self._outbox.ask(request, declined=again)
-        return await self._hears(pending)
+        return await self._replies(pending)
 
-    async def _hears(self, pending: PendingAdmission) -> bool:
-        """Whether the gate says a word in time."""
+    async def _replies(self, pending: PendingAdmission) -> bool:
+        """Whether the gate replies in time."""
         try:
             async with asyncio.timeout(self._answer_s):
                 await pending.answered.wait()
@@ -220,7 +222,7 @@ class GateClient:
         self._outbox.open()
         self.breaker.success()
         self._take(first)
-        log.info("the gate is there")
+        log.info("connected to the gate")
         ends = [
             asyncio.ensure_future(self._read(stream)),
             asyncio.ensure_future(self._write(stream)),
@@ -246,8 +248,7 @@ class GateClient:
             await stream.write(self._outbox.take())
 
     async def _watch(self) -> None:
-        # Turns of this loop, not seconds: if it was this process that stood still, the gate has
-        # had no chance to be heard.
+        # Turns of this loop, not seconds: while this process is stopped, it receives nothing.
         while self._num_silent_ticks < SILENCE_TICKS:
             self._num_silent_ticks += 1
             await asyncio.sleep(TICK_S)

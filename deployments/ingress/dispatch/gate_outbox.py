@@ -1,7 +1,6 @@
-"""What an ingress has to tell the gate, gathered: a message costs more than what is in it.
+"""Gathers what an ingress has to send to the gate: a message costs more than its content.
 
-What somebody waits for goes at once; news that can wait goes with it, or a moment later. Knows
-nothing of streams, or of what the gate answers.
+What a request waits for is sent at once; other items go with it, or a moment later.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.protos.penstock.internal.v1 import channel_pb2
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
-GATHER_S = 0.01  # how long news may wait
+GATHER_S = 0.01  # longest delay of items that no request waits for
 REPORT_GATHER_S = 0.02
-TEXT_S = 0.05  # to the texts of those that came in: the first step goes before the books
+TEXT_S = 0.05  # to the texts of admitted requests: their first step goes first
 MAX_FEATURES = 4096
 
 
 class GateOutbox:
-    """The message that is being made. Lives on one event loop.
+    """The message that is being filled. Lives on one event loop.
 
-    Between streams only reports are kept: the next gate begins with what workers run.
+    Between streams only worker reports are kept: the next gate begins with them.
     """
 
     def __init__(self, ingress_id: str) -> None:
@@ -35,25 +34,27 @@ class GateOutbox:
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._report_timer: asyncio.TimerHandle | None = None
-        self._credited: list[tuple[AdmissionRequest, int]] = []  # not yet sent
-        self._unread: list[tuple[AdmissionRequest, int]] = []  # text features not yet sent
+        self._credited: list[
+            tuple[AdmissionRequest, int]
+        ] = []  # admitted on credit, not offered yet
+        self._without_text: list[tuple[AdmissionRequest, int]] = []  # admitted, text not sent yet
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
-        self._fresh: set[int] = set()  # epochs of which the gate has not the newest
+        self._fresh: set[int] = set()  # epochs whose newest report is not sent yet
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
 
     @property
     def next_number(self) -> int:
-        """Of the message that will tell what is told now."""
+        """Of the message that will have the items added now."""
         return self._number + 1
 
     def begin(self) -> None:
-        """A new stream: its first message is who this is, and what all workers run."""
+        """A new stream: its first message has the ingress id and all workers' reports."""
         self._message, self._number = pb.FromIngress(ingress_id=self._ingress_id), 0
         self._fresh = set(self._reports)
         self._add_reports()
 
     def open(self) -> None:
-        """The gate has answered: from now on it is told."""
+        """The gate has replied: from now on items are sent."""
         self._is_open = True
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class GateOutbox:
         await self._due.wait()
 
     def take(self) -> pb.FromIngress:
-        """The message as it is; the next one is begun."""
+        """The message; the next one is begun."""
         self._offer_credited()
         self._due.clear()
         if self._timer is not None:
@@ -77,40 +78,40 @@ class GateOutbox:
         return message
 
     def admitted_on_credit(self, request: AdmissionRequest, epoch: int) -> None:
-        """It came in with a pass. Nothing is made of it before the request itself has gone."""
+        """Admitted on credit. Its offer is made after the request itself has been sent."""
         self._credited.append((request, epoch))
         self._go_soon()
 
     def ask(
         self, request: AdmissionRequest, *, text_follows: bool = False, declined: bool = False
     ) -> None:
-        """May it come in? `declined`: a worker sent it back."""
-        self._offer_credited()  # before this one: it must be judged beside them
+        """Offer it, and wait for a decision. `declined`: a worker sent it back."""
+        self._offer_credited()  # before this one, which is judged against them
         if declined:
             self._message.declined.append(request.request_id)
         self._offer(request, text_follows=text_follows)
         self._due.set()
 
-    def read_text(self, request: AdmissionRequest) -> None:
-        """Make now what is told of its text."""
+    def compute_features(self, request: AdmissionRequest) -> None:
+        """Compute the features of its text now."""
         self._features_of(request)
 
-    def tell_text(self, request: AdmissionRequest, epoch: int) -> None:
-        """It is in; what its text says follows."""
-        self._unread.append((request, epoch))
-        if len(self._unread) == 1:
-            asyncio.get_running_loop().call_later(TEXT_S, self._tell_texts)
+    def send_text_later(self, request: AdmissionRequest, epoch: int) -> None:
+        """It is admitted; send the features of its text later."""
+        self._without_text.append((request, epoch))
+        if len(self._without_text) == 1:
+            asyncio.get_running_loop().call_later(TEXT_S, self._send_texts)
 
     def ended(self, request_id: str, num_generated: int, *, is_awaited: bool) -> None:
-        """A request is over. `is_awaited`: somebody may wait for its memory."""
-        self._offer_credited()  # an end behind its beginning
-        self._tell_texts()
+        """A request is over. `is_awaited`: another may wait for its memory."""
+        self._offer_credited()  # an end follows its offer
+        self._send_texts()
         if self._is_open:
             self._message.ended.add(request_id=request_id, generated=num_generated)
             self._due.set() if is_awaited else self._go_soon()
 
     def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
-        """How long an answer was, and why: "stop", "length" or "cancel"."""
+        """Report an answer's length, and why it ended: "stop", "length" or "cancel"."""
         if self._is_open:
             features = self._features_of(request)
             self._message.labels.add(
@@ -120,7 +121,7 @@ class GateOutbox:
             self._go_soon()
 
     def report(self, address: str, epoch: int, report: channel_pb2.Report) -> None:
-        """What a worker has said of itself."""
+        """Forward a worker's report."""
         self._reports[epoch] = pb.WorkerReport(address=address, epoch=epoch, report=report)
         self._fresh.add(epoch)
         if self._is_open and self._report_timer is None:
@@ -146,11 +147,11 @@ class GateOutbox:
         credited, self._credited = self._credited, []
         for request, epoch in credited:
             self._offer(request, epoch, text_follows=True)
-            self.tell_text(request, epoch)
+            self.send_text_later(request, epoch)
 
-    def _tell_texts(self) -> None:
-        unread, self._unread = self._unread, []
-        for request, epoch in unread:
+    def _send_texts(self) -> None:
+        waiting, self._without_text = self._without_text, []
+        for request, epoch in waiting:
             self._offer(request, epoch)
             self._go_soon()
 
@@ -177,7 +178,7 @@ class GateOutbox:
         )
 
     def _features_of(self, request: AdmissionRequest) -> pb.Features:
-        """Made once: they are told with the offer, and again with the answer's length."""
+        """Computed once: sent with the offer, and again with the answer's length."""
         message = self._features.get(request.request_id)
         if message is None:
             message = features_message(request.features_with_text())

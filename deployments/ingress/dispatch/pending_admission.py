@@ -1,7 +1,4 @@
-"""A request that an ingress has asked the gate about: heard, let in, sent its own way, or refused.
-
-Knows nothing of streams, or of when to ask.
-"""
+"""A request that the ingress has offered to the gate, until it is admitted, released or refused."""
 
 from __future__ import annotations
 
@@ -17,29 +14,29 @@ OVER_SHARE = "displaced"
 
 @dataclass(slots=True, eq=False)
 class PendingAdmission:
-    """What the gate has said of one request. Lives on one event loop."""
+    """The gate's replies to one request. Lives on one event loop."""
 
-    answered: asyncio.Event = field(default_factory=asyncio.Event)  # anything at all was said
+    answered: asyncio.Event = field(default_factory=asyncio.Event)  # the gate has replied
     decided: asyncio.Future[int | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def decide(self, epoch: int | None) -> None:
-        """It may come in, on the worker of that epoch; None: it goes its own way."""
+        """Admitted to the worker of that epoch; None: the ingress chooses one itself."""
         self.answered.set()
         if not self.decided.done():
             self.decided.set_result(epoch)
 
     def fail(self, error: ServiceError) -> None:
-        """It may not come in."""
+        """Not admitted, with this error."""
         self.answered.set()
         if not self.decided.done():
             self.decided.set_exception(error)
 
     def refuse(self, refusal: pb.Refusal) -> None:
-        """It may not come in, as the gate says it."""
+        """Not admitted, for the gate's reason."""
         if refusal.reason == NEVER_FITS:
-            self.decide(None)  # the worker says it better, or knows better
+            self.decide(None)  # the worker decides, and reports it to the client
             return
         code = "over_share" if refusal.reason == OVER_SHARE else "overloaded"
         self.fail(ServiceError(code, refusal.message, retry_after_s=refusal.retry_after_s))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gate.sim.events import Simulation
-from benchmarks.gate.sim.fairness import fair_shares, fairness, jain
 from benchmarks.gate.sim.fit import fit
 from benchmarks.gate.sim.loads import GPUS, LOADS, jobs_of
 from benchmarks.gate.sim.policies import Gated, Policy, ReserveMax
+from benchmarks.gate.sim.report import fair_shares, fairness, jain
 from benchmarks.gate.sim.worker import Job, SimWorker, StepModel, WorkerShape
 from benchmarks.gate.simulate import POLICIES, run_one
 from penstock.deployments.gate.types import GateSettings

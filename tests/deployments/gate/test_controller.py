@@ -52,7 +52,7 @@ def gate_with(*capacities, block_size=1, slots=64, seed=0, queue=None, **changes
     values = {"num_samples": 8, "lease_s": 2.0, **changes}
     gate = Gate(GateSettings(queue=QueueSettings(**(queue or {})), **values), seed=seed)
     for i, capacity in enumerate(capacities):
-        gate.add_worker(WorkerSpec(f"w{i}", "1", capacity, block_size, slots))
+        gate.add_worker(WorkerSpec(f"w{i}", 1, capacity, block_size, slots))
     return gate
 
 
@@ -110,7 +110,7 @@ class World:
         self.end(name, "admitted")
         if fate > 0.15:  # else the ingress lost it
             self.gate.started(name, now)
-            limit = self.gate._admitted[name][1].demand.length.max_tokens
+            limit = self.gate.running[name].entry.demand.length.max_tokens
             self.running[name] = [ticket.worker, 0, self.rng.randint(1, limit)]
 
     def step(self, now):
@@ -165,7 +165,7 @@ def check_tickets(gate, books, tickets, level):
     """Each ticket by the rule: the quantile of walked peaks is within the limit, or it is alone."""
     for ticket in tickets:
         ledger = gate.ledgers[ticket.worker]
-        demand = gate._admitted[ticket.request_id][1].demand
+        demand = gate.running[ticket.request_id].entry.demand
         there = books[ticket.worker]
         new = future_of(demand, 0, ledger.spec.block_size)
         assert demand.longest(ledger.spec.block_size) <= ledger.spec.capacity
@@ -274,7 +274,7 @@ def test_those_that_pass_do_not_delay_the_first(there, first, others):
     tick(0.0)
     for i in range(len(there)):
         gate.cancel(f"there{i}", 0.0)
-    gate.report("w0", Report("1", 0, listed(lives, 0.0), 1.0), 0.0)
+    gate.report("w0", Report(1, 0, listed(lives, 0.0), 1.0), 0.0)
     offer("first", first, 1, 0.0)
     [why] = gate.explain(0.0)
     for i, pair in enumerate(others):
@@ -285,7 +285,7 @@ def test_those_that_pass_do_not_delay_the_first(there, first, others):
             if since is not None and now - since >= length:
                 gate.finished(name, length, now)
                 del lives[name]
-        gate.report("w0", Report("1", second + 1, listed(lives, now), 1.0), now)
+        gate.report("w0", Report(1, second + 1, listed(lives, now), 1.0), now)
         if "first" in tick(now):
             assert now <= why.expected_s
             return
@@ -414,7 +414,7 @@ def test_retry_after_rises_with_the_queue():
             assert not asked  # once too long, always too long
             gate.cancel("probe", 0.0)
         else:
-            assert refusal.reason == "too_long" and "it would wait" in refusal.message
+            assert refusal.reason == "too_long" and "the predicted wait is" in refusal.message
             asked.append(refusal.retry_after_s)
         for _ in range(20):  # others are let in by a more patient gate
             number += 1
@@ -441,10 +441,10 @@ def test_no_worker_yet():
     gate = gate_with()
     assert gate.offer(ask("a"), distribution(), 0.0) is None
     assert gate.tick(0.0) == [] and gate.explain(0.0)[0].reason == "no_worker"
-    gate.add_worker(WorkerSpec("w", "1", 100))
+    gate.add_worker(WorkerSpec("w", 1, 100))
     assert [t.worker for t in gate.tick(1.0)] == ["w"]
-    assert gate.add_worker(WorkerSpec("w", "1", 100)) == []  # the same life
-    assert gate.add_worker(WorkerSpec("w", "2", 100)) == ["a"]
+    assert gate.add_worker(WorkerSpec("w", 1, 100)) == []  # the same life
+    assert gate.add_worker(WorkerSpec("w", 2, 100)) == ["a"]
 
 
 def test_a_veto_sends_it_back_to_the_front():
@@ -459,7 +459,7 @@ def test_a_veto_sends_it_back_to_the_front():
     gate.offer(ask("b", priority=0, deadline=9.0), certain(1), 0.1)
     first, second = gate.tick(0.2)
     assert (first.request_id, first.worker, second.worker) == ("a", "w1", "w1")
-    gate.report("w0", Report("1", 1, (), 0.03), 0.3)
+    gate.report("w0", Report(1, 1, (), 0.03), 0.3)
     gate.offer(ask("c"), certain(10), 0.4)
     assert gate.tick(0.4)[0].worker == "w0"
 
@@ -469,9 +469,9 @@ def test_a_late_report_of_one_that_came_back_neither_holds_room_nor_stops_the_ga
     gate.offer(ask("a"), certain(10), 0.0)
     gate.tick(0.0)
     assert gate.declined("a", 0.1)
-    late = Report("1", 1, (Running("a", 0, 10, 10),), 0.03)
+    late = Report(1, 1, (Running("a", 0, 10, 10),), 0.03)
     gate.report("w0", late, 0.2)
-    assert len(gate.ledgers["w0"]) == 0 and not gate.is_admitted("a")
+    assert len(gate.ledgers["w0"]) == 0 and "a" not in gate.running
     [ticket] = gate.tick(0.3)
     assert ticket.request_id == "a"
 
@@ -480,11 +480,11 @@ def test_one_that_a_worker_runs_already_is_granted_once():
     """It waits here, and a worker says that it has it: its ingress went past the gate."""
     gate = gate_with(100)
     gate.offer(ask("a"), certain(10), 0.0)
-    gate.report("w0", Report("1", 1, (Running("a", 3, 10, 10),), 0.03), 0.1)
+    gate.report("w0", Report(1, 1, (Running("a", 3, 10, 10),), 0.03), 0.1)
     [ticket] = gate.tick(0.2)
     assert ticket.request_id == "a" and len(gate.ledgers["w0"]) == 1
     gate.finished("a", 10, 0.5)
-    assert len(gate.ledgers["w0"]) == 0 and not gate.is_admitted("a")
+    assert len(gate.ledgers["w0"]) == 0 and "a" not in gate.running
 
 
 def test_what_was_charged_is_trued_up():
@@ -505,9 +505,9 @@ def test_what_was_charged_is_trued_up():
 
 def test_a_new_gate_learns_from_reports_what_runs():
     gate = gate_with(100)
-    gate.report("w0", Report("1", 7, (Running("x", 5, 60, 10),), 1.0), 0.0)
-    gate.report("nobody", Report("1", 1, (), 1.0), 0.0)
-    with pytest.raises(ValueError, match="'x' is already here"):
+    gate.report("w0", Report(1, 7, (Running("x", 5, 60, 10),), 1.0), 0.0)
+    gate.report("nobody", Report(1, 1, (), 1.0), 0.0)
+    with pytest.raises(ValueError, match="'x' is already waiting or running"):
         gate.offer(ask("x"), certain(10), 0.0)
     gate.offer(ask("a", 30), certain(10), 0.0)
     assert gate.tick(0.0) == []
@@ -535,19 +535,19 @@ def test_one_that_came_in_unseen_ends_like_others():
     gate = gate_with(100)
     for end in ("completed", "declined", "lease", "worker"):
         assert gate.admit(ask(end, 10), 40, 0.0) is not None
-        assert gate.spare()["w0"][0] < 100 and gate.is_admitted(end)
+        assert gate.spare()["w0"][0] < 100 and end in gate.running
         if end == "completed":
             gate.finished(end, 3, 0.1)
         elif end == "declined":
             assert not gate.declined(end, 0.1)  # it does not wait: it has not been judged
             assert gate.admit(ask("other", 1), 1, 0.1) is None  # until that worker reports
-            gate.report("w0", Report("1", 1, (), 1.0), 0.2)
+            gate.report("w0", Report(1, 1, (), 1.0), 0.2)
         elif end == "lease":
             gate.tick(2.1)
         else:
             gate.remove_worker("w0")
-            gate.add_worker(WorkerSpec("w0", "2", 100, 1, 64))
-        assert not gate.is_admitted(end) and gate.spare()["w0"] == (100, 64)
+            gate.add_worker(WorkerSpec("w0", 2, 100, 1, 64))
+        assert end not in gate.running and gate.spare()["w0"] == (100, 64)
 
 
 def test_the_books_hear_of_one_with_a_pass_before_its_law():
@@ -564,10 +564,10 @@ def test_the_books_hear_of_one_with_a_pass_before_its_law():
 def test_the_same_id_twice():
     gate = gate_with(100)
     gate.offer(ask("a"), distribution(), 0.0)
-    with pytest.raises(ValueError, match="'a' is already here"):
+    with pytest.raises(ValueError, match="'a' is already waiting or running"):
         gate.offer(ask("a"), distribution(), 0.0)
     gate.tick(0.0)
-    with pytest.raises(ValueError, match="'a' is already here"):
+    with pytest.raises(ValueError, match="'a' is already waiting or running"):
         gate.offer(ask("a"), distribution(), 0.0)
 
 

@@ -22,7 +22,7 @@ def demand(name, prompt=100, max_tokens=2000, seed=0):
 
 
 def book(num, capacity=20_000, slots=99):
-    ledger = Ledger(WorkerSpec("w", "1", capacity, 16, slots), step_s=0.1)
+    ledger = Ledger(WorkerSpec("w", 1, capacity, 16, slots), step_s=0.1)
     for i in range(num):
         ledger.lease(demand(f"r{i:02d}", 50 + 10 * i, seed=i), 1e9)
     return ledger
@@ -63,7 +63,7 @@ def test_an_empty_grid_room_takes_whoever_fits_at_his_longest():
 def test_of_many_workers_the_least_loaded_are_looked_at():
     ledgers = {}
     for i in range(30):
-        ledgers[f"w{i}"] = Ledger(WorkerSpec(f"w{i}", "1", 4000 if i else 40_000, 16, 99))
+        ledgers[f"w{i}"] = Ledger(WorkerSpec(f"w{i}", 1, 4000 if i else 40_000, 16, 99))
         for j in range(30 - i if i else 90):
             ledgers[f"w{i}"].lease(demand(f"{i}-{j:02d}"), 1e9)
     choice = WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0)

@@ -6,11 +6,12 @@ import asyncio
 
 import numpy as np
 
+from penstock.deployments.gate import predictor_file
 from penstock.deployments.gate import server as gate
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.server import GateServer
-from penstock.deployments.gate.service import GateService, GateSetup
-from penstock.deployments.gate.types import Running
+from penstock.deployments.gate.service import GateService
+from penstock.deployments.gate.types import GateSetup, Running
 from penstock.deployments.gate.wire import features_message
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.predictor import LengthPredictor
@@ -94,7 +95,7 @@ def test_a_gate_that_starts_again_predicts_as_before(tmp_path, monkeypatch):
     asks = [FEATURES, Features("m", "bob"), Features("another")]
 
     async def live(labels):
-        server = GateServer()
+        server = GateServer(setup)
         await server.where(setup)
         learner = server.service.learner
         begins = [learner.predictor.predict(each).cumulative for each in asks]
@@ -108,10 +109,10 @@ def test_a_gate_that_starts_again_predicts_as_before(tmp_path, monkeypatch):
                 learner.labels.append(label("last", 40))  # what is there now is saved again
                 while learner.num_learnt == len(labels):
                     await asyncio.sleep(0.02)
-                saved = gate._load(setup.snapshot_file)
+                saved = predictor_file.load(setup.snapshot_file)
                 while not same(saved, learner.predictor):
                     await asyncio.sleep(0.02)
-                    saved = gate._load(setup.snapshot_file)
+                    saved = predictor_file.load(setup.snapshot_file)
         ends = [learner.predictor.predict(each).cumulative for each in asks]
         await server.close()
         return begins, ends

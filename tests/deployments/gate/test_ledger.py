@@ -21,10 +21,10 @@ def demand(name="a", prompt=100, max_tokens=50, ceiling=None):
 
 
 def make_ledger(**changes):
-    return Ledger(WorkerSpec("w", "1", 1000, **changes), step_s=0.1)
+    return Ledger(WorkerSpec("w", 1, 1000, **changes), step_s=0.1)
 
 
-def report(sequence, *running, epoch="1", step_s=0.1, preemptions=0):
+def report(sequence, *running, epoch=1, step_s=0.1, preemptions=0):
     rows = tuple(Running(name, generated, 100, 50) for name, generated in running)
     return Report(epoch, sequence, rows, step_s, preemptions)
 
@@ -92,9 +92,7 @@ def test_reports_correct_the_book():
     assert ledger.report(report(3, ("a", 5)), 0.3, {}) == ["b"]  # it was listed, and is no more
     assert "c" in ledger  # promised; only time takes that back
     assert ledger.report(report(3), 0.4, {}) == [] and "a" in ledger  # late
-    assert (
-        ledger.report(report(9, epoch="0"), 0.4, {}) == [] and "a" in ledger
-    )  # of an earlier life
+    assert ledger.report(report(9, epoch=0), 0.4, {}) == [] and "a" in ledger  # of an earlier life
 
 
 def test_what_ended_does_not_come_back_with_a_late_report():
@@ -148,4 +146,4 @@ def test_headroom_follows_preemptions():
 def test_a_worker_has_something(name):
     values = {"capacity": 10, "block_size": 1, "slots": 1, name: 0}
     with pytest.raises(ValueError, match=name):
-        WorkerSpec("w", "1", **values)
+        WorkerSpec("w", 1, **values)

@@ -91,7 +91,7 @@ def test_of_many_workers_the_one_with_the_prefix_is_looked_at():
     """It is not among the emptiest, and 4 of 40 are looked at."""
     gate = Gate(GateSettings(max_choices=4), seed=0)
     for i in range(40):
-        gate.add_worker(WorkerSpec(f"w{i}", "1", capacity=20_000))
+        gate.add_worker(WorkerSpec(f"w{i}", 1, capacity=20_000))
     marks = prefix_marks(tokens(5, 300))
 
     def place(name: str, prefix: tuple[int, ...]) -> str:
@@ -104,15 +104,15 @@ def test_of_many_workers_the_one_with_the_prefix_is_looked_at():
     assert first not in others
     assert {place(f"same{i}", marks) for i in range(3)} == {first}
     gate.remove_worker(first)
-    gate.add_worker(WorkerSpec(first, "2", capacity=20_000))  # a new life has an empty cache
-    assert gate._placement.hits(gate._admitted["other0"][1].prefix) == {}
+    gate.add_worker(WorkerSpec(first, 2, capacity=20_000))  # a new life has an empty cache
+    assert gate._placement.hits(gate.running["other0"].entry.prefix) == {}
     assert first not in gate._placement._prefixes.hits(marks)
 
 
 def two_workers() -> Gate:
     gate = Gate(GateSettings(), seed=0)
     for name in ("w0", "w1"):
-        gate.add_worker(WorkerSpec(name, "1", capacity=4000))
+        gate.add_worker(WorkerSpec(name, 1, capacity=4000))
     return gate
 
 

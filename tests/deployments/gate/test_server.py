@@ -17,8 +17,8 @@ from ray.exceptions import RayError
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import is_running
-from penstock.deployments.supervision.registry import NAMESPACE
 from penstock.workers.config import EngineConfig
 from tests.deployments.ports import free_port
 from tests.deployments.test_cluster import await_view, generate

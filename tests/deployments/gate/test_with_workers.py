@@ -21,7 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.server import GateServer
-from penstock.deployments.gate.service import GateSetup
+from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.credits import Credits
@@ -75,7 +75,7 @@ class House:
 async def house(
     *nodes: Node, setup: GateSetup = SETUP, answer_s: float = 5.0
 ) -> AsyncIterator[House]:
-    gate = GateServer()
+    gate = GateServer(setup)
     gate.setup = setup  # type: ignore[attr-defined]
 
     async def where() -> Any:
@@ -323,7 +323,7 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
     for asked, (ids, last) in run(scenario()):
         assert last.finish_reason is FinishReason.LENGTH, last
         assert ids == alone(model, asked)
-    assert "books are at fault" in caplog.text and "a fault that a test made" in caplog.text
+    assert "gate state is inconsistent" in caplog.text and "a fault that a test made" in caplog.text
 
 
 def test_a_gate_that_stands_still_is_gone_past(node, run):
@@ -333,7 +333,7 @@ def test_a_gate_that_stands_still_is_gone_past(node, run):
             client._credits = NoCredits()  # everybody asks
             service.judge_next = service.tick = lambda now: False  # nothing is decided any more
             service.report_queued = lambda names, ingress: None
-            service.receive = lambda ingress, message, now: None
+            service.receive = lambda ingress, message, now: []
             took_s = []
             for n in range(5):
                 began_s = time.monotonic()

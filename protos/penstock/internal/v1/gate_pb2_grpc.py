@@ -56,7 +56,7 @@ class GateServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Who waits, and why. For operators.
+        """What waits, and why. For operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -131,7 +131,7 @@ def test_a_new_stream_counts_from_one_and_begins_with_what_workers_run():
 def test_what_is_remembered_of_texts_is_bounded(num):
     async def scenario(outbox: GateOutbox) -> None:
         for n in range(num):
-            outbox.read_text(request(f"r{n}"))
+            outbox.compute_features(request(f"r{n}"))
         assert len(outbox._features) == min(num, gate_outbox.MAX_FEATURES)
 
     with_outbox(scenario)
