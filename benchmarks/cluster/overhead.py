@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -42,6 +41,7 @@ from tqdm import tqdm
 
 from benchmarks.cluster.overhead_report import summary, table
 from benchmarks.common.bare_engine import BareEngine, make_model_b
+from benchmarks.common.machine import cpu_name
 from benchmarks.common.server_process import cpu_s, served
 from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job
@@ -245,7 +245,7 @@ def run(args: argparse.Namespace, path: str) -> None:
     rows = summary(rounds)
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "load_before": load_before,
@@ -265,13 +265,6 @@ def run(args: argparse.Namespace, path: str) -> None:
     if args.json:
         content = {"about": about, "summary": rows, "rounds": rounds}
         args.json.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

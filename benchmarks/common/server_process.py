@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from penstock.deployments.supervision.processes import descendants
 
 START_S = 240
@@ -73,7 +75,7 @@ def _free_port() -> int:
 
 def _find(pid: int, title: str) -> int:
     for each in descendants(pid):
-        if title in Path(f"/proc/{each}/cmdline").read_text():
+        if title in " ".join(psutil.Process(each).cmdline()):
             return each
     raise RuntimeError(f"no process named {title} runs below {pid}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.common.machine import cpu_name
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import Manifest
@@ -82,7 +82,5 @@ def finish(out: Path | None, found: dict[str, Any], lines: Callable[[Any], list[
 
 
 def machine() -> str:
-    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    name = names[0].partition(":")[2].strip() if names else platform.processor()
     threads = torch.get_num_threads()
-    return f"{name}, {os.cpu_count()} cores, {threads} thread(s), torch {torch.__version__}"
+    return f"{cpu_name()}, {os.cpu_count()} cores, {threads} thread(s), torch {torch.__version__}"

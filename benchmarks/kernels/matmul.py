@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.common.machine import cpu_name
 from penstock.kernels import matmul, quant
 from penstock.kernels.matmul import linear, pack_linear
 from penstock.kernels.types import PackedLinear
@@ -193,11 +193,6 @@ def read_bandwidth() -> float:
         data.max()
         best = min(best, time.perf_counter() - start)
     return data.numel() * 4 / best / 1e9
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ")[1] for line in info if "model name" in line), platform.machine())
 
 
 def table(lines: list[Line], bandwidth: float, threads: int, activations: str) -> str:

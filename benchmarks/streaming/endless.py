@@ -31,6 +31,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from tqdm import tqdm
 
 from benchmarks.common.server_process import cpu_s, served
@@ -105,9 +106,8 @@ class ProcessSampler:
 
 def memory_mib(pid: int) -> dict[str, float]:
     """Rss and Pss of a process."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    found = {line.split(":")[0]: line.split()[1] for line in lines if line.endswith("kB")}
-    return {name: int(found[name]) / 1024 for name in ("Rss", "Pss")}
+    found = psutil.Process(pid).memory_full_info()
+    return {"Rss": found.rss / 2**20, "Pss": found.pss / 2**20}
 
 
 def make_neighbours(num: int, seed: int) -> list[Neighbour]:

@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.common.machine import cpu_name
 from benchmarks.streaming.quality_report import plot, report
 from benchmarks.streaming.torch_scorer import CachePolicy, OnTokens, TorchScorer, recompute
 from tools.builtin_models import data
@@ -271,10 +271,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.machine(),
+        "cpu": cpu_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

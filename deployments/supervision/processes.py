@@ -1,4 +1,4 @@
-"""Ends the processes below this one, also where Ray does not. Linux: reads /proc."""
+"""Ends the processes below this one, also where Ray does not."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
+
+import psutil
 
 KILLED_S = 5.0  # until a killed process is gone, on a machine that is busy
 
 
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`, parents first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        if (facts := _stat(int(entry.name))) is not None:
-            children.setdefault(facts[1], []).append(int(entry.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found[1:]
+    try:
+        return [each.pid for each in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended: a zombie only waits to be counted."""
-    facts = _stat(pid)
-    return facts is not None and facts[0] not in "ZX"
+    """Whether the process exists and has not ended: a zombie only waits to be reaped."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end(pids: Sequence[int], grace_s: float) -> None:
@@ -52,13 +51,3 @@ def _send(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process; None if there is none."""
-    try:
-        # "pid (name) state parent ...", where the name may hold anything
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return fields[0], int(fields[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import psutil
 import torch
 
 from penstock.workers.config import EngineConfig
@@ -104,8 +105,7 @@ def _num_blocks(
 
 def total_memory_bytes() -> int:
     """Memory of this machine in bytes, or of the container that this process runs in."""
-    with open("/proc/meminfo") as lines:
-        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
+    total = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as text:
