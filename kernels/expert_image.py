@@ -1,10 +1,9 @@
-"""A packed expert as one run of bytes, and back: what a cache of quantised experts moves.
+"""A packed expert as one contiguous run of bytes, and back: the unit that the expert cache moves.
 
-The parts of both weights (codes, scales, zeros, or plain elements) lie one behind the other just as
+The parts of both weights (codes, scales, zeros, or plain elements) follow one another exactly as
 `linear` reads them, so that moving an expert is copying bytes, and a product has the same bits
-wherever its weight came from. Devices, and CPUs of different vectors, read different layouts: bytes
-are of use only where the same weights would be packed into them. Knows packed weights; nothing of
-files, slots, or who asks.
+wherever its weight came from. Devices, and CPUs with different vectors, read different layouts: the
+bytes are valid only where packing the same weights would give the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ALIGN_BYTES = 256
 
 
 def pack_for(weight: Tensor | QuantizedWeight, device: torch.device) -> PackedLinear:
-    """`weight` [N, K] on the CPU, as `device` would read it; without a GPU, too.
+    """`weight` [N, K] on the CPU, in the layout that `device` reads; works without a GPU, too.
 
     Has the bits of `pack_linear`, except where that would take oneDNN's own layout for a plain
     weight. A GPU's layout is tested by its bytes, and has not yet been run on one.
@@ -91,7 +90,7 @@ class ExpertImage:
         return memory
 
     def view(self, memory: Tensor) -> Expert:
-        """The expert whose bytes lie, or will lie, in `memory`, uint8 [at least num_bytes]."""
+        """The expert whose bytes are, or will be, in `memory`, uint8 [at least num_bytes]."""
         gate_up, down = (
             _filled(packed, {part.name: _view(memory, part) for part in parts})
             for packed, parts in zip(self._linears, self._parts, strict=True)
@@ -104,7 +103,7 @@ class ExpertImage:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        """For people, and to tell kinds apart."""
+        """For error messages and for equality."""
         return " and ".join(map(_kind, self._linears, self._parts))
 
 
@@ -122,7 +121,7 @@ def _tensors(packed: PackedLinear) -> dict[str, Tensor]:
 
 
 def _filled(packed: PackedLinear, tensors: dict[str, Tensor]) -> PackedLinear:
-    """The same around other tensors."""
+    """The same packed linear with other tensors."""
     if isinstance(packed.payload, Tensor):
         return dataclasses.replace(packed, payload=tensors[""])
     return dataclasses.replace(packed, payload=dataclasses.replace(packed.payload, **tensors))

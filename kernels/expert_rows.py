@@ -1,15 +1,12 @@
-"""An expert MLP in memory of a fixed size that is written neuron by neuron.
+"""An expert MLP in memory of a fixed size that is written neuron by neuron, and int8 neuron rows.
 
 A neuron's row is [gate | up | down], 3 * hidden numbers: row j of the gate and of the up matrix and
-column j of the down matrix, all that one of the expert's inner units needs. Rows are written into
-the very layout in which `pack_linear` would leave the same matrices, so that a product has the same
-bits wherever its weight came from. Knows nothing of which expert this is, or where rows come from.
+column j of the down matrix, which is all that one inner unit of the expert needs. Rows are written
+into the layout in which `pack_linear` would leave the same matrices, so that a product has the same
+bits wherever its weight came from.
 
-int8 twins of neuron rows: each row by itself, so that any of them can be moved alone.
-
-A row [gate | up | down] of 3 * d numbers becomes 3 * d codes, then an fp32 scale for each `group`
-of numbers along d (the last group of a part may be shorter): value = code * scale. Knows rows;
-nothing of files or of who uses them.
+The int8 copy of a row can be moved alone: 3 * d codes, then an fp32 scale for each `group` of
+numbers along d (the last group of a part may be shorter); value = code * scale.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ def expert_bytes(hidden: int, inner: int, dtype: torch.dtype, device: torch.devi
 def empty_expert(hidden: int, inner: int, dtype: torch.dtype, memory: Tensor) -> Expert:
     """An expert of zeros in `memory`, uint8 [expert_bytes(...)], which must be zeroed.
 
-    What pads the layout stays zero: `write_neurons` writes no more than the neurons.
+    The padding of the layout stays zero: `write_neurons` writes only the neurons.
     """
     gate_up, down = _sizes(hidden, inner, dtype, memory.device)
     return (
@@ -48,7 +45,7 @@ def write_neurons(expert: Expert, rows: Tensor, places: Tensor) -> None:
     """Write neurons into `expert`, in place.
 
     `rows` [n, 3 * hidden] of the expert's dtype and on its device, rows dense; `places` int64 [n]
-    says which neuron each is, and lies where `rows` does. One thread: this runs beside a step.
+    is the neuron index of each, on the same device. One thread: this runs in parallel with a step.
     """
     gate_up, down = expert
     hidden, inner = gate_up.in_features, down.in_features
@@ -95,11 +92,13 @@ def quantize_neurons(rows: Tensor, group: int) -> Tensor:
     return torch.cat([codes.view(torch.uint8), wide], dim=1)
 
 
-def dequantize_neurons(twins: Tensor, size: int, group: int) -> Tensor:
-    """What `quantize_neurons` made of rows of d = `size`: fp32 [n, 3 * d]."""
-    num_rows, num_groups = twins.shape[0], -(-size // group)
-    codes = twins[:, : 3 * size].view(torch.int8).reshape(num_rows, 3, size)
-    scales = twins[:, 3 * size :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+def dequantize_neurons(quantized: Tensor, size: int, group: int) -> Tensor:
+    """The inverse of `quantize_neurons` for rows of d = `size`: fp32 [n, 3 * d]."""
+    num_rows, num_groups = quantized.shape[0], -(-size // group)
+    codes = quantized[:, : 3 * size].view(torch.int8).reshape(num_rows, 3, size)
+    scales = (
+        quantized[:, 3 * size :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    )
     scales = scales.view(num_rows, 3, num_groups)
     groups = pad(codes.float(), (0, -size % group)).unflatten(2, (-1, group))
     values = (groups * scales[..., None]).flatten(2)

@@ -1,7 +1,4 @@
-"""Linear layers with weights that are packed once, at load.
-
-Knows matrices; nothing of checkpoints or layers.
-"""
+"""Linear layers whose weights are packed once, at load, into the layout that is read fastest."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
 
     int8 and fp8 weights quantise each row of `x` (int8 ones take `Int8Rows` as they are, so that
     several linears share one pass), and int8 sums are exact; int4 and nf4 are weight-only.
-    `quant.linear_reference` is the truth.
+    `quant.linear_reference` defines the result.
 
     `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: with plain
     weights on a GPU, and on the native path, nothing else that grows with M is allocated then. (On
@@ -186,6 +183,6 @@ def _onednn_packs(weight: Tensor) -> bool:
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    # 16 is only a hint for the layout; every batch size runs with it.
+    # 16 is only a hint for the layout, which serves every batch size.
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
     return _packed(reordered, weight, bias, "onednn")

@@ -1,7 +1,4 @@
-"""The expert MLP of a mixture-of-experts layer, tokens grouped by expert.
-
-Knows packed matrices and routes; nothing of routers, caches or where experts live.
-"""
+"""The expert MLP of a mixture-of-experts layer, with tokens grouped by expert."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from penstock.kernels.rowwise import silu_mul, silu_mul_int8
 from penstock.kernels.types import PackedLinear
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
-# One of the experts that have tokens; and bool [n, I] if not all neurons count for its n tokens, in
-# the order of the tokens.
+# An expert that has tokens, and bool [n, I] (in the order of its n tokens) if only some neurons are
+# active.
 Visited = tuple[int, Expert, Tensor | None]
-# Given the experts that have tokens, hands out each of them once, in the order that suits it. An
-# expert is used only until the next one is asked for.
+# Given the ids of the experts that have tokens, yields each once, in an order of its choice. An
+# expert is used only until the next one is requested.
 Visit = Callable[[list[int]], Iterator[Visited]]
 
 
@@ -35,9 +32,9 @@ class GroupedExperts(tuple[Expert, ...]):
 
 
 def pack_experts(experts: Sequence[Expert]) -> Sequence[Expert]:
-    """Packed experts, ready for `moe_mlp`: on a GPU with their table, elsewhere as they are.
+    """Packed experts for `moe_mlp`: on a GPU with their table, elsewhere unchanged.
 
-    They must stay where they are. Experts of different formats have no table.
+    Their memory must not move. Experts of different formats have no table.
     """
     formats = {(gate_up.format, down.format) for gate_up, down in experts}
     if not _on_gpu(experts[0][0]) or len(formats) > 1:
@@ -121,8 +118,8 @@ def gated_mlp(
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
     `scales` fp32, T elements: for those of that product where `down` is int8, and `x` may have its
-    own there. `active` bool [T, I]: neurons that count for each row, of plain weights; what lies in
-    the place of the others must be finite, and is otherwise of no account.
+    own there. `active` bool [T, I], for plain weights only: the neurons of each row that count; the
+    memory of the others must hold finite numbers, which have no effect.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
@@ -141,7 +138,7 @@ def moe_reference(
     topk_weights: Tensor,
     experts: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """The truth in fp32, token by token; `experts[e]` holds the plain gate_up and down weights."""
+    """The reference in fp32, token by token; `experts[e]` are plain gate_up and down weights."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, (row, ids, weights) in enumerate(zip(x.float(), topk_ids.tolist(), topk_weights)):
         for expert, weight in zip(ids, weights):

@@ -148,7 +148,7 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_reference(x: Tensor, quantized: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """The truth of a quantised linear: `x` [M, K] -> [M, N] in `x.dtype`, rounded once.
+    """The reference of a quantised linear: `x` [M, K] -> [M, N] in `x.dtype`, rounded once.
 
     int8 and fp8 quantise each row of x too (W8A8); int4 and nf4 are weight-only. The sums are
     exact for int8 and in fp64 for the others.
@@ -223,7 +223,7 @@ def _quantize_nf4(weight: Tensor) -> QuantizedWeight:
 
 
 def _groups(weight: Tensor, group: int) -> Tensor:
-    """[N, K] -> [N, ceil(K / group), group], zeros behind the end."""
+    """[N, K] -> [N, ceil(K / group), group], padded with zeros."""
     spare = -weight.shape[1] % group
     return torch.nn.functional.pad(weight, (0, spare)).unflatten(1, (-1, group))
 

@@ -1,7 +1,7 @@
 """Row-wise operators: RMSNorm (with residual add), rotary embedding, SiLU * mul.
 
-Knows rows of tensors; nothing of layers, models or caches. A row's result does not depend on the
-other rows of the call. On a GPU Triton runs, on a CPU the native library, else plain PyTorch.
+A row's result does not depend on the other rows of the call. On a GPU Triton runs, on a CPU the
+native library, else plain PyTorch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sampling: logits to token ids, each row with its own temperature and filters.
 
-Knows rows of numbers; nothing of requests, seeds or stop conditions. A draw inverts the cumulative
-distribution in vocabulary order with one uniform number a row, so a row's token depends on that row
-alone. On the CPU the native library finds a filter's edge by radix selection, on a GPU a kernel by
-halving the interval in which it lies: no sort.
+A draw inverts the cumulative distribution in vocabulary order with one uniform number a row, so a
+row's token depends on that row alone. On the CPU the native library finds a filter's edge by radix
+selection, on a GPU a kernel by halving the interval in which it lies: no sort.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NUM_TOP_CANDIDATES = 256  # nucleus rows look here first; a flat row that needs 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """One token id a row of `logits` fp32 [R, V]: int64 [R] on the same device.
 
-    -1 where a row holds NaN or +inf, or nothing but -inf. On a GPU the host waits for nothing.
+    -1 where a row holds NaN or +inf, or nothing but -inf. On a GPU the host does not wait.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2
     assert rows.uniform.dtype == torch.float64 and rows.uniform.shape[0] == logits.shape[0]
@@ -117,7 +116,7 @@ def _nucleus_edge(descending: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """The truth, a row at a time with sorted probabilities in fp64: int64 [R]."""
+    """The reference, a row at a time with sorted probabilities in fp64: int64 [R]."""
     ids = []
     for i, row in enumerate(logits.double()):
         if not bool(torch.isfinite(row.max())):

@@ -19,7 +19,7 @@ class Rolling:
     Rows (R) are those of q in this call, sequences (B) those of the block tables. Positions are
     absolute. The query at position t sees key p <= t if p < sink_end or p >= window_start (the
     layer's own window further limits the second). K is stored rotated at its absolute position, so
-    a key before sink_end, which stands closer in the rolled cache, is asked with `q_sink`: the
+    a key before sink_end, whose position in the rolled cache is lower, is scored with `q_sink`: the
     query rotated by as many positions less as were dropped.
 
     A page is block_size positions. The first `sink_blocks` table entries hold the pages from 0 on;
@@ -206,8 +206,8 @@ LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8"]
 class PackedLinear:
     """A weight [N, K] in the form that `linear` reads fastest, and its bias [N] or None.
 
-    `payload` is that form, and `layout` says who can read it. `num_bytes` is what one pass over the
-    weight reads: codes, scales and zeros, or plain elements.
+    `payload` is that form, and `layout` names the kernels that read it. `num_bytes` is read in one
+    pass over the weight: codes, scales and zeros, or plain elements.
     """
 
     payload: Any

@@ -58,11 +58,11 @@ def test_readme_curl(live):
 
 
 @pytest.mark.parametrize("index", range(2))
-def test_streaming_page(live, index):
-    code = on_ports_of(live, blocks("docs/streaming.md", "python")[index])
+def test_long_answers_page(live, index):
+    code = on_ports_of(live, blocks("docs/guide/long-answers.md", "python")[index])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(compile(code, f"docs/streaming.md block {index}", "exec"), {})
+        exec(compile(code, f"docs/guide/long-answers.md block {index}", "exec"), {})
     num_tokens, num_evicted = re.findall(r"\d+", said.getvalue().splitlines()[-1])
     assert int(num_tokens) == 300 > int(num_evicted) > 150
 
@@ -70,18 +70,49 @@ def test_streaming_page(live, index):
 def test_engine_page():
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(compile(blocks("docs/engine.md", "python")[0], "docs/engine.md", "exec"), {})
+        exec(
+            compile(blocks("docs/design/engine.md", "python")[0], "docs/design/engine.md", "exec"),
+            {},
+        )
     assert said.getvalue().splitlines()[-1].endswith("length")
 
 
 def test_every_file_that_the_documents_name_exists():
     named = set()
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = document.read_text()
         named |= set(
             re.findall(
-                r"`((?:docs|workers|kernels|deployments|benchmarks|tests|protos)/[\w./-]+)`", text
+                r"`((?:docs|workers|kernels|deployments|benchmarks|tests|tools|protos)/[\w./-]+)`",
+                text,
             )
         )
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert not missing
+
+
+def test_gate_page():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(blocks("docs/design/gate.md", "python")[0], "docs/design/gate.md", "exec"), {})
+    assert printed.getvalue().strip() == "[]"  # no request waits any more
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_the_documents_leads_somewhere():
+    broken = []
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert not broken

@@ -5,10 +5,10 @@ No text: a prompt is token ids, and stop strings are kept only for the ingress, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from penstock.workers.config import CONTEXT_POLICIES
 from penstock.workers.structured_spec import StructuredSpec
@@ -49,6 +49,23 @@ MAX_SINKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """The range of a numeric parameter, inclusive but for `low` where `open_low`."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+
+def bounded(default: Any, low: float, high: float, *, open_low: bool = False) -> Any:
+    """A field of SamplingParams with its range, which `check` enforces and OpenAPI states."""
+    return field(default=default, metadata={"bounds": Bounds(low, high, open_low)})
+
+
+MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Each request carries its own, on every step.
 
@@ -56,29 +73,31 @@ class SamplingParams:
     the draw for token i depends on (seed, i) alone, whatever else is in the batch.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None  # None: up to the model's context
-    min_tokens: int = 0  # end-of-sequence and stop tokens are masked until then
+    temperature: float = bounded(1.0, 0, 100)
+    top_k: int = bounded(0, 0, MAX_INT32)
+    top_p: float = bounded(1.0, 0, 1, open_low=True)
+    min_p: float = bounded(0.0, 0, 1)
+    seed: int | None = bounded(None, -(2**63), 2**63 - 1)
+    max_tokens: int | None = bounded(None, 1, MAX_INT32)  # None: up to the model's context
+    min_tokens: int = bounded(0, 0, MAX_INT32)  # before, end and stop tokens are masked
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # checked at the ingress, where text exists
     stop_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float = 1.0  # divides positive logits of tokens seen, prompt included
-    presence_penalty: float = 0.0  # subtracted once for a token of the answer
-    frequency_penalty: float = 0.0  # subtracted for each time that it came
+    # Divides the positive logits of tokens of the prompt and the answer.
+    repetition_penalty: float = bounded(1.0, LEAST_REPETITION_PENALTY, 100)
+    presence_penalty: float = bounded(0.0, -2, 2)  # subtracted once for a token of the answer
+    frequency_penalty: float = bounded(0.0, -2, 2)  # subtracted for each time that it occurred
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # nothing else may come; empty: everything may
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    logprobs: int | None = None  # so many likeliest alternatives of each token; 0: the token's own
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    # The number of likeliest alternatives of each token; 0: only the token's own logprob.
+    logprobs: int | None = bounded(None, 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = bounded(None, 0, MAX_LOGPROBS)  # for the tokens of the prompt
     structured: StructuredSpec | None = None  # the shape that the answer must have
     context_policy: str | None = None  # "full" or "sink_window"; None: the model's default
-    sinks: int | None = None  # sink_window: first tokens that stay
-    window: int | None = None  # sink_window: newest tokens that are seen
-    roll: int | None = None  # sink_window: tokens by which the window moves on at once
+    sinks: int | None = bounded(None, 1, MAX_SINKS)  # sink_window: first tokens that stay
+    window: int | None = bounded(None, 1, MAX_INT32)  # sink_window: newest tokens that are seen
+    roll: int | None = bounded(None, 1, MAX_INT32)  # sink_window: tokens per move of the window
     moe_mode: str | None = None  # of cached experts; None: the model's default
 
     @property
@@ -105,17 +124,10 @@ class SamplingParams:
 
     def check(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that is out of range."""
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        if not 0 <= self.top_k <= 2**31 - 1:
-            raise RequestError("top_k must be 0 (off) or a positive integer", param="top_k")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise RequestError("seed must fit in a signed 64-bit integer", param="seed")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= 2**31 - 1:
-            raise RequestError("max_tokens must be at least 1", param="max_tokens")
-        if not 0 <= self.min_tokens <= 2**31 - 1:
-            raise RequestError("min_tokens must be at least 0", param="min_tokens")
+        for name, bounds in PARAMETER_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                _in_range(name, value, bounds)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
@@ -134,24 +146,17 @@ class SamplingParams:
             )
         _ids_in_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
         self._check_edits(vocab_size)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise RequestError(f"{name} must lie in [0, {MAX_LOGPROBS}]", param=name)
         if self.structured is not None and (problem := self.structured.problem()) is not None:
             raise RequestError(f"{self.structured.param} {problem}", param=self.structured.param)
 
     def _check_edits(self, vocab_size: int) -> None:
-        _in_range("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", param="logit_bias"
             )
         _ids_in_vocabulary("logit_bias", [each[0] for each in self.logit_bias], vocab_size)
         for _, bias in self.logit_bias:
-            _in_range("logit_bias", bias, -100.0, 100.0)
+            _in_range("logit_bias", bias, LOGIT_BIAS_BOUNDS)
         if len(self.allowed_token_ids) > vocab_size:
             raise RequestError(
                 "allowed_token_ids is longer than the vocabulary", param="allowed_token_ids"
@@ -170,10 +175,18 @@ class SamplingParams:
                 f"context_policy must be one of {', '.join(CONTEXT_POLICIES)}",
                 param="context_policy",
             )
-        for name, most in (("sinks", MAX_SINKS), ("window", 2**31 - 1), ("roll", 2**31 - 1)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise RequestError(f"{name} must lie in [1, {most}]", param=name)
+
+
+LOGIT_BIAS_BOUNDS = Bounds(-100, 100)
+PARAMETER_BOUNDS: dict[str, Bounds] = {
+    each.name: each.metadata["bounds"] for each in fields(SamplingParams) if each.metadata
+}
+_MESSAGES = {  # where the range alone would be less clear
+    "top_k": "top_k must be 0 (off) or a positive integer",
+    "seed": "seed must fit in a signed 64-bit integer",
+    "max_tokens": "max_tokens must be at least 1",
+    "min_tokens": "min_tokens must be at least 0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +263,9 @@ def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
         raise RequestError(f"{name}: token ids must lie in [0, {vocab_size})", param=name)
 
 
-def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    above = low < value if open_low else low <= value
-    if not (math.isfinite(value) and above and value <= high):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{name} must lie in {bracket}{low:g}, {high:g}]", param=name)
+def _in_range(name: str, value: float, bounds: Bounds) -> None:
+    above = bounds.low < value if bounds.open_low else bounds.low <= value
+    if not (above and value <= bounds.high):  # false for NaN, too; an int may exceed any float
+        bracket = "(" if bounds.open_low else "["
+        message = f"{name} must lie in {bracket}{bounds.low:.10g}, {bounds.high:.10g}]"
+        raise RequestError(_MESSAGES.get(name, message), param=name)

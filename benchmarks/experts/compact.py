@@ -9,7 +9,7 @@ compact    the kept rows are taken from the expert file, written into a small pa
 product    of that, the product alone, from cache: what a kernel that gathers as it multiplies
            could not reach.
 
-    python -m benchmarks.experts.compact --out benchmarks/results/2026-11-22-experts-compact
+    python -m benchmarks.experts.compact --out OUT
 """
 
 from __future__ import annotations

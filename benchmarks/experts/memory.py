@@ -3,7 +3,7 @@
 Two processes that serve a random model from one expert file, against two with a file each;
 each has used every expert once. PSS: a page that n processes share counts 1/n in each.
 
-    python -m benchmarks.experts.memory --out benchmarks/results/2026-11-21-experts-memory
+    python -m benchmarks.experts.memory --out OUT
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ state. Baseline: the experts of the previous token. Control: a layer's own route
 For neurons: how many of those that a token keeps (product score, keep 0.2) the state of the layer
 before would have kept. speed.py measures time, quality.py what the inexact modes cost.
 
-    python -m benchmarks.experts.prediction_accuracy --out accuracy
+    python -m benchmarks.experts.prediction_accuracy --out OUT
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ random. Every setting reads the same tokens, so differences are paired: the erro
 standard error over windows of the mean difference in negative log-likelihood. Compared with the
 exact model and with its int8 copies.
 
-    python -m benchmarks.experts.quality --out benchmarks/results/2026-11-21-experts-quality
+    python -m benchmarks.experts.quality --out OUT
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ prompt     A prompt in one step, with its layers' experts streamed ahead or load
 
 Printed next to each: the lower bound of a token that loads all its experts, L * k * bytes / B.
 
-    python -m benchmarks.experts.speed --out benchmarks/results/2026-11-21-experts-speed
+    python -m benchmarks.experts.speed --out OUT
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What each was told is set against the moment from which the gate would have had 
 apart it is asked whether it would let the request in by now, which changes nothing. Those who come
 back are part of the load, up to `most_returns` times each, and then leave for good.
 
-    python -m benchmarks.gate.retry_after                      # what docs/gate.md shows
+    python -m benchmarks.gate.retry_after                  # what docs/benchmarks/results.md shows
     python -m benchmarks.gate.retry_after --load overload --seeds 1
 """
 

@@ -6,7 +6,7 @@ preemption by recompute. The predictor starts each run from nothing and learns f
 are over, and from how far the others are. Seeds change arrivals and lengths; every policy meets
 the same requests.
 
-    python -m benchmarks.gate.simulate                                  # what docs/gate.md shows
+    python -m benchmarks.gate.simulate    # what docs/benchmarks/results.md shows
     python -m benchmarks.gate.simulate --load reasoning --policy optimistic predicted --pace 0.9
     python -m benchmarks.gate.simulate --load mixed --workers 4 --out /tmp/mixed
     python -m benchmarks.gate.simulate --fit  # coefficients of this machine

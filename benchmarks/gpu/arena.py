@@ -1,4 +1,4 @@
-"""Checks for gpu_check of the arena on two streams: blocks come back from host memory beside steps
+"""Checks for check.py of the arena on two streams: blocks come back from host memory during steps
 that lend blocks to activations (test 8 of the arena).
 
 A loan ends when the kernels of its step are enqueued, not when they have run; the copier has a
@@ -46,25 +46,25 @@ def check_copier(dtype: torch.dtype) -> Triples:
         transfer = link.submit(pairs)
         transfer.wait()
         _wait()
-        yield "a load behind a loan", blocks.float(), kept.to(device).float()
+        yield "a load after a loan", blocks.float(), kept.to(device).float()
     with CopyThread(device=device, bytes_per_s=20 * BLOCK_BYTES) as link:
         transfer = link.submit(pairs)
         transfer.cancel()
         transfer.wait()
         _lend(blocks)
         _wait()
-        yield "a loan behind a load that was cancelled", blocks.float(), _written(blocks)
+        yield "a loan after a load that was cancelled", blocks.float(), _written(blocks)
     if CUDA:  # else the first check would show nothing
         _lend(blocks)
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             blocks.copy_(kept, non_blocking=True)
         _wait()
-        yield "a copy that waits for nobody is too early", blocks.float(), _written(blocks)
+        yield "a copy that waits for nothing is too early", blocks.float(), _written(blocks)
 
 
 def _lend(blocks: Tensor) -> None:
-    """The last kernel of a step, behind others that take their time."""
+    """The last kernel of a step, after others that take long."""
     if CUDA:
         torch.cuda._sleep(SLEEP_CYCLES)
     blocks.fill_(0xFF)
@@ -80,7 +80,7 @@ def _wait() -> None:
 
 
 def check_engine(dtype: torch.dtype) -> Triples:
-    """A starved engine with host memory behind a slow link, every loan NaN as it is given back,
+    """A starved engine with host memory across a slow link, every loan NaN as it is given back,
     against one with room for all: the same token ids."""
     if dtype != torch.float32:
         return
@@ -105,7 +105,7 @@ def check_engine(dtype: torch.dtype) -> Triples:
     pool.give_back = poison  # type: ignore[method-assign]
     got = torch.cat([_run(engine, prompts) for prompts in ROUNDS])
     engine.close()
-    yield "ids beside a slow link", got, expected
+    yield "ids with a slow link", got, expected
     happened = torch.tensor([num_raced, swap.num_loaded_tokens], dtype=torch.float32)
     yield f"{num_raced} loans during loads", happened.clamp(max=1), torch.ones(2)
 

@@ -1,7 +1,4 @@
-"""Checks and timings of attention for gpu_check: decode, prefill, and writing to the cache.
-
-Knows caches and blocks; nothing of tables of results.
-"""
+"""Checks and timings of attention for `check.py`: decode, prefill, and writing to the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ ATTENTION_SHAPES = [
 
 @dataclass(frozen=True)
 class Cache:
-    """One layer of a block-major arena with shuffled blocks; what nobody wrote is NaN."""
+    """One layer of a block-major arena with shuffled blocks; slots never written are NaN."""
 
     kv: PagedKv
     tables: Tensor

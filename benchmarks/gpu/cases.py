@@ -1,7 +1,7 @@
-"""What the case files of gpu_check share: the device, and the shape of a check and of a timing.
+"""What the case files of check.py share: the device, and the shape of a check and of a timing.
 
 A case file gives `CHECKS`, kernel by name to a generator of (case, actual, expected), and `works`,
-the calls that are timed. Knows no kernel.
+the calls that are timed.
 """
 
 from __future__ import annotations

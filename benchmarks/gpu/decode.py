@@ -4,12 +4,12 @@
 
 One process, one device, shapes alike and weights random (each side draws its own), bf16, greedy,
 ends of sequence ignored. Prompts are all as long as each other, so that transformers pads nothing.
-Both are timed twice: to everybody's first token, and to the last; the rate of decode is that of the
-tokens between. Our engine runs in four ways: plain, with decode graphs, with steps launched ahead,
-and with both; below each, the host's milliseconds of a step by phase, and how many answers are
-those of the plain one (all with steps ahead; with graphs, products of padded batches may be rounded
-differently). `--tiny` takes a shape for any CPU, to show that the program works, without graphs:
-its figures say nothing about a GPU. Not yet run on a GPU. Needs no Ray.
+Both are timed twice: until every request has its first token, and to the last; the rate of decode
+is that of the tokens between. Our engine runs in four ways: plain, with decode graphs, with steps
+launched ahead, and with both; below each, the host's milliseconds of a step by phase, and how many
+answers are those of the plain one (all with steps ahead; with graphs, products of padded batches
+may be rounded differently). `--tiny` takes a shape for any CPU, to show that the program works,
+without graphs: its figures say nothing about a GPU. Not yet run on a GPU. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def time_engine(
 
 
 def _drain(engine: Engine, prompts: Prompts, num_new: int) -> tuple[float, float, Answers]:
-    """Seconds to everybody's first token, and to the end; and the answers."""
+    """Seconds to the last request's first token, and to the end; and the answers."""
     params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
     start, first_s, answers = time.perf_counter(), 0.0, Answers()
     for i, prompt in enumerate(prompts):

@@ -1,7 +1,5 @@
-"""Checks and timings for gpu_check of what the cache may be besides a whole one of the model's own
+"""Checks and timings for check.py of caches other than a whole one of the model's own
 dtype: quantised, rolled (sinks and a window), and partly in scratch.
-
-Knows caches and blocks; nothing of tables of results.
 """
 
 from __future__ import annotations

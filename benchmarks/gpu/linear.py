@@ -1,7 +1,4 @@
-"""Checks and timings of quantised linears and quantised rows for gpu_check.
-
-Knows weights and rows; nothing of tables of results.
-"""
+"""Checks and timings of quantised linears and quantised rows for check.py."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def on_cpu(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def random_weight(format: WeightFormat, num_outputs: int, num_inputs: int) -> QuantizedWeight:
-    """Codes drawn as they are: a large weight in fp32 would not fit beside the others."""
+    """Codes drawn as they are: a large weight in fp32 would not fit next to the others."""
     scale = num_inputs**-0.5
     if format in GROUPS:
         group = GROUPS[format]
@@ -98,7 +95,7 @@ CHECKS: Checks = {"linear": check_linear, "quantised rows": check_rows}
 
 
 def works(tiny: bool) -> Iterator[Work]:
-    """Linears of 7-8B models, beside cuBLAS in 16 bits; then the rows they take."""
+    """Linears of 7-8B models, next to cuBLAS in 16 bits; then the rows they take."""
     shrink, batches = (64, (1, 3)) if tiny else (1, (1, 16, 64, 256))
     for num_outputs, num_inputs in LARGE:
         num_outputs, num_inputs = num_outputs // shrink, num_inputs // shrink

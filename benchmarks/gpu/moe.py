@@ -1,4 +1,4 @@
-"""Checks and timings of routed experts for gpu_check. Knows expert weights and routes."""
+"""Checks and timings of routed experts for `check.py`."""
 
 from __future__ import annotations
 

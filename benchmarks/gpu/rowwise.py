@@ -1,7 +1,4 @@
-"""Checks and timings of the row-wise operators for gpu_check.
-
-Knows rows; nothing of tables of results.
-"""
+"""Checks and timings of the row-wise operators for check.py."""
 
 from __future__ import annotations
 

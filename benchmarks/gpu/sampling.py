@@ -1,4 +1,4 @@
-"""Checks and timings of sampling for gpu_check. Knows rows of logits."""
+"""Checks and timings of sampling for `check.py`."""
 
 from __future__ import annotations
 

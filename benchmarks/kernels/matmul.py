@@ -4,7 +4,7 @@ Interleaved in one process: in each round every contender runs once, on a copy o
 out of the cache, so that a noisy machine is noisy for all; the lowest time of each counts. A ratio
 above 1.00 means that Penstock is faster than the best torch operator of its format.
 
-    python -m benchmarks.kernels.matmul --out benchmarks/results/2026-11-22-matmul-xeon
+    python -m benchmarks.kernels.matmul --out OUT
 
 What is compared: int8 with `quantized.linear_dynamic` (fbgemm: one scale for all rows, 7-bit
 activations), `onednn.qlinear_pointwise` and `_int_mm` (both without the time that it takes to
@@ -72,7 +72,7 @@ def copies(packed: object, num_bytes: int) -> list:
 
 
 def number_of(num_bytes: int) -> int:
-    """Weights of so many bytes that no cache holds all of."""
+    """Weights whose bytes exceed every cache."""
     return max(2, -(-int(OUT_OF_CACHE) // num_bytes))
 
 

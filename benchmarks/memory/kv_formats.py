@@ -1,6 +1,6 @@
 """KV formats under memory pressure: the same bytes and requests, in a pool that is too small.
 
-    python -m benchmarks.memory.kv_formats [--out benchmarks/results/2026-11-21-kv-formats.md]
+    python -m benchmarks.memory.kv_formats [--out OUT]
 
 A random model that computes in fp32, with 8 kv heads of 64 and two layers, so that no block is
 rounded up. Every format gets a pool of the same bytes; `16 bit` is fp32 KV in twice the bytes: it

@@ -8,7 +8,7 @@ round. Then long prompts that return after their blocks were moved to host memor
 several speeds and with every kv_restore: tokens loaded, tokens recomputed, and the time to the
 first token. All variants must give the same ids, or the benchmark fails.
 
-    python -m benchmarks.memory.pressure --out benchmarks/results/2026-11-21-pressure
+    python -m benchmarks.memory.pressure --out OUT
     python -m benchmarks.memory.pressure --rounds 1 --turns 1 --link-mb-per-s 1000 20 2
 
 Without --link-mb-per-s, the links are ten times, once and a fifth of the measured break-even.
@@ -146,7 +146,7 @@ def measure_pool(
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for number in range(args.rounds + 1):  # the first one warms up
         requests = requests_of(load, args, number)
-        # Nobody who has computed a prompt's last token has it counted as one of the prompt.
+        # A prompt's last token is not counted as a prompt token.
         least = sum(len(request.prompt_ids) - 1 for request in requests)
         expected = None
         for name, engine in engines.items():

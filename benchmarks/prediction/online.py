@@ -10,7 +10,7 @@ predictor in the `cut` world often does not. CPU times are of this thread.
     python -m benchmarks.prediction.online
     python -m benchmarks.prediction.online --data FOLDER --orders 5 --json out.json --plot out.png
 
-The data are not part of the project: docs/predictor.md says which files are meant.
+The data are not part of the project: docs/design/prediction.md says which files are meant.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the answer runs alone, the number of blocks varies by at most one roll; each nei
 the ids that it gets when it runs alone; and the answer's ids are those of an engine without other
 requests (--no-check-answer skips this check, which takes as long again).
 
-    python -m benchmarks.streaming.endless --out benchmarks/results/2026-11-22-endless
+    python -m benchmarks.streaming.endless --out OUT
     python -m benchmarks.streaming.endless --tokens 3000
 
 Writes OUT.json, OUT.txt (what is printed) and OUT.png (needs matplotlib: the extra `bench`).

@@ -7,7 +7,7 @@ scratch for every token, which is the quality to reach; that one is measured at 
 random, one from each of equal stretches, and compared with the others at just these positions.
 All policies of a cache size hold as many tokens, and drop an eighth of them at once.
 
-    python -m benchmarks.streaming.quality --out benchmarks/results/2026-11-22-streaming-quality
+    python -m benchmarks.streaming.quality --out OUT
 
 Writes OUT.json, OUT.txt (the tables) and OUT.png (needs matplotlib: the extra `bench`).
 """

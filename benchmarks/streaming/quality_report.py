@@ -44,7 +44,7 @@ def _recompute(rows: list[dict[str, Any]]) -> list[str]:
         lines += [
             "",
             f"Against the last {row['cache']:,} tokens run from scratch, "
-            f"{'behind the mark' if row['marked'] else 'text alone'}, at {row['samples']:,} "
+            f"{'after the mark' if row['marked'] else 'text alone'}, at {row['samples']:,} "
             f"random positions (perplexity {row['perplexity']:.2f} there)",
             f"{'policy':<18}{'perplexity':>11}{'higher by':>12}{'std. error':>12}",
         ]

@@ -3,7 +3,7 @@
 For thousands of workers, or hundreds of answers on each, sampled futures cost too much: here a
 worker is 24 means and variances, whatever the number of its answers, and one more answer is one
 more sum. Peaks between horizons are missed, and with heavy tails it predicts less than the sampled
-rule (docs/predictor.md). A snapshot of one worker.
+rule (docs/design/prediction.md). A snapshot of one worker.
 
 Used by `GateSettings.rule = "gaussian"`, which no setting of `penstock serve` selects yet: for
 clusters where the sampled rule is too slow (benchmarks/gate/scale.py).

@@ -124,7 +124,7 @@ def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
     """The peak of one future, [n] each, where answers start late or stop growing.
 
     Called by tests only so far: for requests whose chunked prefill waits, which the admission rule
-    takes to grow at once (docs/gate.md, Limits).
+    takes to grow at once (docs/design/gate.md, Limits).
 
     `delay`: steps until the first token (a prefill that waits or is chunked), its memory held from
     now on. `ceiling`: tokens that a rolling cache (sinks and window) never exceeds; what is used

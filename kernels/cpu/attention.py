@@ -1,7 +1,7 @@
 """Attention on the CPU by the native library: packs the arguments of its functions.
 
-Shapes and meaning of the parameters are those of `kernels/attention.py`, which chooses this backend
-only where `suits` says that the library can do the work.
+The parameters mean what they mean in `kernels/attention.py`, which chooses this backend only if
+`suits` is true.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kernels.types import QUANTISED, PagedKv, Rolling
 
 
 def suits(x: Tensor, kv: PagedKv) -> bool:
-    """Whether the library is there and knows the dtype of `x` and the scale groups of `kv`."""
+    """Whether the library is available for the dtype of `x` and the scale groups of `kv`."""
     if native.usable(x) is None:
         return False
     if kv.scales is None:

@@ -1,8 +1,8 @@
 """Memory for packed weights, in huge pages where the system has them.
 
-Knows bytes; nothing of weights. A decode step on a CPU reads every weight once, in order, and with
-pages of 4 KiB the walk over their table costs it a tenth to a fifth of the memory's speed (Intel
-Xeon at 2.5 GHz: 17.1 GB/s instead of 20.3 with two threads that multiply int8 as they read).
+A decode step on a CPU reads every weight once, in order, and with pages of 4 KiB the walk over
+their table costs it a tenth to a fifth of the memory's speed (Intel Xeon at 2.5 GHz: 17.1 GB/s
+instead of 20.3 with two threads that multiply int8 as they read).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 class _Slab:
-    """A mapping that is handed out piece by piece, and gone when the last piece is."""
+    """A mapping that is handed out piece by piece, and unmapped when the last piece is freed."""
 
     def __init__(self, num_bytes: int):
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -36,7 +36,7 @@ class _Slab:
         self._used = 0
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """The next piece; None if it does not fit, or if nobody has any piece any more."""
+        """The next piece; None if it does not fit, or if all earlier pieces have been freed."""
         mapping, start = self._mapping(), self._used
         if mapping is None or start + num_bytes > len(mapping):
             return None

@@ -96,7 +96,7 @@ def _visible_parts(
 def _find(
     table: Tensor, b: int, oldest: int, end: int, block_size: int, rolling: Rolling | None
 ) -> tuple[Tensor, slice]:
-    """The blocks that hold positions [oldest, end), and which of their slots those are."""
+    """The blocks that hold positions [oldest, end), and the slots of these positions in them."""
     pages = torch.arange(oldest // block_size, -(-end // block_size))
     if rolling is not None:
         pages -= torch.where(pages < rolling.sink_blocks[b], 0, rolling.bases[b])
@@ -150,7 +150,7 @@ def attention_reference(
     window: int | None = None,
     rolling: Rolling | None = None,
 ) -> Tensor:
-    """The truth for decode (query_starts = 0, 1, 2, ...) and prefill, in fp32.
+    """The reference for decode (query_starts = 0, 1, 2, ...) and prefill, in fp32.
 
     Slow on purpose, a token and a head at a time: it finds each key by its slot and shares no step
     with the paths above.

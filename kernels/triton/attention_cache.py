@@ -1,9 +1,9 @@
 """How the Triton kernels of attention read the cache: which slots, what is stored there, and the
 products with it; the scales of a quantised cache are applied on the way.
 
-Knows blocks, codes and scales; nothing of softmax. A `side` is all of K, or all of V: the cache,
-its block stride, where scratch lies and its block stride; then the same of the scales. GROUPS is
-how many scales a key has, 0 in a cache that is not quantised; GROUPS_TILE so many as fill a row.
+A `side` is all of K, or all of V: the cache, its block stride, where scratch lies and its block
+stride; then the same of the scales. GROUPS is how many scales a key has, 0 in a cache that is not
+quantised; GROUPS_TILE the number that fills a row.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -48,8 +48,8 @@ def _load_scales(
 
 @triton.jit
 def _widen(codes):
-    """fp32. Where uint8 are the bits of fp8 (a card that knows no fp8): those of an fp16, but for
-    a factor of 2^8, subnormals included. Nobody stores the code of NaN."""
+    """fp32. uint8 holds the bits of fp8 (on a card without fp8 instructions): those of an fp16 but
+    for a factor of 2^8, subnormals included. The code of NaN is never stored."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)

@@ -1,7 +1,7 @@
-"""The Triton kernels that `attention_triton.py` launches, and the steps that they share.
+"""The Triton kernels that `attention.py` launches, and the steps that they share.
 
-Knows pointers, strides and tiles. What belongs to `rolling`, `scratch` or `scales` is None where
-these are: the compiler then leaves out all that hangs on it.
+Parameters of `rolling`, `scratch` or `scales` are None where these are None: the compiler then
+omits the code that uses them.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.

@@ -1,7 +1,7 @@
 """Quantised linears on a GPU: how weights lie there, and the launch of their kernels.
 
-Knows formats, layouts and grids. Imported only where it runs: on a GPU, or in Triton's interpreter
-on CPU tensors. Meaning of the formats: `quant.py`; choice of tiles: `matmul_tiles.py`.
+Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Meaning of the
+formats: `quant.py`; choice of tiles: `matmul_tiles.py`.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _step(group: int, num_inputs: int) -> int:
 
 
 def _padded(rows: Tensor, spare: int) -> Tensor:
-    """[N, K] -> [N, K + spare], zeros behind the end."""
+    """[N, K] -> [N, K + spare], padded with zeros."""
     return torch.nn.functional.pad(rows, (0, spare)) if spare else rows.contiguous()
 
 

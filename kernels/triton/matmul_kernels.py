@@ -1,9 +1,9 @@
-"""The Triton kernels that `matmul_triton.py` and `moe_triton.py` launch: one product of rows with a
+"""The Triton kernels that `matmul.py` and `moe.py` launch: one product of rows with a
 weight in any number format, plain or by routed expert, and the sum of its splits.
 
-Knows pointers, strides and tiles. What a call does not have is None: the compiler then leaves out
-all that hangs on it. The weight is the left operand, y^T = W x^T: Hopper's tensor cores take the
-left one from registers, where codes are unpacked, and few rows waste little of a tile.
+Parameters that a call does not have are None: the compiler then omits the code that uses them. The
+weight is the left operand, y^T = W x^T: Hopper's tensor cores take the left one from registers,
+where codes are unpacked, and few rows waste little of a tile.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.

@@ -1,7 +1,7 @@
-"""Which tiles a GPU matmul takes, and which number format is fastest for how many rows.
+"""Chooses the tiles of a GPU matmul, and the fastest number format for a number of rows.
 
-Arithmetic only: knows sizes, number formats and two generations of GPU; nothing of tensors. The
-one place where the batch size decides about a linear on a GPU. Not yet checked against timings.
+Arithmetic on sizes, formats and two generations of GPU; no tensors. The one place where the batch
+size decides how a linear runs on a GPU. Not yet checked against timings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GpuFormat = WeightFormat | Literal["plain"]
 WEIGHT_BYTES: dict[GpuFormat, float] = {
     "plain": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
 }  # fmt: skip
-# What a multiply-add costs beside one of 16 bits: 4-bit weights are multiplied as 16-bit numbers.
+# The cost of a multiply-add relative to 16 bits: 4-bit weights are multiplied as 16-bit numbers.
 OPERATIONS: dict[GpuFormat, float] = {
     "plain": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 1.0, "nf4": 1.0,
 }  # fmt: skip
@@ -79,8 +79,9 @@ def fastest_format(
 ) -> GpuFormat:
     """Of `formats`, the one whose floor is lowest for `num_rows` rows; the first of equals.
 
-    With an int4 and an int8 twin of one weight: int4 up to 76 rows on an A100 and 103 on an H200,
-    int8 from there. (Twins cost 1.5 bytes a parameter, so they pay where memory is to spare.)
+    Serving does not call it yet: it is for choosing the format by batch size, which needs several
+    copies of a weight. With an int4 and an int8 copy: int4 up to 76 rows on an A100 and 103 on an
+    H200, int8 from there. (Two copies cost 1.5 bytes per parameter, so memory must be spare.)
     """
 
     def floor(format: GpuFormat) -> float:  # in units of one 16-bit byte's reading time

@@ -1,8 +1,8 @@
 """The routed experts of a layer on a GPU: one launch for all of them, and no look at the routes.
 
-Knows expert weights and routes; nothing of layers. Imported only where it runs: on a GPU, or in
-Triton's interpreter on CPU tensors. The host does not know how many rows an expert has: it launches
-programs for the most tiles that there can be, and each finds its expert and its rows, or ends.
+Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. The host does not
+know how many rows an expert has: it launches programs for the most tiles that there can be, and
+each finds its expert and its rows, or ends.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -26,7 +26,7 @@ from penstock.kernels.types import PackedLinear
 
 # Routes that are placed by comparing each with each, in one launch; more of them are sorted.
 MAX_COMPARED = 8192
-# Routes that a launch takes at least, if there are so many: few leave multiprocessors idle.
+# Least number of routes of a launch, if there are that many: few leave multiprocessors idle.
 MIN_LAUNCHED = 1024
 _PARTS = ("codes", "scales", "zeros", "bias")
 

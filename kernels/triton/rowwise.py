@@ -1,8 +1,8 @@
 """The Triton kernels of `rowwise.py`: RMSNorm (with residual add), rotary embedding, SiLU * mul;
 and the weighted sum of routed rows of `moe.py`.
 
-Knows pointers, strides and tiles. Imported only where it runs: on a GPU, or in Triton's interpreter
-on CPU tensors. Shapes and meaning of the arguments are those of `rowwise.py`.
+Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Shapes and meaning
+of the arguments are those of `rowwise.py`.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.

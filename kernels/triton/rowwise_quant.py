@@ -1,8 +1,8 @@
 """Triton kernels that quantise rows: as they are, after RMSNorm, after SiLU * mul.
 
-Knows pointers, strides and tiles. Imported only where it runs: on a GPU, or in Triton's interpreter
-on CPU tensors. Shapes and meaning of the arguments are those of `rowwise.py`; codes and scales have
-the bits of `quant.quantize_rows_int8` and `quantize_rows_fp8` on a CPU.
+Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Shapes and meaning
+of the arguments are those of `rowwise.py`; codes and scales have the bits of
+`quant.quantize_rows_int8` and `quantize_rows_fp8` on a CPU.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -20,7 +20,7 @@ from penstock.kernels.triton.rowwise import _normed
 _INT8_MAX = tl.constexpr(127.0)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 has no digits behind the point there
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 has no fraction bits there
 
 
 def rms_norm_int8(

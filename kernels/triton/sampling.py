@@ -1,7 +1,7 @@
 """Sampling on a GPU: temperature, top-k, top-p and min-p of every row in one launch, no sort.
 
-Knows rows of numbers. Imported only where it runs: on a GPU, or in Triton's interpreter on CPU
-tensors. Meaning of the parameters: `sampling.py`.
+Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Meaning of the
+parameters: `sampling.py`.
 
 A filter keeps what is at least its edge: the largest logit such that all from it on measure enough
 (k of them, or a share of the probability). The search halves the interval in which the edge lies,
@@ -26,7 +26,7 @@ _MAX_SCALE = tl.constexpr(1e30)  # temperatures below take the likeliest; 0 x in
 
 
 def sample(logits: Tensor, rows: SamplingRows, tile: int = _TILE) -> Tensor:
-    """int64 [R] on the device of `logits` fp32 [R, V]; -1 as `sampling.sample` says.
+    """int64 [R] on the device of `logits` fp32 [R, V]; -1 as in `sampling.sample`.
 
     Probabilities are exponentials in fp32 and sums in fp64. The host waits for nothing.
     """
@@ -135,7 +135,7 @@ def _find_edge(row_ptr, scratch_ptr, vocab, low, top, scale, target, by_mass, TI
             x = tl.load(source + i, mask=i < num_left, other=float("-inf"))
             inside = (x >= low) & (x <= high)
             place = kept + tl.cumsum(inside.to(tl.int32), 0) - 1
-            # Never behind what is still to be read, where the source is scratch, too.
+            # Never past what is still to be read, since the source may be scratch as well.
             tl.store(scratch_ptr + place, x, mask=inside)
             kept += tl.sum(inside.to(tl.int32), 0)
         tl.debug_barrier()

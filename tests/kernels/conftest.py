@@ -21,7 +21,7 @@ def _one_thread_one_seed() -> Iterator[None]:
 
 @pytest.fixture
 def native_path() -> None:
-    """The compiled operators. A machine without any compiler cannot test them, and says so."""
+    """The compiled operators. A machine without any compiler skips these tests, with a message."""
     if native.find_compiler() is None:
         pytest.skip("no C++ compiler on this machine")
     assert native.library() is not None, "a compiler is here, so the library must build"

@@ -24,8 +24,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 class Paged:
     """A cache in the layout of the engine, and the keys and values that were meant to be in it.
 
-    Every block that no sequence owns, every slot that nobody wrote, and every slot that has slid
-    out of the window is NaN. Block ids are shuffled; unused table entries are random integers.
+    Every block that no sequence owns, every slot never written, and every slot that has slid out of
+    the window is NaN. Block ids are shuffled; unused table entries are random integers.
     In a quantised cache scales are what is NaN, and `keys` and `values` are what was stored, fp32.
     """
 

@@ -198,7 +198,7 @@ def test_large_scores_neither_overflow_nor_vanish(cpu_path):
 
 
 def test_blocks_past_two_to_the_31_elements(cpu_path):
-    """A 32-bit offset would wrap around. Pages that nobody touches cost no memory."""
+    """A 32-bit offset would wrap around. Untouched pages cost no memory."""
     near = paged([50], num_kv_heads=2, head_dim=16, dtype=BF16)
     stride, size = 2**26, 2 * 16 * 16  # elements from block to block, and in one
     base = torch.empty(40 * stride, dtype=BF16)

@@ -1,5 +1,6 @@
-"""Attention over caches of int8 and fp8: what is stored is what `quantize_kv` says, and what is
-read is what is stored. Against dense oracles, blind to poison, and row by row the same."""
+"""Attention over caches of int8 and fp8: the stored bits are those of `quantize_kv`, and what is
+read is what was stored. Against dense oracles, blind to poison, and row by row the same.
+"""
 
 from __future__ import annotations
 

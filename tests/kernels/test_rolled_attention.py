@@ -236,7 +236,7 @@ def test_decode_and_prefill_agree(cpu_path):
 
 @pytest.mark.parametrize("position", [1_000_000, 2**31 - 1000])
 def test_an_endless_sequence_costs_its_visible_keys(cpu_path, position):
-    """At a million tokens the table has 12 entries: whoever walked the context would leave it."""
+    """At a million tokens the table has 12 entries: a walk over the context would leave it."""
     sinks, block_size, visible = 4, 16, 150
     start = position + 1 - visible
     page = start // block_size

@@ -21,7 +21,7 @@ def assert_rows(actual: Int8Rows, unfused: Tensor) -> None:
 
 
 def trapped(x: Tensor) -> Tensor:
-    """Rows of zeros, tiny, huge, and not finite among those of `x`, behind each of them a NaN."""
+    """Rows of zeros, tiny, huge, and not finite among those of `x`, after each of them a NaN."""
     wide = torch.full((x.shape[0], x.shape[1] + 3), float("nan"), dtype=x.dtype)
     rows = wide[:, : x.shape[1]].copy_(x)
     if len(x) > 6:

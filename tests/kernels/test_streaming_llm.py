@@ -1,4 +1,4 @@
-"""The two-query kernels against StreamingLLM as its authors wrote it, which knows no blocks."""
+"""The two-query kernels against StreamingLLM as its authors wrote it, without blocks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
         free, table, base, y = list(range(40)), [], 0, torch.empty_like(q)
         for first in range(0, length, chunk):
             last = min(length, first + chunk)
-            for _ in range(edges[first][1] // bs - 1 - base):  # whole pages behind the window
+            for _ in range(edges[first][1] // bs - 1 - base):  # whole pages before the window
                 cache[:, table[1]] = float("nan")
                 free.append(table.pop(1))
                 base += 1

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.request import (
@@ -26,6 +28,15 @@ _TO_WIRE = {
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
+# Fields of SamplingParams that the message has under the same name and as the same type. Of the
+# others, stop strings stay at the ingress, and the rest have a form of their own.
+_OWN_FORM = ("stop", "logit_bias", "bad_words_ids", "structured")
+_SAME_NAME = {
+    each.name: pb.SamplingParams.DESCRIPTOR.fields_by_name[each.name]
+    for each in fields(SamplingParams)
+    if each.name not in _OWN_FORM
+}
+_REPEATED = frozenset(each.name for each in fields(SamplingParams) if each.default == ())
 _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 
 
@@ -149,58 +160,26 @@ def _times_from(message: pb.Delta) -> FirstTokenTimes | None:
 
 def _params_message(params: SamplingParams) -> pb.SamplingParams:
     return pb.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=params.stop_token_ids,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **{name: getattr(params, name) for name in _SAME_NAME},
         logit_bias_ids=[token_id for token_id, _ in params.logit_bias],
         logit_biases=[bias for _, bias in params.logit_bias],
-        allowed_token_ids=params.allowed_token_ids,
         bad_words_ids=[pb.TokenIds(ids=word) for word in params.bad_words_ids],
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
         structured=_structured_message(params.structured),
-        context_policy=params.context_policy,
-        sinks=params.sinks,
-        window=params.window,
-        roll=params.roll,
-        moe_mode=params.moe_mode,
     )
 
 
 def _params_from(message: pb.SamplingParams) -> SamplingParams:
+    given: dict[str, Any] = {}
+    for name, descriptor in _SAME_NAME.items():
+        if name in _REPEATED:
+            given[name] = tuple(getattr(message, name))
+        elif not descriptor.has_presence or message.HasField(name):
+            given[name] = getattr(message, name)
     return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        seed=message.seed if message.HasField("seed") else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
+        **given,
         logit_bias=tuple(zip(message.logit_bias_ids, message.logit_biases, strict=True)),
-        allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words_ids=tuple(tuple(word.ids) for word in message.bad_words_ids),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         structured=_structured_from(message),
-        context_policy=message.context_policy if message.HasField("context_policy") else None,
-        sinks=message.sinks if message.HasField("sinks") else None,
-        window=message.window if message.HasField("window") else None,
-        roll=message.roll if message.HasField("roll") else None,
-        moe_mode=message.moe_mode if message.HasField("moe_mode") else None,
     )
 
 

@@ -1,7 +1,4 @@
-"""The dense parts of a decoder layer: attention over the paged cache, and the gated MLP.
-
-Knows packed weights and flat batches; nothing of checkpoints, sequences or who owns which block.
-"""
+"""The dense parts of a decoder layer: attention over the paged KV cache, and the gated MLP."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from penstock.workers.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class RollingInputs:
-    """What each row sees where sequences of the batch have evicted tokens (policies.py).
+    """The keys visible to each row if sequences have evicted tokens (context_policy.py).
 
     In the order of the batch's rows: `sink_positions` int64 [T], `sink_ends` and `window_starts`
     int32 [T]. In the order of its sequences, those that decode first: `sink_blocks` and `bases`
-    int32, blocks of sinks and blocks given back behind them.
+    int32, blocks of sinks and blocks freed after them.
     """
 
     sink_positions: Tensor
@@ -33,10 +30,10 @@ class RollingInputs:
     window_starts: Tensor
     sink_blocks: Tensor
     bases: Tensor
-    max_visible_len: int  # keys that a row sees behind the sinks, at most
+    max_visible_len: int  # upper bound of the visible keys of a row after the sinks
 
     def of(self, q_sink: Tensor, rows: slice, sequences: slice) -> Rolling:
-        """The part of some rows and their sequences; `q_sink` [T, heads, head_dim]."""
+        """The same for some rows and their sequences; `q_sink` [T, heads, head_dim]."""
         return Rolling(
             q_sink[rows],
             self.sink_ends[rows],
@@ -49,7 +46,7 @@ class RollingInputs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where the rows of one flat batch stand, for all layers alike.
+    """Positions and block tables of the rows of one flat batch; the same for all layers.
 
     Rows [0, num_decode) are one token of one sequence each; the rest are prefill chunks, one after
     the other. A context length counts the tokens up to and including the sequence's last row here.
@@ -65,7 +62,7 @@ class AttentionInputs:
     prefill_lens: Tensor  # int32 [P]: context lengths, the chunk included
     max_prefill_chunk: int
     max_prefill_len: int
-    rolling: RollingInputs | None = None  # None: everybody sees everything
+    rolling: RollingInputs | None = None  # None: every row sees its whole context
 
 
 class Attention:
@@ -111,7 +108,7 @@ class Attention:
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         q_sink = None
-        if inputs.rolling is not None:  # what is evicted shortens the way to the sinks
+        if inputs.rolling is not None:  # evicted tokens reduce the distance to the sinks
             q_sink = workspace.q_sink.view(q.shape)
             rope_to(q, workspace.sink_cos, workspace.sink_sin, out=q_sink)
         rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
@@ -135,7 +132,7 @@ class Attention:
         kv: PagedKv,
         out: Tensor,
     ) -> None:
-        """Decode rows through one kernel, the others through the other: [T, heads, head_dim]."""
+        """Decode rows through the decode kernel, the rest through prefill: [T, heads, head_dim]."""
         num_decode = inputs.num_decode
         parts: list[Rolling | None] = [None, None]
         if q_sink is not None and inputs.rolling is not None:

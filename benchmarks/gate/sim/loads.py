@@ -175,7 +175,8 @@ def _trace(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.exists():
         raise MissingTraceError(
-            f"{path} is missing: name the folder of the traces with --data (docs/predictor.md "
+            f"{path} is missing: name the folder of the traces with --data "
+            "(docs/design/prediction.md "
             "says where they come from), or take --load reasoning, which needs none"
         )
     return path

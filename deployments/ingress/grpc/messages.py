@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -31,11 +32,11 @@ from penstock.workers.request import (
 )
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice, json_schema
 
-_SAMPLING_FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("context_policy", "sinks", "window", "roll", "moe_mode"),
+# Parameters that the message has under the same name and as the same type.
+_SAMPLING_FIELDS = tuple(
+    name
+    for name, each in pb.SamplingParams.DESCRIPTOR.fields_by_name.items()
+    if each.has_presence and name in {each.name for each in fields(SamplingParams)}
 )
 MAX_CALLS = 1024  # of tools, in one message
 T = TypeVar("T")

@@ -122,6 +122,20 @@ class Strict(BaseModel):
         return {name: values[name] for name in (*known, unknown) if name in values}
 
 
+# Parameters that bodies have under the same name and as the same type; None means the default.
+_SAME_NAME = (
+    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("context_policy", "sinks", "window", "roll", "moe_mode"),
+)
+
+
+def same_name_params(request: BaseModel) -> dict[str, Any]:
+    """The fields of SamplingParams that `request` sets under the same name."""
+    values = ((name, getattr(request, name, None)) for name in _SAME_NAME)
+    return {name: value for name, value in values if value is not None}
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises RequestError."""
     try:

@@ -32,12 +32,13 @@ from penstock.deployments.ingress.http.responses.requests import (
 )
 from penstock.workers import structured_spec as structured
 from penstock.workers.request import (
-    LEAST_REPETITION_PENALTY,
+    LOGIT_BIAS_BOUNDS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    PARAMETER_BOUNDS,
+    Bounds,
 )
 
 Limits = Mapping[str, Mapping[str, Any]]  # by JSON type; "items" and "values": of what is inside
@@ -101,6 +102,13 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Limits:
     return {"number": {"exclusiveMinimum" if open_low else "minimum": low, "maximum": high}}
 
 
+_IN_MODELS = ("sinks", "window", "roll")  # pydantic enforces and states their bounds
+
+
+def _within(bounds: Bounds) -> Limits:
+    return _number(bounds.low, bounds.high, open_low=bounds.open_low)
+
+
 def _limits(models: list[ServedModel]) -> dict[str, Limits]:
     """By the name of a field, whichever API has it."""
     longest = max(model.max_model_len for model in models)
@@ -109,24 +117,19 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
     names = {"enum": [model.name for model in models]}
     a_stop = {"string": {"minLength": 1, "maxLength": MAX_STOP_CHARS}}
     stop: Limits = {**a_stop, "array": {"maxItems": MAX_STOP_STRINGS}, "items": a_stop}
-    answer, penalty, top = _number(1, longest), _number(-2, 2), _number(0, MAX_LOGPROBS)
+    answer = _number(1, longest)
     # Neither empty, nor only spaces.
     bad_word = {"string": {"minLength": 1, "maxLength": MAX_STOP_CHARS, "pattern": "[^ ]"}}
     text_or_ids: Limits = {"array": {"minItems": 1}, "string": {"minLength": 1}, **ids}
     metadata_keys = {"maxLength": MAX_METADATA_KEY_CHARS}
     return {
         "model": {"string": names},
-        "temperature": _number(0, 100),
-        "top_p": _number(0, 1, open_low=True),
-        "top_k": _number(-1, 2**31 - 1),
-        "min_p": _number(0, 1),
-        "seed": _number(-(2**63), 2**63 - 1),
+        **{n: _within(b) for n, b in PARAMETER_BOUNDS.items() if n not in _IN_MODELS},
+        "top_k": _number(-1, PARAMETER_BOUNDS["top_k"].high),  # -1: off, as 0
         **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), answer),
         "min_tokens": _number(0, longest),
-        "repetition_penalty": _number(LEAST_REPETITION_PENALTY, 100),
-        **dict.fromkeys(("presence_penalty", "frequency_penalty"), penalty),
         "n": _number(1, MAX_CHOICES),
-        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), top),
+        "top_logprobs": _within(PARAMETER_BOUNDS["logprobs"]),
         "truncate_prompt_tokens": _number(1, MAX_TRUNCATE),
         **dict.fromkeys(("stop", "stop_sequences"), stop),
         "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKEN_IDS}, "items": ids},
@@ -138,7 +141,7 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
                 "maxProperties": MAX_LOGIT_BIAS,
                 "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
             },
-            "values": _number(-100, 100),
+            "values": _within(LOGIT_BIAS_BOUNDS),
         },
         "messages": {"array": {"minItems": 1, "maxItems": MAX_MESSAGES}},
         "input": {"array": {"minItems": 1, "maxItems": MAX_MESSAGES}},

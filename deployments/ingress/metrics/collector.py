@@ -1,7 +1,7 @@
 """Metrics for Prometheus: vLLM's names where they fit, penstock_* beside.
 
 Reads what request_metrics.py has counted and what workers announce; counts nothing itself. Knows
-nothing of Ray or the token path. docs/metrics.md says what each means.
+nothing of Ray or the token path. docs/reference/metrics.md says what each means.
 """
 
 from __future__ import annotations

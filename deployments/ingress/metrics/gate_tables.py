@@ -1,6 +1,6 @@
 """What the gate and an ingress's end of it tell Prometheus: tables only; metrics.py gives them out.
 
-docs/metrics.md says what each means.
+docs/reference/metrics.md says what each means.
 """
 
 from __future__ import annotations

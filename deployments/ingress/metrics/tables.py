@@ -1,6 +1,6 @@
 """Which figures are told to Prometheus, and under which names: vLLM's where they fit.
 
-Tables only; metrics.py gives them out. docs/metrics.md says what each means.
+Tables only; metrics.py gives them out. docs/reference/metrics.md says what each means.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 // The matrix unit of newer Intel CPUs (AMX): tiles of 16 rows of 64 bytes, and products of two tiles.
-// Knows bytes in groups of four (four codes, or two bf16) and sums of four bytes; nothing of scales.
+// Multiplies bytes in groups of four (four codes, or two bf16) into sums of four bytes; no scales.
 //
 // A panel as linear.h and linear_int8.h pack it is already what the unit reads: [groups][2 W][4]
 // bytes, 16 groups of 16 output features a tile. Rows of x are read where they are, or laid out in tiles
-// of 16 rows, zeros behind K; rows of a tile that nobody asked for are computed in vain. The unit adds up
+// of 16 rows, zeros past K; rows of a tile that are not needed are computed all the same. The unit adds up
 // each element in one order, whatever the other rows are.
 
 #pragma once
@@ -82,17 +82,17 @@ struct AmxRows {
     INLINE AmxRows from(int64_t step) const { return {at + step * step_bytes, row_bytes, step_bytes}; }
 };
 
-// What a pass asks for meanwhile: so many cache lines a step, a multiple of four, of four stretches in
-// turn (see ask_ahead).
+// What a pass prefetches meanwhile: cache lines per step, a multiple of four, of four stretches in
+// turn (see prefetch_ahead).
 struct AmxAhead {
     const uint8_t* at;
     int64_t lines;
     int64_t stretch = 0;   // in lines
     bool is_walk = false;  // `at` is where the pass itself reads
 
-    INLINE void ask(int64_t step) const {
+    INLINE void prefetch(int64_t step) const {
         if (is_walk) {
-            for (int64_t i = 0; i < AMX_STEP; i += 64) ask_ahead(at + step * AMX_STEP + i);
+            for (int64_t i = 0; i < AMX_STEP; i += 64) prefetch_ahead(at + step * AMX_STEP + i);
             return;
         }
         for (int64_t i = step * lines; i < (step + 1) * lines; i += 4)
@@ -134,7 +134,7 @@ INLINE void amx_panel(AmxRows x, AmxRows second, int64_t rows, const uint8_t* pa
         _tile_loadd(6, from, 8 * W);
         _tile_loadd(7, from + 4 * W, 8 * W);
         _tile_loadd(4, x.at + step * x.step_bytes, x.row_bytes);
-        ahead.ask(step);
+        ahead.prefetch(step);
         Products::first();
         if (two) {
             _tile_loadd(5, second.at + step * second.step_bytes, second.row_bytes);
@@ -155,7 +155,7 @@ INLINE uint8_t* amx_place(uint8_t* block, int64_t row, int64_t step, int64_t ste
     return block + (row / TILE_ROWS * steps + step) * TILE_BYTES + row % TILE_ROWS * 64;
 }
 
-// Rows of `bytes` bytes into tiles, zeros behind them.
+// Rows of `bytes` bytes into tiles, zeros after them.
 INLINE void amx_lay_out(uint8_t* block, int64_t row, int64_t steps, const void* from, int64_t bytes) {
     for (int64_t step = 0; step < steps; ++step) {
         uint8_t* to = amx_place(block, row, step, steps);
@@ -190,8 +190,8 @@ struct AmxPieces {
         const int64_t count = (all + MOST - 1) / MOST;
         if (passes > 1) steps = (all + count - 1) / count;
     }
-    // Several passes ask for the next piece, a part of it each, so that the memory is busy in all of
-    // them; a single one asks for what is a little further on.
+    // Several passes prefetch the next piece, a part of it each, so that the memory is busy in all of
+    // them; a single one prefetches what is a little further on.
     INLINE AmxAhead ahead(const uint8_t* piece, int64_t pass, bool is_last) const {
         constexpr int64_t LINES = AMX_STEP / 64;
         if (passes == 1) return {piece, LINES, 0, true};

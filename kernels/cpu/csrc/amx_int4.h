@@ -51,7 +51,7 @@ INLINE void open_int4(const uint8_t* from, int64_t depth, uint8_t* codes) {
     for (int64_t word = 0; word < depth / 8; ++word)
         UNROLL for (int n = 0; n < 2; ++n) {
             const uint8_t* at = from + word * Nibbles::RUN_BYTES + n * VECTOR_BYTES;
-            ask_ahead(at);
+            prefetch_ahead(at);
             const vu words = (vu)load_bits(at);
             const vi even = (vi)words & BYTES, odd = (vi)(words >> 4) & BYTES;
             std::memcpy(codes + (4 * word + n) * VECTOR_BYTES, &even, VECTOR_BYTES);

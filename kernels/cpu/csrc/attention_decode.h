@@ -147,7 +147,7 @@ void decode_tile(int heads, const typename Row::Query* q, int64_t ldq, const Row
         with_constant<MAX_HEADS>(heads, [&](auto n) { weigh(n, 0); });
 }
 
-// What one (sequence, kv head, split) leaves behind: unnormalised sums and softmax statistics.
+// The result of one (sequence, kv head, split): unnormalised sums and softmax statistics.
 struct Partial {
     float *out, *top, *total;  // [group][padded], [group], [group]
     static int64_t size(int64_t group, int64_t padded) { return group * (padded + 2); }
@@ -188,7 +188,7 @@ void decode_split(const AttentionArgs& a, int64_t b, int64_t head, const typenam
 
 struct Split {
     int64_t b, begin, end, index, num_splits;
-    bool sinks;  // the keys before the sink end, which `q_sink` asks
+    bool sinks;  // the keys before the sink end, which are scored with `q_sink`
 };
 
 // Fills `splits`, those of a sequence in order; returns the number of (key, query head) pairs, the work.

@@ -48,7 +48,7 @@ INLINE void take_queries(const AttentionArgs& a, const void* q, int64_t stride, 
 }
 
 // The `rows` queries in `ws` over `count` keys there, of which the first has position `tile`; query i
-// of `group` rows sees those in ws.seen[i]. Knows no number format, so that it is compiled only once.
+// of `group` rows sees those in ws.seen[i]. No number format appears here, so that it is compiled only once.
 inline __attribute__((noinline)) void attend_tile(Workspace& ws, int64_t rows, int64_t group,
                                                   int64_t tile, int64_t count, int64_t dim,
                                                   int64_t padded, float scale) {

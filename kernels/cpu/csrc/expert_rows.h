@@ -1,5 +1,4 @@
 // Neurons of an expert MLP, one row each, written into the packed layout that `linear` reads.
-// Knows rows and panels; nothing of which expert, or who asks for it.
 
 #pragma once
 

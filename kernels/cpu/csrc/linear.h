@@ -44,7 +44,7 @@ INLINE U unit_at(const uint8_t* x, int64_t at) {
     return unit;
 }
 
-// acc[r][n] = the sums of R rows, [groups][R] units of 4 bytes, and one panel. `ahead`: what to ask for
+// acc[r][n] = the sums of R rows, [groups][R] units of 4 bytes, and one panel. `ahead`: what to prefetch
 // meanwhile, a cache line a group, or null.
 #if HAVE_DPBF16
 template <int R>
@@ -56,8 +56,8 @@ INLINE void panel_rows(const uint8_t* x, const bf16* panel, const bf16* ahead, i
         if (ahead) {
             __builtin_prefetch(ahead + g * 32);
         } else {
-            ask_ahead(weights);
-            ask_ahead(weights + 2 * W);
+            prefetch_ahead(weights);
+            prefetch_ahead(weights + 2 * W);
         }
         const __m512bh first = (__m512bh)_mm512_loadu_si512(weights);
         const __m512bh second = (__m512bh)_mm512_loadu_si512(weights + 2 * W);
@@ -101,8 +101,8 @@ INLINE void panel_rows(const uint8_t* x, const float* panel, const float* ahead,
         if (ahead) {
             __builtin_prefetch(ahead + g * 16);
         } else {
-            ask_ahead(weights);
-            ask_ahead(weights + W);
+            prefetch_ahead(weights);
+            prefetch_ahead(weights + W);
         }
         const vf w[2] = {load(weights), load(weights + W)};
         UNROLL for (int r = 0; r < R; ++r) {
@@ -204,12 +204,12 @@ void linear(const LinearArgs& a) {
             const int64_t begin = part * part_rows, end = std::min(rows, begin + part_rows);
             for (int64_t row = begin; row < end; row += tile) {
                 const uint8_t* x = a.rows > 1 ? units.data() + 4 * row * groups : (const uint8_t*)a.x;
-                // The first two of several tiles ask for the next panel, half of it each.
+                // The first two of several tiles prefetch the next panel, half of it each.
                 const int64_t nth = (row - begin) / tile;
-                const bool asks = nth < 2 && begin + tile < end && p + 1 < panels && is_small;
+                const bool prefetches = nth < 2 && begin + tile < end && p + 1 < panels && is_small;
                 const T* ahead = panel + (2 * groups + nth * groups) * RUN_OF<T> * W;
                 with_constant<MAX_ROWS>((int)std::min<int64_t>(tile, end - row), [&](auto count) {
-                    panel_tile<T, count.value>(x, panel, asks ? ahead : nullptr, bias,
+                    panel_tile<T, count.value>(x, panel, prefetches ? ahead : nullptr, bias,
                                                (T*)a.out + (start + row) * a.out_stride + p * PANEL,
                                                a.out_stride, groups, columns);
                 });

@@ -2,10 +2,10 @@
 // power of two for all of them, products of 4-bit codes are summed in int32, exactly, and each
 // segment's sum is scaled once. A quarter of the instructions that fp32 takes to unpack.
 //
-// bf16 has 8 significant bits and int16 has 15 beside its sign: a value within a factor of 128 of its
+// bf16 has 8 significant bits and int16 has 15 and a sign: a value within a factor of 128 of its
 // segment's largest is held exactly, a smaller one to 2^-15 of that largest.
 //
-// The weight is packed as linear_lut.h says: words of 8 codes. `word >> 4 j` has codes j and
+// The weight is packed as in linear_lut.h: words of 8 codes. `word >> 4 j` has codes j and
 // j + 4 in the low bits of its halves, so x is laid out in the pairs (x[j], x[j + 4]).
 
 #pragma once
@@ -71,7 +71,7 @@ INLINE float to_int16(const float* values, int64_t n, int16_t* to, int32_t& sum)
         const vi whole = (vi)(load_up_to(values + i, n - i) * up + ROUND) - 0x4B400000;
         const vs narrow = __builtin_convertvector(whole, vs);
         std::memcpy(to + i, &narrow, std::min<int64_t>(W, n - i) * sizeof(int16_t));
-        total += whole;  // 0 behind the end
+        total += whole;  // 0 past the end
     }
     for (int lane = 0; lane < W; ++lane) sum += total[lane];
     return power_of_two(power - 14);
@@ -117,8 +117,8 @@ INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi
     vi high[2] = {};
     for (int64_t k = 0; k < depth; k += 8) {
         const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
-        ask_ahead(from);
-        ask_ahead(from + VECTOR_BYTES);
+        prefetch_ahead(from);
+        prefetch_ahead(from + VECTOR_BYTES);
         UNROLL for (int n = 0; n < 2; ++n) {
             vu words = (vu)load_bits(from + n * VECTOR_BYTES);
             UNROLL for (int j = 0; j < 4; j += 2) {
@@ -137,8 +137,8 @@ template <int R>
 INLINE void add_int4(const uint8_t* weights, const int32_t* x, int64_t depth, vi (&acc)[R][2]) {
     for (int64_t k = 0; k < depth; k += 8) {
         const uint8_t* from = weights + k / 8 * Nibbles::RUN_BYTES;
-        ask_ahead(from);
-        ask_ahead(from + VECTOR_BYTES);
+        prefetch_ahead(from);
+        prefetch_ahead(from + VECTOR_BYTES);
         const vu words[2] = {(vu)load_bits(from), (vu)load_bits(from + VECTOR_BYTES)};
         UNROLL for (int j = 0; j < 4; ++j) {
             const vi w[2] = {(vi)(words[0] >> (4 * j)) & LOW_CODES,
@@ -193,7 +193,7 @@ INLINE void int4_panel(const CodesLinearArgs& a, const CodesBlock& shape, const 
         for (int64_t i = 0; several && i < depth / 2; i += 4)
             UNROLL for (int n = 0; n < 2; ++n) {
                 const uint8_t* word = from + i / 4 * Nibbles::RUN_BYTES + n * VECTOR_BYTES;
-                ask_ahead(word);
+                prefetch_ahead(word);
                 const vu words = (vu)load_bits(word);
                 UNROLL for (int j = 0; j < 4; ++j)
                     codes[2 * (i + j) + n] = (vi)(words >> (4 * j)) & LOW_CODES;

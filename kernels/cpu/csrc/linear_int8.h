@@ -87,7 +87,7 @@ struct Int8Block {
     void reserve(int64_t rows, int64_t depth) {
         quads = (depth + 3) / 4;
         const size_t many = (size_t)std::min(rows, BLOCK);
-        grow(tiles, (many + 1) * quads);  // the last tile may have a row that nobody asked for
+        grow(tiles, (many + 1) * quads);  // the last tile may have a row that is not needed
         if (SPLITS) grow(rest, many * quads);
         grow(num_rest, many);
         reserve_rows(many, depth);
@@ -116,7 +116,7 @@ INLINE int32_t split_pairs(int32_t& quad) {
     return rest;
 }
 
-// Row `row` of a block from its codes [4 * quads], zeros behind K.
+// Row `row` of a block from its codes [4 * quads], zeros past K.
 INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Tiling& tiling) {
     const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
     int32_t* to = block.tiles.data() + first * block.quads + (row - first);
@@ -134,7 +134,7 @@ INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Ti
     block.num_rest[row] = count;
 }
 
-// The codes of a row, zeros behind K; its scale goes into the block.
+// The codes of a row, zeros past K; its scale goes into the block.
 template <class T>
 INLINE const int8_t* codes_of(const Int8LinearArgs& a, Int8Block& block, int64_t start, int64_t row) {
     static thread_local std::vector<int8_t> codes;
@@ -158,8 +158,8 @@ void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t*
     vi acc[R][2] = {};
     for (int64_t at = 0; at < block.quads; ++at) {
         const uint8_t* pair = weights + at * 4 * PANEL8;
-        ask_ahead(pair);
-        ask_ahead(pair + VECTOR_BYTES);
+        prefetch_ahead(pair);
+        prefetch_ahead(pair + VECTOR_BYTES);
         const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
         UNROLL for (int r = 0; r < R; ++r) {
             const vi codes = x[at * R + r] - vi{};

@@ -1,6 +1,6 @@
-// The CPU hot paths behind a plain C interface: one pointer to a packed struct of 8-byte fields each.
-// Knows pointers, strides and counts; nothing of Python or torch. Built and loaded by native.py. The
-// linears are in operators_linear.cpp, so that the two compile beside each other.
+// The CPU operators with a plain C interface: one pointer to a packed struct of 8-byte fields each.
+// No Python or torch: pointers, strides and counts. Built and loaded by native.py. The linears are in
+// operators_linear.cpp, so that the two compile in parallel.
 //
 // Three rules hold in all of it:
 // - Memory that a mask excludes is never read: unused table entries, unwritten tails of blocks.

@@ -1,4 +1,4 @@
-// Products with packed weights behind the plain C interface of operators.cpp, whose rules hold here, too.
+// Products with packed weights, with the C interface of operators.cpp, whose rules apply here too.
 
 #include "amx_int4.h"
 #include "linear.h"

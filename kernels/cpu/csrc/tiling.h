@@ -18,7 +18,7 @@ INLINE void grow(std::vector<T>& memory, size_t count) {
 }
 
 // Parts and panels of a product, which threads share. Each walks through a stretch of its own, since
-// what lies behind a panel is asked for ahead of time, and helps the others when it is through.
+// what follows a panel is prefetched, and helps the others when it is through.
 class Shares {
     static constexpr int MOST = 64;  // threads beyond only help
     struct alignas(64) Stretch {

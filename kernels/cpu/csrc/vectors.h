@@ -1,5 +1,5 @@
 // Vectors of fp32 lanes, as wide as this machine has them: load, store, exp, transpose, sums.
-// Knows registers and rows in memory; nothing of operators. GCC and Clang vector extensions.
+// Registers and rows in memory, by the vector extensions of GCC and Clang.
 
 #pragma once
 
@@ -59,7 +59,7 @@ inline const bool IN_TURN = made_by_intel();
 // `at` is worked on: the line a page further on. Intel's cores: a line of each of the next four pages in
 // turn. Such a core follows each page by itself, and has half as much more under way as when one page is
 // asked for after the other (Sapphire Rapids); AMD's have a fifth less that way (Zen 5).
-INLINE void ask_ahead(const void* at) {
+INLINE void prefetch_ahead(const void* at) {
     constexpr uintptr_t PAGE = 4096, PAGE_LINES = PAGE / 64, PAGES = 4, SPAN = PAGES * PAGE;
     const uintptr_t from = (uintptr_t)at, line = from / 64 % (PAGES * PAGE_LINES);
     const uintptr_t to = line % PAGES * PAGE_LINES + line / PAGES;

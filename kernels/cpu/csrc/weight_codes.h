@@ -1,5 +1,5 @@
 // Codes of weights as fp32 values, a panel of 2 W output features at a time: 4-bit codes of any table of
-// 16 values (int4, nf4), and E4M3. Knows codes; nothing of scales or products.
+// 16 values (int4, nf4), and E4M3. Codes only, without scales.
 
 #pragma once
 
@@ -29,8 +29,8 @@ struct Nibbles {
     vi words[2];
 
     INLINE void take(const uint8_t* from) {
-        ask_ahead(from);
-        ask_ahead(from + VECTOR_BYTES);
+        prefetch_ahead(from);
+        prefetch_ahead(from + VECTOR_BYTES);
         words[0] = load_bits(from);
         words[1] = load_bits(from + VECTOR_BYTES);
     }
@@ -46,7 +46,7 @@ struct E4m3 {
 
 #if defined(__AVX512BW__)
     INLINE void take(const uint8_t* from) {
-        ask_ahead(from);
+        prefetch_ahead(from);
         const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
         const __m512i half =
             _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
@@ -55,7 +55,7 @@ struct E4m3 {
     }
 #elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
     INLINE void take(const uint8_t* from) {
-        ask_ahead(from);
+        prefetch_ahead(from);
         const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
         const __m256i half =
             _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));

@@ -191,12 +191,12 @@ def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
 
 def test_table():
     layer = LayerAccuracy(1, 10, 7, 4, 2, 20, 15)
-    told = stats(
+    seen = stats(
         num_hits=3, num_misses=1, num_withheld=5, num_sparse_neurons=200, num_skipped_neurons=50,
         by_layer=(layer,),
     )  # fmt: skip
-    text = "\n".join(table("w", dataclasses.asdict(told)))
-    assert "there 75.0 %" in text and "left out 25.0 %" in text and "for 5 layers" in text
+    text = "\n".join(table("w", dataclasses.asdict(seen)))
+    assert "cached 75.0 %" in text and "skipped 25.0 %" in text and "for 5 layers" in text
     assert text.splitlines()[-1].split() == ["1", "70.0", "%", "50.0", "%", "75.0", "%"]
 
 

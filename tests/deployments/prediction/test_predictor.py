@@ -401,8 +401,8 @@ def test_odd_ends_are_survived():
 
 
 def test_what_the_page_shows_runs(capsys):
-    page = (Path(__file__).parents[3] / "docs" / "predictor.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "design" / "prediction.md").read_text()
     names = {}
-    exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[0], "predictor.md", "exec"), names)
+    exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[0], "prediction.md", "exec"), names)
     assert "Explanation(" in capsys.readouterr().out
     assert names["futures"].shape == (1, 32) and names["futures"].min() >= 1

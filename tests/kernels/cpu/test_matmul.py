@@ -56,7 +56,7 @@ def test_linear(cpu_path, format, dtype, num_outputs, num_inputs):
         y = linear(x, packed, out=out[:, :num_outputs])
         assert y.data_ptr() == out.data_ptr()
         assert_linear(y, quant.linear_reference(x, quantized, bias))
-        assert out[:, num_outputs].isnan().all()  # nothing is written behind a row
+        assert out[:, num_outputs].isnan().all()  # nothing is written past a row
 
 
 @pytest.mark.parametrize("format", FORMATS)

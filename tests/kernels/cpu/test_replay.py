@@ -18,7 +18,7 @@ ROWS, DIM = 3, 70
 
 
 def a_pass(memory):
-    """Norm, quantised linear, SiLU * mul: from `memory.x` to `memory.y`, and nothing beside."""
+    """Norm, quantised linear, SiLU * mul: from `memory.x` to `memory.y`, and nothing else."""
     rows = quant.Int8Rows.inside(memory["normed"], memory["scales"])
     x = rms_norm_int8(memory["x"], memory["weight"], 1e-6, out=rows)
     wide = linear(x, memory["linear"], out=memory["wide"])
@@ -57,7 +57,7 @@ def test_a_program_does_what_the_calls_did(memory, threads):
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "other",
     [
         lambda x: x * 2,
         lambda x: x.clamp_(-1, 1),
@@ -68,10 +68,10 @@ def test_a_program_does_what_the_calls_did(memory, threads):
         lambda x: x.float().double(),
     ],
 )
-def test_what_pytorch_computes_is_noticed(memory, beside):
+def test_what_pytorch_computes_is_noticed(memory, other):
     with record() as recording:
         a_pass(memory)
-        beside(memory["x"])
+        other(memory["x"])
     assert recording.computed and recording.program() is None
 
 

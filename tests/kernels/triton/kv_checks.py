@@ -1,6 +1,7 @@
 """The Triton kernels over quantised caches: what is written, bit for bit, and attention over it.
 
-Run by test_triton.py, in a process of its own like triton_checks.py."""
+Run by test_triton.py, in a process of its own like checks.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _short_splits(monkeypatch):
 def quantised(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
     """A cache, or scratch, as codes and scales in memory of their own, strides as in an arena.
 
-    Where nobody wrote (NaN) the codes are 127, which is NaN in fp8, and the scales NaN.
+    In slots never written (NaN) the codes are 127, which is NaN in fp8, and the scales NaN.
     """
     codes, scales = quant.quantize_kv(x, dtype, group)
     poison = scales.isnan().repeat_interleave(group, -1)

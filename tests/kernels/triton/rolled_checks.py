@@ -1,5 +1,5 @@
 """The Triton attention kernels over rolled contexts and scratch blocks. Run by test_triton.py, in a
-process of its own like triton_checks.py."""
+process of its own like checks.py."""
 
 from __future__ import annotations
 

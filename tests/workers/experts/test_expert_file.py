@@ -217,7 +217,7 @@ def test_a_checkpoint_that_does_not_match_its_config(has_int8_copies, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_twin_is_named(tmp_path):
+def test_a_damaged_int8_copy_is_named(tmp_path):
     """It has a digest of its own; the expert itself is whole."""
     path, experts = tmp_path / "a", experts_of(make_checkpoint("mixtral"))
     manifest = write_expert_file(experts, path, FP32, has_int8_copies=True)

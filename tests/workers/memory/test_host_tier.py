@@ -115,7 +115,7 @@ def test_a_sequence_goes_as_a_whole_and_all_or_nothing():
     tier.check()
 
 
-def test_the_oldest_that_nobody_holds_is_evicted():
+def test_the_oldest_entry_that_is_not_held_is_evicted():
     tier = tier_of(3)
     oldest, middle, newest = (chain_of(i)[0] for i in (1, 2, 3))
     for each in (oldest, middle, newest):

@@ -259,7 +259,7 @@ def test_preemption_changes_nothing(compiler: GrammarCompiler) -> None:
     assert tight.stats().num_preemptions > 0, "nothing was preempted"
 
 
-def test_goes_on_behind_emitted_tokens(compiler: GrammarCompiler) -> None:
+def test_a_matcher_continues_after_emitted_tokens(compiler: GrammarCompiler) -> None:
     params = any_json_object(5, max_tokens=60)
     [(ids, reason, _)] = run(new_engine(), compiler, [params])
     engine = new_engine()
@@ -287,7 +287,7 @@ def test_goes_on_behind_emitted_tokens(compiler: GrammarCompiler) -> None:
     ],
     ids=str,
 )
-def test_the_grammar_comes_before_other_wishes(
+def test_the_grammar_takes_precedence_over_other_parameters(
     compiler: GrammarCompiler, wishes: dict[str, Any]
 ) -> None:
     """Nothing is left to choose where they clash, unless one of them gives way."""
@@ -300,7 +300,9 @@ def test_the_grammar_comes_before_other_wishes(
     assert (text(ids), reason, error) == ("abracadabra", FinishReason.STOP, None)
 
 
-def test_wishes_count_where_the_grammar_leaves_a_choice(compiler: GrammarCompiler) -> None:
+def test_other_parameters_apply_where_the_grammar_leaves_a_choice(
+    compiler: GrammarCompiler,
+) -> None:
     spec = choice(["yes", "no"], param="c")
     for word, other in (("yes", "no"), ("no", "yes")):
         ids = range(model().config.vocab_size)
@@ -424,7 +426,9 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("spec", BOUNDED.values(), ids=BOUNDED.keys())
-def test_costly_grammars_hurt_nobody(compiler: GrammarCompiler, spec: StructuredSpec) -> None:
+def test_costly_grammars_do_not_affect_other_requests(
+    compiler: GrammarCompiler, spec: StructuredSpec
+) -> None:
     try:
         compiler.matcher(spec)
     except RequestError:

@@ -423,7 +423,7 @@ def test_templates_are_bounded(name, tmp_path):
     assert "site-packages" not in refusal.value.message
 
 
-def test_a_refusal_by_the_template_is_told(tmp_path):
+def test_a_refusal_by_the_template_reaches_the_client(tmp_path):
     shutil.copytree(checkpoint("byte_level"), tmp_path, dirs_exist_ok=True)
     template = "{{ raise_exception('only users may speak' + 'x' * 900) }}"
     (tmp_path / "chat_template.jinja").write_text(template)

@@ -27,6 +27,7 @@ from penstock.deployments.ingress.http.body import (
     check_sizes,
     drop_ignored_fields,
     json_object,
+    same_name_params,
     validated,
     validated_at,
 )
@@ -144,17 +145,12 @@ class MessagesRequest(CountTokensRequest):
         return prompt
 
     def params(self) -> SamplingParams:
-        given = {
-            name: value
-            for name in ("temperature", "top_p")
-            if (value := getattr(self, name)) is not None
-        }
         return SamplingParams(
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
             structured=self._shape(),
-            **given,
+            **same_name_params(self),
         )
 
     def _shape(self) -> StructuredSpec | None:

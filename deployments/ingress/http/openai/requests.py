@@ -22,6 +22,7 @@ from penstock.deployments.ingress.http.body import (
     check_sizes,
     drop_ignored_fields,
     json_object,
+    same_name_params,
     validated,
 )
 from penstock.deployments.ingress.http.openai.messages import ChatMessage, known_message
@@ -63,13 +64,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy endpoint
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="send usage in a last chunk of its own")
     include_obfuscation: bool | None = Field(None, description="ignored")
-
-
-_AS_THEY_ARE = (
-    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("context_policy", "sinks", "window", "roll", "moe_mode"),
-)
 
 
 class _GenerationRequest(ShapeFields):
@@ -134,7 +128,6 @@ class _GenerationRequest(ShapeFields):
     stream_options: StreamOptions | None = None
 
     def sampling(self, max_tokens: int | None) -> SamplingParams:
-        given = {name: value for name in _AS_THEY_ARE if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             top_k=0 if self.top_k in (None, -1) else self.top_k,
@@ -144,7 +137,7 @@ class _GenerationRequest(ShapeFields):
             logit_bias=tuple(map(_bias, (self.logit_bias or {}).items())),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             structured=self.shape(),
-            **given,
+            **same_name_params(self),
         )
 
     def options(self) -> CallOptions:

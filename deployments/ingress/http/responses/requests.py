@@ -23,6 +23,7 @@ from penstock.deployments.ingress.http.body import (
     drop_ignored_fields,
     json_object,
     refuse_unless_neutral,
+    same_name_params,
     validated,
 )
 from penstock.deployments.ingress.http.responses.items import Item, Message, known_item, messages_of
@@ -54,10 +55,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
 }
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 
 
 class ResponseTool(Strict):
@@ -170,13 +167,12 @@ class ResponsesRequest(Strict):
         return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
     def params(self) -> SamplingParams:
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             max_tokens=self.max_output_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             structured=self._shape(),
-            **given,
+            **same_name_params(self),
         )
 
     def options(self) -> CallOptions:

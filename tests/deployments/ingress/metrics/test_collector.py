@@ -346,7 +346,8 @@ def test_names_are_those_of_vllm_and_all_are_documented():
         *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
         "vllm:corrupted_requests_total",
     }
-    documented = set(re.findall(r"`((?:vllm:|penstock_)\w+)", (DOCS / "metrics.md").read_text()))
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    documented = set(re.findall(r"`((?:vllm:|penstock_)\w+)", page))
     assert documented == names
 
 

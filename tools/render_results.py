@@ -1,0 +1,148 @@
+"""Render the tables of `docs/benchmarks/results.md` from `benchmarks/results/**/*.json`.
+
+    python -m tools.render_results           write the page
+    python -m tools.render_results --check   exit 1, with a diff, where the page differs
+
+The page's text is written by hand. Each table stands between `<!-- begin NAME -->` and
+`<!-- end NAME -->`, where NAME is a key of `TABLES`; only what is between them is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tools import result_tables_memory as memory
+from tools import result_tables_serving as serving
+from tools.result_files import ROOT, Result, ResultError, load_all
+
+PAGE = ROOT / "docs" / "benchmarks" / "results.md"
+BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
+MARKER = re.compile(r"<!-- (?:begin|end) (\S+) -->")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the page: the files that it is made of, and the function that makes it."""
+
+    sources: Sequence[str]
+    render: Callable[..., str]
+    takes_all: bool = False  # `render` takes the list of results, not one argument for each
+
+    def text(self, results: Mapping[str, Result]) -> str:
+        """Where the figures are from, and the table. Raises ResultError for a missing file."""
+        missing = [name for name in self.sources if name not in results]
+        if missing:
+            raise ResultError(f"benchmarks/results/{missing[0]}.json does not exist")
+        found = [results[name] for name in self.sources]
+        lines = "\n".join(f"- {result.provenance()}" for result in found)
+        table = self.render(found) if self.takes_all else self.render(*found)
+        return f"{lines}\n\n{table}\n"
+
+
+def _simulated(load: str, source: str, *, fairness: bool = False) -> Table:
+    return Table([f"simulate/{source}"], partial(serving.simulate, load=load, fairness=fairness))
+
+
+def _offline(name: str) -> Table:
+    return Table([f"offline/{name}"], serving.offline)
+
+
+TABLES: dict[str, Table] = {
+    "w1": _offline("epyc-zen5-w1"),
+    "w2": _offline("epyc-zen5-w2"),
+    "w1-formats": _offline("epyc-zen5-w1-formats"),
+    "w1-xeon-amx": _offline("xeon-amx-w1"),
+    "w2-xeon-amx": _offline("xeon-amx-w2"),
+    "w1-xeon-avx512": _offline("xeon-avx512-w1"),
+    "w2-xeon-avx512": _offline("xeon-avx512-w2"),
+    "w1-xeon-vnni": _offline("xeon-vnni-w1"),
+    "w2-xeon-vnni": _offline("xeon-vnni-w2"),
+    "peers-speed": Table(["peers/xeon-vnni-speed"], serving.peers_speed),
+    "overhead-own-core": Table(["overhead/epyc-zen5-own-core"], serving.overhead),
+    "overhead-any-core": Table(["overhead/epyc-zen5-any-core"], serving.overhead),
+    "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
+    "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
+    "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
+    "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
+    "ablation": Table(["ablation/xeon-avx512"], serving.ablation),
+    "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),
+    "simulate-overload": _simulated("overload", "x86-64-saturation"),
+    "simulate-generous": _simulated("generous", "x86-64-generous"),
+    "simulate-chat": _simulated("chat", "x86-64-loads"),
+    "simulate-bursts": _simulated("bursts", "x86-64-loads"),
+    "simulate-mixed": _simulated("mixed", "x86-64-loads"),
+    "simulate-noisy": _simulated("noisy", "x86-64-noisy", fairness=True),
+    "real-engine": Table(["real-engine/x86-64"], serving.real_engine),
+    "gate-latency": Table(["gate-latency/xeon-avx512"], serving.gate_latency),
+    "gate-scale": Table(["gate-scale/xeon-avx512"], serving.gate_scale),
+    "retry-after": Table(["retry-after/x86-64"], serving.retry_after),
+    "predictor": Table(["predictor/x86-64"], serving.predictor),
+    "matmul": Table(
+        ["matmul/epyc-zen5", "matmul/xeon-amx", "matmul/xeon-avx512"],
+        memory.matmul,
+        takes_all=True,
+    ),
+    "format-quality-dense": Table(["format-quality/xeon-amx-dense"], memory.format_quality),
+    "format-quality-moe": Table(["format-quality/xeon-avx512-moe"], memory.format_quality),
+    "peers-quality": Table(["peers/xeon-vnni-quality"], memory.peers_quality),
+    "kv-formats": Table(["kv-formats/xeon-avx512"], memory.kv_formats),
+    "kv-attention": Table(["kv-attention/xeon-avx512"], memory.kv_attention),
+    "pressure": Table(["pressure/x86-64"], memory.pressure),
+    "streaming-quality": Table(["streaming-quality/xeon"], memory.streaming_quality),
+    "streaming-quality-smollm2": Table(
+        ["streaming-quality/xeon-avx512-smollm2"], memory.streaming_quality
+    ),
+    "endless": Table(["endless/xeon-amx"], memory.endless),
+    "expert-quality": Table(
+        ["expert-quality/xeon-avx512", "expert-quality/xeon-avx512-int4"], memory.expert_quality
+    ),
+    "expert-accuracy": Table(["expert-accuracy/xeon-avx512"], memory.expert_accuracy),
+    "expert-memory": Table(["expert-memory/xeon-avx512"], memory.expert_memory),
+    "expert-speed": Table(["expert-speed/xeon-avx512"], memory.expert_speed),
+    "expert-formats": Table(["expert-speed/xeon-avx512-formats"], memory.expert_speed),
+    "expert-compact": Table(["expert-compact/xeon-avx512"], memory.expert_compact),
+}
+
+
+def render(page: str, results: Mapping[str, Result], tables: Mapping[str, Table]) -> str:
+    """The page with each table made anew.
+
+    Raises ResultError where a marker has no partner or no table, or a table no marker.
+    """
+    replaced = [match[2] for match in BLOCK.finditer(page)]
+    marked = MARKER.findall(page)
+    if sorted(marked) != sorted(2 * replaced):
+        raise ResultError("a `begin` marker has no `end`, or they are nested")
+    if unknown := sorted(set(replaced) ^ set(tables)):
+        raise ResultError(f"markers and tables differ: {', '.join(unknown)}")
+    if len(replaced) != len(set(replaced)):
+        raise ResultError("a table stands twice on the page")
+    return BLOCK.sub(lambda match: match[1] + tables[match[2]].text(results) + match[3], page)
+
+
+def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> int:
+    """Returns the exit status: 1 where `--check` finds a difference."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail with a diff")
+    args = parser.parse_args(arguments)
+    old = page.read_text()
+    new = render(old, load_all(), TABLES)
+    if not args.check:
+        page.write_text(new)
+        return 0
+    names = (page.name, "rendered")
+    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names))
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""Tables of the engine, the cluster around it, and admission."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from tools.result_files import Result, fixed, markdown, medians, signed, significant
+
+RATIO_DIGITS = 2
+MACHINES_OFFLINE = ("epyc-zen5-w1-formats", "xeon-amx-w1", "xeon-avx512-w1", "xeon-vnni-w1")
+
+
+def offline(result: Result) -> str:
+    """Systems against transformers' `generate`: medians over the runs of one file."""
+    systems = {name: medians(runs) for name, runs in result.figures["runs"].items()}
+    base = systems["transformers"]["tokens_per_s"]
+    num_runs = len(result.figures["runs"]["transformers"])
+    is_alone = result.figures["args"]["workload"] == "W1"
+    rows = [
+        (
+            _system(name),
+            fixed(row["first_token_ms"], 0, " ms") if is_alone else None,
+            fixed(row["ms_per_token"], 1) if is_alone else None,
+            fixed(row["tokens_per_s"], 1),
+            f"{row['tokens_per_s'] / base:.{RATIO_DIGITS}f}x",
+        )
+        for name, row in systems.items()
+    ]
+    head = f"{result.figures['args']['workload']}, {'median of ' * (num_runs > 1)}{num_runs} run"
+    head += "s" * (num_runs > 1)
+    if not is_alone:
+        return markdown((head, "generated tokens/s", "ratio"), [(r[0], *r[3:]) for r in rows])
+    return markdown((head, "first token", "ms/token", "generated tokens/s", "ratio"), rows)
+
+
+def _system(name: str) -> str:
+    names = {"transformers": "transformers `generate`", "penstock": "Penstock, bf16"}
+    weights = name.removeprefix("penstock, ").removesuffix(" weights")
+    return names.get(name) or (f"Penstock, {weights}" if name.startswith("penstock") else name)
+
+
+def peers_speed(result: Result) -> str:
+    head = ("system", "W1 first token, ms", "W1 ms/token", "W2 tokens/s")
+    rows = [
+        (
+            row["system"],
+            fixed(row["w1_first_token_ms"], 0),
+            fixed(row["w1_ms_per_token"]),
+            None if row["w2_tokens_per_s"] is None else significant(row["w2_tokens_per_s"]),
+        )
+        for row in result.figures["rows"]
+    ]
+    served = result.figures["served"]
+    default, again = served["server_tokens_per_s"]
+    engine = served["engine_tokens_per_s"]
+    return "\n".join(
+        (
+            markdown(head, rows),
+            "",
+            f"W2 of Penstock int8 an hour later: {result.figures['w2_penstock_int8_an_hour_later']}"
+            f" tokens/s. Through `penstock serve` (int8, {served['threads']} threads, "
+            f"{served['requests']} requests): {default} and {again} tokens/s, "
+            f"{100 * default / engine:.0f} % of the bare engine's {engine}; with `--threads 1` "
+            f"{served['one_thread_tokens_per_s']}.",
+        )
+    )
+
+
+def overhead(result: Result) -> str:
+    """The paths of each run against the bare engine."""
+    head = (
+        *("run", "path", "TTFT p50", "added (quartiles)", "tokens/s", "of bare"),
+        *("ingress CPU per token", "above rest", "engine CPU per token"),
+    )
+    rows = []
+    for number, run in enumerate(result.runs, 1):
+        for path, row in run["summary"].items():
+            low, middle, high = row.get("added_ttft_ms", (None, None, None))
+            ratio = row.get("throughput_ratio")
+            rows.append(
+                (
+                    number,
+                    path,
+                    fixed(row["ttft_ms"], 1, " ms"),
+                    middle and f"{middle:+.1f} ms ({low:+.1f}, {high:+.1f})",
+                    fixed(row["tokens_per_s"], 0),
+                    ratio and f"{100 * ratio:.0f} %",
+                    fixed(row.get("ingress_cpu_ms"), 3, " ms") if middle else None,
+                    fixed(row.get("ingress_cpu_above_rest_ms"), 3, " ms") if middle else None,
+                    fixed(row["engine_cpu_ms"], 3, " ms"),
+                )
+            )
+    return markdown(head, rows)
+
+
+def slow_readers(result: Result) -> str:
+    figures = result.figures
+    rounds, made = figures["company"]["rounds"], figures["company"]["tokens_of_each"]
+    rows = []
+    for name in rounds[0]:
+        label = f"{name[:-1]}, each of {made[name]} tokens)" if name in made else name
+        cells = [COMPANY.get(name, label.replace("nobody", "no other client"))]
+        for key in ("p50", "p99"):
+            without, with_them = (
+                [each[name][which][key] for each in rounds] for which in ("good", "bad")
+            )
+            low, middle, high = _quartiles([b / a for a, b in zip(without, with_them)])
+            cells += [
+                fixed(statistics.median(without), 1, " ms"),
+                fixed(statistics.median(with_them), 1, " ms"),
+                f"{middle:.2f} ({low:.2f}, {high:.2f})",
+            ]
+        rows.append(cells)
+    quality = "ratio (quartiles)"
+    head = ("other clients", "ITL p50 without", "with", quality, "p99 without", "with", quality)
+    releases = [
+        (way, fixed(1e3 * statistics.median(s), 0, " ms"), fixed(1e3 * max(s), 0, " ms"))
+        for way, s in figures["release_s"].items()
+    ]
+    expired = figures["expired"]
+    return "\n".join(
+        (
+            markdown(head, rows),
+            "",
+            markdown(("a client leaves by", "blocks free within, p50", "most of 10"), releases),
+            "",
+            f"Of {expired['sent']} calls that expired in the queue, "
+            f"{expired['prompt_tokens'] - expired['of_the_holders']} prompt tokens were computed, "
+            f"and {expired['live_blocks_left']} blocks stayed in use.",
+        )
+    )
+
+
+COMPANY = {
+    "nobody (against nobody: what the host does)": "none (none: what the host does)",
+    "clients that do not read (against the same, reading)": (
+        "8 clients that do not read (the same clients, reading)"
+    ),
+}
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def ingress_cpu(result: Result) -> str:
+    head = ("engine step", "path", "ingress CPU per token", "messages per token", "worker channel")
+    rows = [
+        (
+            f"{row['step_ms']} ms",
+            row["path"],
+            fixed(row["ingress_cpu_ms_per_token"], 3, " ms"),
+            fixed(row["messages_per_token"], 2),
+            fixed(row["channel_cpu_ms_per_token"], 3, " ms"),
+        )
+        for row in result.figures["rows"]
+    ]
+    return markdown(head, rows)
+
+
+def ablation(result: Result) -> str:
+    head = ("without", "tokens/s", "gain of the part (range)", "running at once", "steps")
+    rows = []
+    for row in result.figures["rows"]:
+        gain = row["gain_percent"]
+        low, high = row["gain_percent_range"] or (None, None)
+        cell = "" if gain is None else f"{gain:+d} % ({low:+d} to {high:+d})"
+        name = {"merge step": "mixed batch (merge step)", "pipeline": "async scheduling"}
+        label = name.get(row["without"], row["without"])
+        rows.append((label, fixed(row["tokens_per_s"]), cell, row["at_once"], row["steps"]))
+    return markdown(head, rows)
+
+
+def simulate(result: Result, load: str, *, fairness: bool = False) -> str:
+    """The admission policies under one simulated load: means over the seeds."""
+    head = ["policy", "preempted /100", "tokens/s", "good/s", "refused"]
+    head += ["TTFT p99, s", "TPOT p99, ms", "gap p99, s"]
+    head += ["Jain, tokens", "Jain, fair shares"] if fairness else []
+    rows = []
+    for policy, row in result.figures["loads"][load].items():
+        mean = {key: value["mean"] for key, value in row.items() if isinstance(value, Mapping)}
+        cells = [
+            policy,
+            significant(mean["preempted_100"]),
+            fixed(mean["tokens_s"], 0),
+            fixed(mean["goodput"], 2),
+            fixed(mean["refused_pct"], 0, " %"),
+            significant(mean["ttft_p99"]),
+            fixed(mean["tpot_p99_ms"], 0),
+            significant(mean["gap_p99"]),
+        ]
+        cells += [fixed(mean["jain"], 2), fixed(mean["fairness"], 3)] if fairness else []
+        rows.append(cells)
+    return markdown(head, rows)
+
+
+def real_engine(result: Result) -> str:
+    head = (
+        *("requests/s", "policy", "preempted /100", "tokens computed again", "TTFT p99, s"),
+        *("TPOT p99, ms", "gap p99, s", "good/s", "step, ms"),
+    )
+    rows = [
+        (
+            run["args"]["rate"],
+            f"{policy}, {kind}",
+            significant(row["preempted_100"]),
+            fixed(row["recomputed"], 0),
+            fixed(row["ttft_p99"], 2),
+            fixed(row["tpot_p99_ms"]),
+            fixed(row["gap_p99"], 2),
+            fixed(row["goodput"], 2),
+            fixed(row["step_ms"], 2),
+        )
+        for run in result.runs
+        for policy in run["real"]
+        for kind, row in (("real", run["real"][policy]), ("simulated", run["simulated"][policy]))
+    ]
+    return markdown(head, rows)
+
+
+def gate_latency(result: Result) -> str:
+    names = {"none": "without the gate", "pass": "on admission credit", "ask": "asking the gate"}
+    head = ("path", "TTFT p50", "p95", "added at p50", "median of pairs")
+    rows = [
+        (
+            names[path],
+            fixed(row["p50_ms"], 2, " ms"),
+            fixed(row["p95_ms"], 2, " ms"),
+            signed(row["added_p50_ms"], 2, " ms") if path != "none" else None,
+            signed(row["added_median_of_pairs_ms"], 2, " ms") if path != "none" else None,
+        )
+        for path, row in result.figures["paths"].items()
+    ]
+    return markdown(head, rows)
+
+
+def gate_scale(result: Result) -> str:
+    head = (
+        *("rule", "workers", "requests", "mean waiting", "CPU a request", "of it attempts"),
+        *("one core decides", "offered"),
+    )
+    rows = [_scale_row(row) for row in [*result.figures["rows"], result.figures["million"]]]
+    return markdown(head, rows)
+
+
+def _scale_row(row: Mapping[str, Any]) -> tuple[object, ...]:
+    queued = "" if row["queue"] == "empty" else ", long queue"
+    return (
+        f"{row['rule']}{queued}",
+        fixed(row["workers"], 0),
+        fixed(row["requests"], 0),
+        row["mean_waiting"],
+        fixed(row["us_per_request"] / 1e3, 2, " ms"),
+        fixed(row["tick_us"] / 1e3, 2, " ms"),
+        f"{row['one_core_requests_per_s']:,}/s",
+        f"{row['asked_requests_per_s']:,}/s",
+    )
+
+
+def retry_after(result: Result) -> str:
+    head = (
+        *("load", "refusals", "quoted, p50", "admissible after, p50", "off by, p50"),
+        *("quoted too little", "admitted at the return", "never admitted"),
+    )
+    rows = [
+        (
+            row["load"],
+            row["refusals"],
+            *(fixed(row[f"{key}_p50_s"], 1, " s") for key in ("told", "admissible_after")),
+            fixed(row["off_by_p50_s"], 1, " s"),
+            f"{row['told_too_little_pct']} %",
+            f"{row['admitted_at_return_pct']} %",
+            f"{row['never_admitted_pct']} %",
+        )
+        for row in result.figures["rows"]
+    ]
+    return markdown(head, rows)
+
+
+def predictor(result: Result) -> str:
+    head = ("requests", "predictor", "MAE, tokens", "Kendall tau", "NLL, nats", "0.9 covers")
+    rows = [
+        (
+            world,
+            name,
+            *(fixed(row["all"][key]["mean"], n) for key, n in (("mae", 1), ("tau", 2), ("nll", 3))),
+            fixed(row["all"]["coverage_90"]["mean"], 3),
+        )
+        for world, of_world in result.figures["worlds"].items()
+        for name, row in of_world.items()
+    ]
+    return markdown(head, rows)
