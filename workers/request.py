@@ -5,7 +5,6 @@ No text: a prompt is token ids, and stop strings are kept only for the ingress, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -266,7 +265,7 @@ def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 def _in_range(name: str, value: float, bounds: Bounds) -> None:
     above = bounds.low < value if bounds.open_low else bounds.low <= value
-    if not (math.isfinite(value) and above and value <= bounds.high):
+    if not (above and value <= bounds.high):  # false for NaN, too; an int may exceed any float
         bracket = "(" if bounds.open_low else "["
         message = f"{name} must lie in {bracket}{bounds.low:.10g}, {bounds.high:.10g}]"
         raise RequestError(_MESSAGES.get(name, message), param=name)

@@ -27,6 +27,7 @@ from ray.exceptions import RayActorError
 
 from penstock.deployments.gate import predictor_file
 from penstock.deployments.gate.service import GateService
+from penstock.deployments.gate.status import explain
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
 from penstock.deployments.prediction.predictor import LengthPredictor
@@ -152,7 +153,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         await self._check(context)
-        return self.service.explain(time.monotonic(), min(request.limit or 32, 1000))
+        limit, service = min(request.limit or 32, 1000), self.service
+        return explain(service.gate, service.num_waiting, time.monotonic(), limit)
 
     async def close(self) -> None:
         """End, for tests: Ray kills the process."""

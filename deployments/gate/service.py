@@ -17,8 +17,6 @@ from penstock.deployments.gate.controller import Gate
 from penstock.deployments.gate.counters import GateCounters
 from penstock.deployments.gate.inbox import Inbox, Offered
 from penstock.deployments.gate.learner import GateLearner
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED
-from penstock.deployments.gate.status import explain
 from penstock.deployments.gate.types import (
     Expiry,
     GateRequest,
@@ -31,9 +29,11 @@ from penstock.deployments.gate.wire import (
     features_from,
     refusal_message,
     report_from,
+    request_from,
+    reserved_request_from,
     spec_from,
 )
-from penstock.deployments.prediction.distribution import MAX_LENGTH, NUM_BINS, LengthDistribution
+from penstock.deployments.prediction.distribution import NUM_BINS, LengthDistribution
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -186,10 +186,6 @@ class GateService:
     def figures(self) -> pb.Figures:
         return self.counts.figures(self.epoch, self.num_waiting, self.learner)
 
-    def explain(self, now: float, limit: int) -> pb.ExplainResponse:
-        """The first `limit` waiting requests with their reasons, and the workers' ledgers."""
-        return explain(self.gate, self.num_waiting, now, limit)
-
     def _report(self, message: pb.WorkerReport, now: float) -> None:
         spec = spec_from(message)
         if spec is None:
@@ -241,15 +237,13 @@ class GateService:
             limit = 0  # all of it is in the prompt
         if offered.epoch is not None:
             worker = self._workers.get(offered.epoch)
-            is_held = worker is not None and self.gate.admit_on_credit(
-                request, limit, worker.name, now
-            )
+            name = "" if worker is None else worker.name
+            is_held = self.gate.admit_on_credit(request, limit, name, now)
             return replace(offered, is_held=is_held)
         ticket = self.gate.admit(request, limit, now)
         if ticket is None:
             return offered
-        sent = pb.Ticket(request_id=request.request_id, epoch=ticket.epoch)
-        self._send(offered.ingress).tickets.append(sent)
+        self._send(offered.ingress).tickets.add(request_id=ticket.request_id, epoch=ticket.epoch)
         return replace(offered, epoch=ticket.epoch, is_held=True)
 
     def _offer(self, name: str, offered: Offered, now: float) -> None:
@@ -275,24 +269,10 @@ class GateService:
             self._has_new = True
 
     def _request(self, message: pb.Offer, came_s: float) -> GateRequest:
-        features = message.features
-        prompt, ceiling = features.prompt_tokens, message.ceiling or None
-        if self.setup.admission == "reserve_max":
-            # All that it may need is held from the beginning, as if it were the prompt.
-            longest = features.max_tokens if features.HasField("max_tokens") else MAX_LENGTH
-            whole = min(prompt + longest, ceiling or UNBOUNDED)
-            size = max((each.spec.block_size for each in self.gate.ledgers.values()), default=16)
-            prompt = ceiling = -(-whole // size) * size
-        deadline = came_s + message.remaining_s if message.HasField("remaining_s") else None
-        return GateRequest(
-            message.request_id,
-            prompt,
-            features.tenant,
-            message.priority,
-            deadline,
-            ceiling,
-            tuple(message.prefix),
-        )
+        if self.setup.admission != "reserve_max":
+            return request_from(message, came_s)
+        sizes = [each.spec.block_size for each in self.gate.ledgers.values()]
+        return reserved_request_from(message, came_s, max(sizes, default=16))
 
     def _distributions(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         distribution, holding = self.learner.predictor.predict_both(features)
@@ -306,8 +286,7 @@ class GateService:
         if isinstance(outcome, Ticket):
             counts.admits(outcome)
             if ingress is not None:
-                ticket = pb.Ticket(request_id=name, epoch=outcome.epoch)
-                self._send(ingress).tickets.append(ticket)
+                self._send(ingress).tickets.add(request_id=name, epoch=outcome.epoch)
             return
         self._owners.pop(name, None)
         self.learner.ended(name)

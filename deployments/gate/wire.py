@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.deployments.gate.types import Refusal, Report, Running, Wait, WorkerSpec
+from penstock.deployments.gate.sampled_forecast import UNBOUNDED
+from penstock.deployments.gate.types import (
+    GateRequest,
+    Refusal,
+    Report,
+    Running,
+    Wait,
+    WorkerSpec,
+)
+from penstock.deployments.prediction.distribution import MAX_LENGTH
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.text_digest import TextDigest
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -46,6 +55,29 @@ def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
         block_size=report.block_size,
         slots=report.max_num_seqs,
     )
+
+
+def request_from(message: pb.Offer, came_s: float) -> GateRequest:
+    """The request of an offer that arrived at `came_s`. Raises ValueError for an invalid one."""
+    deadline = came_s + message.remaining_s if message.HasField("remaining_s") else None
+    return GateRequest(
+        message.request_id,
+        message.features.prompt_tokens,
+        message.features.tenant,
+        message.priority,
+        deadline,
+        message.ceiling or None,
+        tuple(message.prefix),
+    )
+
+
+def reserved_request_from(message: pb.Offer, came_s: float, block_size: int) -> GateRequest:
+    """The same for `reserve_max`: all tokens that it may need count as its prompt."""
+    features, request = message.features, request_from(message, came_s)
+    longest = features.max_tokens if features.HasField("max_tokens") else MAX_LENGTH
+    whole = min(request.prompt_tokens + longest, request.ceiling or UNBOUNDED)
+    reserved = -(-whole // block_size) * block_size
+    return replace(request, prompt_tokens=reserved, ceiling=reserved)
 
 
 def report_from(message: pb.WorkerReport) -> Report:
