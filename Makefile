@@ -43,3 +43,4 @@ protos: setup
 
 docs: setup
 	@$(BIN)/python -m tools.generate_reference
+	@$(BIN)/python -m tools.render_results
