@@ -1,4 +1,4 @@
-"""The ingress's CPU time per streamed token over HTTP and gRPC, with no model and no Ray beside it.
+"""The ingress's CPU time per streamed token over HTTP and gRPC, with no model and no Ray.
 
 Three processes: a worker's channel whose engine makes one token a stream every `--step-ms`, the
 ingress (pool, request core and both listeners, as in production), and the client, this one. Paced,

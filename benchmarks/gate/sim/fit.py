@@ -95,7 +95,7 @@ def fit(rows: Any) -> Fitted:
 
 
 def _non_negative(a: Any, b: Any) -> Any:
-    """Least squares with no coefficient below 0: whoever wants to be, is dropped."""
+    """Least squares with no coefficient below 0: terms that would be are dropped."""
     active = list(range(a.shape[1]))
     while True:
         part = np.linalg.lstsq(a[:, active], b, rcond=None)[0]

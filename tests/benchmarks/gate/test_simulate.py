@@ -109,7 +109,7 @@ class StepByStep(SimWorker):
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(sorted(POLICIES)))
 def test_each_request_ends_once_and_blocks_suffice(seed, policy):
-    """Whatever the policy: nobody is lost, nothing leaks (the worker asserts its pool itself)."""
+    """Under every policy no request is lost and no block leaks (the worker asserts its pool)."""
     rng = np.random.default_rng(seed)
     at = np.cumsum(rng.exponential(0.2, 30)).tolist()
     jobs = [

@@ -36,7 +36,7 @@ def at_risk(learner):
 
 
 def test_running_answers_are_learnt_from_once():
-    """One hears of every step, the other of the end alone: they have counted the same."""
+    """One gets every step, the other only the end: both have counted the same."""
     often, once = GateLearner(LengthPredictor()), GateLearner(LengthPredictor())
     for learner in (often, once):
         learner.watch("a", FEATURES)

@@ -15,7 +15,7 @@ from penstock.deployments.gate.retry_after import (
 
 
 def life(frees_after, rounds=600):
-    """Refused ones that are told 10 s and would be let in `frees_after(n)` seconds later."""
+    """Refused requests: Retry-After is 10 s; each would be admitted after `frees_after(n)` s."""
     frees = {}
     returns = RetryAfterModel(lambda entry, now: 0.0 if now >= frees[id(entry)] else 99.0)
     held = []

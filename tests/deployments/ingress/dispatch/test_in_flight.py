@@ -22,7 +22,7 @@ FIRST = FirstTokenTimes(0.0, 0.0)
 
 
 class Driven:
-    """A pool with one link that nobody has connected; `step` is what its worker would send."""
+    """A pool with one link that is not connected; `step` is what its worker would send."""
 
     def __init__(self, num_calls: int):
         self.pool = WorkerPool("test")
@@ -46,7 +46,7 @@ class Driven:
         times = FIRST if token_id == 0 else None
         deltas = {n: Delta("", [token_id], finish, times=times) for n in self.told}
         self.link._take_step(step_message(deltas))
-        for _ in range(5):  # turns of the loop, in which whoever was woken reads
+        for _ in range(5):  # turns of the loop, in which woken readers read
             await asyncio.sleep(0)
 
     def counts(self) -> set[int]:
@@ -62,7 +62,7 @@ class Driven:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits so long: what is held is held until a last token comes."""
+    """The timer never fires here: deltas are held until a last token comes."""
     monkeypatch.setattr(in_flight, "GATHER_S", 3600.0)
     monkeypatch.setattr(in_flight, "MESSAGES_PER_S", 0.001)
 

@@ -122,7 +122,7 @@ async def collect(pool: WorkerPool, asked: Request) -> tuple[list[int], Delta]:
 
 
 def alone(model: Any, asked: Request) -> list[int]:
-    """The ids of a request that an engine runs with nothing beside it."""
+    """The ids of a request that an engine runs alone."""
     engine = Engine(CONFIG, model)
     engine.add(asked)
     ids: list[int] = []
@@ -454,7 +454,7 @@ def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, 
                 else:
                     assert reason in said.rejection.reason
                     assert await heard(connection) is None
-        async with pool_of(nodes[0]) as pool:  # and nobody else is the worse for it
+        async with pool_of(nodes[0]) as pool:  # and no other connection suffers
             return await collect(pool, request(1))
 
     _, last = run(scenario())
