@@ -1,7 +1,7 @@
 """/openapi.json: what the routes take and give, with every bound that the server enforces.
 
 The bounds are those of the request core and of `SamplingParams.check`, which enforce them for all
-front ends; they are only stated here. Knows nothing of HTTP.
+front ends; they are only stated here.
 """
 
 from __future__ import annotations
