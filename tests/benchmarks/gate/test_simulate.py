@@ -162,7 +162,7 @@ def test_who_knows_the_lengths_never_preempts_and_who_does_not_does():
     assert sum(each.num_preemptions for each in jobs) > 0
 
 
-def test_the_predictor_is_told_lengths_only_when_they_are_over():
+def test_the_predictor_gets_lengths_only_when_they_are_over():
     jobs, small = crowded(20)
     rule = Gated([SimWorker(0, small)])
     told = []

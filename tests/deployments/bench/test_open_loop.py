@@ -254,7 +254,7 @@ def test_max_concurrency_is_kept_and_timeouts_are_sent():
     asyncio.run(run())
 
 
-def test_the_server_is_told_the_true_length_only_when_asked():
+def test_the_server_gets_the_true_length_only_when_asked():
     jobs = [Job(0.0, 10, n) for n in (3, 20, 7)]
 
     def sent(ending: str, max_tokens: int | None = None, length: int | None = None) -> list[Any]:

@@ -31,7 +31,7 @@ def life(frees_after, rounds=600):
     return returns.factor, held[rounds // 2 :]
 
 
-def test_what_is_told_comes_to_be_right():
+def test_retry_after_becomes_accurate():
     factor, _ = life(lambda n: 4.0)
     assert math.isclose(factor, 0.4, rel_tol=0.15)
     factor, held = life(lambda n: 1.0 + n % 20)  # 1 to 20 s, alike

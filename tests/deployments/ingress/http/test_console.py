@@ -136,7 +136,7 @@ def answer_of(page):
     return page.text_content(".assistant >> nth=-1 >> .text")
 
 
-def test_every_file_is_served_to_everybody_and_names_no_other_host():
+def test_every_file_is_served_without_a_key_and_names_no_other_host():
     names = [API_PAGE.name, *(name for name, _ in FILES.values())]
     assert sorted(names) == sorted(p.name for p in FOLDER.iterdir())
     backend = ScriptedBackend([5], FinishReason.STOP)
