@@ -1,4 +1,4 @@
-"""Writes the Python code of every .proto under this folder, beside it: `python protos/generate.py`.
+"""Generates the Python code of every .proto in this folder, in place: `python protos/generate.py`.
 
 With --check nothing is written; the exit status is 1 if what is there is out of date.
 protoc names imports after the proto's own path (`penstock.v1`); ours live under `penstock.protos`,

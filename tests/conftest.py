@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Two spinning OpenMP threads a process make everything slow as soon as anything else runs beside.
+# Two spinning OpenMP threads a process slow the whole machine as soon as another process runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Ray reads these once, when it is first imported. Its ports are open on every interface: a token
-# keeps others out. Replicas run at nice 15 unless told otherwise.
+# keeps others out. Replicas run at nice 15 by default.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

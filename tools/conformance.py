@@ -1,4 +1,4 @@
-"""Judges that nobody here wrote, against a live server: clients, a property tester, a linter.
+"""Third-party judges against a live server: clients, a property tester, a linter.
 
 Each judge runs in a process of its own and says pass, FAIL with its last words, or what is missing
 to run it. Exit status 1 if one failed.

@@ -114,7 +114,7 @@ def signed(value: float | None, digits: int = 1, unit: str = "") -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Rounded to so many significant digits; integers above that keep all of theirs."""
+    """Rounded to that number of significant digits; integers above that keep all of theirs."""
     if value == 0:
         return "0"
     whole = len(str(int(abs(value))))

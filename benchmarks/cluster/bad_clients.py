@@ -19,7 +19,7 @@ from penstock.deployments.client import AsyncClient, ClientError
 
 NUM_SLOTS = 16
 PROMPT_LEN = 24
-LONG = 1800  # tokens of an answer that nobody waits for
+LONG = 1800  # tokens of an answer that no client waits for
 OFTEN_S = 0.05  # between clients that come and go: more than all that the neighbours ask for
 SELDOM_S = 0.5
 WATCH_S = 3.0  # to see what the worker does for one
@@ -38,7 +38,7 @@ class Server:
         self.rng = np.random.default_rng(0)
 
     def prompt(self) -> list[int]:
-        """Ids that nobody has sent before: the prefix cache has nothing to give."""
+        """Ids of a new prompt: no hit in the prefix cache."""
         return [int(n) for n in self.rng.integers(3, 2000, size=PROMPT_LEN)]
 
     async def worker(self) -> dict[str, int]:

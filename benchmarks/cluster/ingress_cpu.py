@@ -1,4 +1,4 @@
-"""The ingress's CPU time per streamed token over HTTP and gRPC, with no model and no Ray beside it.
+"""The ingress's CPU time per streamed token over HTTP and gRPC, with no model and no Ray.
 
 Three processes: a worker's channel whose engine makes one token a stream every `--step-ms`, the
 ingress (pool, request core and both listeners, as in production), and the client, this one. Paced,
@@ -34,8 +34,8 @@ from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import target_of
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
-from penstock.deployments.ingress.grpc import server as grpc_ingress
-from penstock.deployments.ingress.http import app as http_ingress
+from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.http.app import build_app
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
@@ -114,10 +114,10 @@ async def _ingress(pipe: Connection, worker: WorkerInfo, profile: str | None) ->
         max_model_len=MAX_MODEL_LEN,
     )
     listener = socket.create_server(("127.0.0.1", 0))
-    app = http_ingress.build_app(core)
+    app = build_app(core)
     http = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
-    over_grpc = await grpc_ingress.start_server(core, "127.0.0.1:0")
+    over_grpc = await start_server(core, "127.0.0.1:0")
     while not (http.started and pool.ready()):
         await asyncio.sleep(0.01)
     ports = listener.getsockname()[1], over_grpc.port

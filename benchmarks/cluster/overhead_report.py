@@ -1,4 +1,4 @@
-"""What path_overhead.py measured, summed up as a table. Knows nothing of how it was measured."""
+"""The figures of overhead.py, summed up as a table."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ async def measure_company(server: Server, args: argparse.Namespace) -> dict[str,
 
 
 async def hold_slots(server: Server, client: AsyncClient, num: int) -> list[Any]:
-    """So many streams that have begun and stay."""
+    """`num` streams that have begun and stay."""
     streams = [client.generate(server.prompt(), max_tokens=LONG, **GREEDY) for _ in range(num)]
     for stream in streams:
         await anext(stream)
@@ -122,11 +122,11 @@ async def release(streams: list[Any]) -> None:
 
 
 async def measure_release(server: Server, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds from a disconnect to the first token of whoever waited for that slot."""
+    """Seconds from a disconnect to the first token of the request that waited for that slot."""
 
     async def leave_grpc(client: AsyncClient) -> Callable[[], Awaitable[None]]:
         [stream] = await hold_slots(server, client, 1)
-        return stream.aclose  # type: ignore[no-any-return]
+        return stream.aclose
 
     async def leave_http(goodbye: bool) -> Callable[[], Awaitable[None]]:
         sock = await server.open_http(LONG)

@@ -1,6 +1,6 @@
 """The engine with nothing around it, for benchmarks, and a model of half a billion parameters.
 
-Knows nothing of servers: what stands beside it in a comparison is for whoever compares.
+The caller runs the servers that it is compared with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine alone, without a server: tokens a second beside transformers and vLLM, and quality of
+"""The engine alone, without a server: tokens a second next to transformers and vLLM, and quality of
 formats.
 
 Imported by nothing outside benchmarks.

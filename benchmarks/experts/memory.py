@@ -50,16 +50,20 @@ def memory() -> dict[str, Any]:
 def _children(folder: Path, manifest: str) -> list[dict[str, float]]:
     """Two processes at once: each says when it is ready, and reads its memory when both are."""
     command = [sys.executable, "-m", "benchmarks.experts.memory", "--child", str(folder), manifest]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    both = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     found = []
     for child in both:
-        assert child.stdout.readline() == "ready\n"
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
     for child in both:
+        assert child.stdin is not None and child.stdout is not None
         child.stdin.write("measure\n")
         child.stdin.flush()
         found.append(json.loads(child.stdout.readline()))
     for child in both:
+        assert child.stdin is not None
         child.stdin.close()
         child.wait()
     return found

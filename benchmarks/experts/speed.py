@@ -62,9 +62,9 @@ class Decoding:
 
     def add(self, weights: str, manifest: Manifest, modes: Modes) -> None:
         """One engine without a cache, one that keeps nothing, and each of `modes` by size."""
-        common = {"manifest": manifest, "bytes_per_s": self.bytes_per_s}
+        common: dict[str, Any] = {"manifest": manifest, "bytes_per_s": self.bytes_per_s}
         self._start("no cache of experts", weights, 100, None)
-        nothing = ExpertSettings(num_slots=4, prefetch=False, **common)  # type: ignore[arg-type]
+        nothing = ExpertSettings(num_slots=4, prefetch=False, **common)
         self._start(DEMAND, weights, 0, nothing)
         for percent in self.args.percent:
             num_slots = max(1, round(manifest.num_all * percent / 100))
@@ -121,7 +121,9 @@ def prompt_times(
                 bytes_per_s=bytes_per_s,
             )
             engines[name] = make_engine(args.weights, settings)
-        engines["on demand"].model.routed.predictor = None  # type: ignore[union-attr]
+        routed = engines["on demand"].model.routed
+        assert routed is not None
+        routed.predictor = None
         for _ in range(args.prompts + 1):
             for name, engine in engines.items():
                 empty(engine)

@@ -45,7 +45,7 @@ PAUSE_S = 0.1  # what one path leaves to do is done before the next is timed: th
 
 
 class NoCredits(Credits):
-    """So that everybody asks."""
+    """No credits, so that every request asks the gate."""
 
     def take(self, *_: Any) -> None:
         """None is taken."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -29,6 +30,8 @@ from penstock.deployments.gate.types import (
 )
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.hazards import length_prior
+
+Answer = TypeVar("Answer")
 
 NUMBERS = (1, 10, 100, 1000)
 CAPACITY = 16_384  # tokens of a worker: some 30 answers
@@ -105,7 +108,7 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
     now, report_at, turn = 0.0, 0.0, 0
     spent = [0.0]  # seconds, at the end of each tenth
 
-    def timed(name: str, call, *args):  # type: ignore[no-untyped-def]
+    def timed(name: str, call: Callable[..., Answer], *args: object) -> Answer:
         start = time.thread_time()
         answer = call(*args)
         parts[name] += time.thread_time() - start

@@ -170,7 +170,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, help="for each worker (default: the load's own)")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument(
-        "--longest-wait", type=float, help="seconds; the gate refuses whoever would wait longer"
+        "--longest-wait",
+        type=float,
+        help="seconds; the gate refuses requests that would wait longer",
     )
     parser.add_argument("--pace", type=float, default=1.0, help="times the load's own rate")
     parser.add_argument("--gpu", choices=GPUS, help="another machine than the load's own")

@@ -63,7 +63,7 @@ def admission_of(name: str, engine: Engine, max_tokens: int) -> Admission:
 
 
 class Optimistic:
-    """Everybody at once; the engine preempts."""
+    """Admits every request at once; the engine preempts."""
 
     def __init__(self) -> None:
         self._waiting: deque[Held] = deque()

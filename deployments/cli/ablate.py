@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from penstock.deployments.bench import report as bench_report
+from penstock.deployments.bench import report
 from penstock.deployments.bench.ablation import Call, Recipe, Run, ablate, parts_of, pool_gb
 from penstock.deployments.bench.load import WORDS, Job
 from penstock.deployments.cli.bench import compute_of, jobs_of, plain
@@ -74,7 +74,7 @@ def run_ablate(args: argparse.Namespace) -> int:
     if args.json is not None:
         content = {"args": plain(args), "threads": threads, "max_tokens": max_tokens}
         found = {name: [asdict(run) for run in each] for name, each in runs.items()}
-        bench_report.write_json(args.json, {**content, "runs": found})
+        report.write_json(args.json, {**content, "runs": found})
     return 0
 
 

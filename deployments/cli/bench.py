@@ -17,8 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from penstock.deployments.bench import open_loop as bench_serve
-from penstock.deployments.bench import report as bench_report
+from penstock.deployments.bench import open_loop, report
 from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job, Lengths, make_jobs, read_trace
 from penstock.deployments.bench.targets import Target, TargetError, target_of
@@ -35,7 +34,7 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
     if args.chat and args.prompts == "ids":
         raise ConfigError("--prompts ids works with completions only; drop it, or --chat")
     _extra_body(args)
-    bench_report.check_plot(args.plot)
+    report.check_plot(args.plot)
     jobs = jobs_of(args)
     began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     try:
@@ -43,13 +42,13 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
     except TargetError as error:
         raise RuntimeError(f"{args.url}: {error}") from None
     figures = figures_of(outcomes, Slo(args.slo_ttft_ms, args.slo_tpot_ms))
-    print(bench_report.table(figures))
+    print(report.table(figures))
     if args.json is not None:
         content = {"began": began, "model": model, "args": plain(args), "figures": figures}
-        rows = bench_report.request_rows(outcomes)
-        bench_report.write_json(args.json, {**content, "requests": rows})
+        rows = report.request_rows(outcomes)
+        report.write_json(args.json, {**content, "requests": rows})
     if args.plot is not None:
-        bench_report.plot(args.plot, outcomes, f"{model} at {args.url}")
+        report.plot(args.plot, outcomes, f"{model} at {args.url}")
     return 1 if figures["num_completed"] == 0 else 0
 
 
@@ -70,10 +69,10 @@ async def _serve_jobs(
         model = await target.model()
         is_exact = args.prompts == "ids"
         if args.skip_too_long:
-            jobs = bench_serve.fitting(jobs, model, is_exact=is_exact)
+            jobs = open_loop.fitting(jobs, model, is_exact=is_exact)
         if not jobs:
             raise ConfigError("no request is left to send")
-        calls = bench_serve.make_calls(
+        calls = open_loop.make_calls(
             jobs,
             await _prompt_maker(args, target, model.vocab_size),
             model,
@@ -88,12 +87,12 @@ async def _serve_jobs(
 
 
 async def _run_calls(
-    args: argparse.Namespace, target: Target, calls: list[bench_serve.BenchCall]
+    args: argparse.Namespace, target: Target, calls: list[open_loop.BenchCall]
 ) -> list[Outcome]:
-    progress = bench_serve.Progress()
+    progress = open_loop.Progress()
     showing = asyncio.ensure_future(_show(progress, len(calls), hidden=args.no_progress))
     try:
-        return await bench_serve.run_load(
+        return await open_loop.run_load(
             target,
             calls,
             max_concurrency=args.max_concurrency,
@@ -108,12 +107,12 @@ async def _run_calls(
 
 async def _prompt_maker(args: argparse.Namespace, target: Target, vocab_size: int | None) -> Any:
     if args.prompts == "words":
-        return (await bench_serve.calibrate(target, args.seed)).make
+        return (await open_loop.calibrate(target, args.seed)).make
     limit = args.vocab_size or vocab_size or LEAST_VOCABULARY
     return lambda num_tokens, rng: [int(n) for n in rng.integers(limit, size=num_tokens)]
 
 
-async def _show(progress: bench_serve.Progress, total: int, *, hidden: bool) -> None:
+async def _show(progress: open_loop.Progress, total: int, *, hidden: bool) -> None:
     """Draw the bar a few times a second; once per chunk would cost the client CPU time."""
     with tqdm(total=total, unit="req", disable=hidden or None, dynamic_ncols=True) as bar:
         try:
@@ -124,7 +123,7 @@ async def _show(progress: bench_serve.Progress, total: int, *, hidden: bool) -> 
             _draw(bar, progress)
 
 
-def _draw(bar: Any, progress: bench_serve.Progress) -> None:
+def _draw(bar: Any, progress: open_loop.Progress) -> None:
     under_way = progress.num_sent - progress.num_done
     bar.set_postfix(
         under_way=under_way,
@@ -173,11 +172,11 @@ def run_offline(args: argparse.Namespace) -> int:
     total = sum(job.output_tokens for job in jobs)
     with tqdm(total=total, unit="tok", disable=args.no_progress or None) as bar:
         outcomes, figures = drain_all(engine, jobs, seed=args.seed, on_step=bar.update)
-    print(bench_report.table(figures))
+    print(report.table(figures))
     if args.json is not None:
         content = {"args": plain(args), "threads": threads, "figures": figures}
-        rows = bench_report.request_rows(outcomes)
-        bench_report.write_json(args.json, {**content, "requests": rows})
+        rows = report.request_rows(outcomes)
+        report.write_json(args.json, {**content, "requests": rows})
     return 0
 
 

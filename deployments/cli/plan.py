@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.deployments.bench import report as bench_report
+from penstock.deployments.bench import report
 from penstock.deployments.cli import plan_report
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.errors import ConfigError
@@ -161,7 +161,7 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     """`penstock plan`; the exit status. Raises ConfigError."""
-    bench_report.check_plot(args.plot)
+    report.check_plot(args.plot)
     model = _model(args.model)
     context = args.context or min(DEFAULT_CONTEXT, model.max_position_embeddings)
     if context > model.max_position_embeddings:
@@ -190,7 +190,7 @@ def run_plan(args: argparse.Namespace) -> int:
             for device in devices
         ]
         content = {"model": args.model, "parameters": total, "context": context, "devices": found}
-        bench_report.write_json(args.json, content)
+        report.write_json(args.json, content)
     if args.plot is not None:
         plan_report.plot(args.plot, rooflines, context, model.max_position_embeddings, args.model)
     return 0

@@ -1,4 +1,4 @@
-"""What the Python client takes and gives, and how that looks in protobuf. Knows no transport."""
+"""Arguments and results of the Python client, and their conversion to and from protobuf."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]  # role, content; also tool_calls, tool_call_id, rea
 
 
 class Sampling(TypedDict, total=False):
-    """How to sample and when to stop; what is left out takes the server's default."""
+    """How to sample and when to stop; a missing key takes the server's default."""
 
     temperature: float
     top_k: int
@@ -74,7 +74,7 @@ class Sampling(TypedDict, total=False):
 
 
 class Tool(TypedDict, total=False):
-    """A function that the model may call. `parameters`: a JSON schema, as text or as data."""
+    """A function that the model may call. `parameters`: a JSON schema, as text or as a mapping."""
 
     name: Required[str]
     description: str
@@ -189,14 +189,14 @@ class Model:
     has_chat_template: bool
 
 
-_BESIDE_SAMPLING = (
+_NOT_SAMPLING = (
     *("n", "truncate_prompt_tokens", "echo", "return_timings", "priority"),
     *("tools", "tool_choice", "parallel_tool_calls"),
 )
 
 
 def sampling_fields(given: Sampling) -> dict[str, Any]:
-    """What `given` says, as fields of a request."""
+    """`given` as fields of a request message."""
     fields: dict[str, Any] = dict(given)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
@@ -210,8 +210,8 @@ def sampling_fields(given: Sampling) -> dict[str, Any]:
         mode = _MODES.get(fields["tool_choice"])
         chosen = {"function": fields["tool_choice"]} if mode is None else {"mode": mode}
         fields["tool_choice"] = pb.ToolChoice(**chosen)
-    beside = {name: fields.pop(name) for name in _BESIDE_SAMPLING if name in fields}
-    return {"sampling": pb.SamplingParams(**fields), **beside}
+    others = {name: fields.pop(name) for name in _NOT_SAMPLING if name in fields}
+    return {"sampling": pb.SamplingParams(**fields), **others}
 
 
 def message_of(message: Message) -> pb.Message:

@@ -70,7 +70,7 @@ class GaussianForecast:
         )
 
     def fits_after(self, candidate: Candidate) -> int | None:
-        """Steps until the candidate may join if nobody else does, a horizon; None: never."""
+        """Steps until the candidate may join if no other does: one of HORIZONS; None: never."""
         if candidate.longest > self.capacity:
             return None
         if self.admits(candidate):

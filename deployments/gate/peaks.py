@@ -53,7 +53,7 @@ class PeakIndex:
 
         used [c], remaining [c, samples], after [c] -> [c, samples]. Ends up to the candidate's own
         find it there, with `used` and a token a step; later ends do not know of it; and its own end
-        is a new place where the peak may be. If it only comes `after` so many steps, it does not
+        is a new place where the peak may be. If it only comes `after` that many steps, it does not
         meet what has ended by then, and the peaks are those from there on; -1: it comes now. One
         pass over [c, n, samples], nothing is sorted.
         """
@@ -75,7 +75,7 @@ class PeakIndex:
         return peaks
 
     def num_after(self, steps: Ints) -> Ints:
-        """steps [c] -> [c, samples] answers that are still there when so many are over."""
+        """steps [c] -> [c, samples] answers that still run after that many steps."""
         return np.count_nonzero(self.ends > steps[:, None, None], axis=1)
 
 

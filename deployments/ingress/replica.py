@@ -29,8 +29,8 @@ from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
-from penstock.deployments.ingress.grpc import server as grpc_ingress
-from penstock.deployments.ingress.http import app as http_ingress
+from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
@@ -79,7 +79,7 @@ async def open_listeners(
     """
     core = await _request_core(config, pool, gate)
     api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
-    app = http_ingress.build_app(
+    app = build_app(
         core,
         api_keys=api_keys,
         workers=lambda: view().workers,
@@ -98,9 +98,7 @@ async def open_listeners(
     )
     listener = _listen(config.host, config.http_port)
     http_task = asyncio.ensure_future(http.serve(sockets=[listener]))
-    grpc = await grpc_ingress.start_server(
-        core, config.address(config.grpc_port), api_keys=api_keys
-    )
+    grpc = await start_server(core, config.address(config.grpc_port), api_keys=api_keys)
     metrics = None
     if config.metrics_port:
         collector = PenstockCollector(core.metrics, lambda: view().workers, gate)

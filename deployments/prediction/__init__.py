@@ -1,5 +1,5 @@
 """Answer lengths, learnt online: a distribution of the remaining length for each request. Pure.
 
-Imported by gate/ and by benchmarks.
+Imported by gate/, bench/, ingress/core (its features) and benchmarks.
 Begin with predictor.py, then distribution.py.
 """

@@ -106,7 +106,11 @@ def _hit(
     is_end: bool,
     goes_on: bool,
 ) -> float:
-    """Whether the quantile held (0..1); `goes_on`: how likely that is, given so many tokens."""
+    """How far the quantile held, 0 to 1.
+
+    An ended answer gives 1 or 0 (a fraction at the bound itself); an answer of `length` tokens that
+    `goes_on` gives the probability that it will end within the bound.
+    """
     if not is_end:
         if not goes_on or length >= bound:
             return 0.0

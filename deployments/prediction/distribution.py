@@ -200,7 +200,7 @@ class StackedDistributions:
 
 
 def stack(distributions: Sequence[LengthDistribution]) -> StackedDistributions:
-    """Laws side by side; what they have generated is told at each question instead."""
+    """Several distributions as one table; each query passes the tokens generated so far."""
     limits = [MAX_LENGTH if each.max_tokens is None else each.max_tokens for each in distributions]
     table = np.array([each.cumulative for each in distributions])
     table = table.reshape(len(distributions), NUM_BINS + 1)

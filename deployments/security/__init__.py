@@ -1,5 +1,5 @@
 """Who may call: API keys and client ids.
 
-Imported by config.py and ingress/.
+Imported by ingress/http and ingress/grpc.
 Begin with api_keys.py.
 """

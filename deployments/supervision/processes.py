@@ -1,4 +1,4 @@
-"""Ends the processes below this one, also where Ray does not."""
+"""Finds and ends child processes, also those that Ray leaves running."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import psutil
 
-KILLED_S = 5.0  # until a killed process is gone, on a machine that is busy
+KILLED_S = 5.0  # how long a killed process may take to end on a busy machine
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, parents first."""
+    """All descendants of `pid`, parents first."""
     try:
         return [each.pid for each in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -14,8 +14,8 @@ SEEN_ON = "2.60"  # the version of Ray for which all of this was found to be nee
 def driver_environment() -> dict[str, str]:
     """Environment variables that the process which starts Ray needs, before Ray is imported.
 
-    `RAY_worker_niceness` is internal: Ray starts its workers at nice 15, which puts replicas behind
-    every other process of the machine. Look for a documented setting, or another default.
+    `RAY_worker_niceness` is internal: Ray starts its workers at nice 15, so every other process of
+    the machine takes precedence over replicas. Look for a documented setting, or another default.
     """
     return {
         "RAY_worker_niceness": "0",

@@ -43,7 +43,7 @@ class NativeWeight:
 
 
 def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight | None:
-    """None without the library, or if the int32 sum of so many inputs could overflow."""
+    """None without the library, or if the int32 sum over all inputs could overflow."""
     lib = native.library() if quantized.codes.is_cpu else None
     if lib is None or (quantized.format == "int8" and quantized.in_features > _MAX_DEPTH):
         return None

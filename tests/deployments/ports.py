@@ -11,7 +11,7 @@ PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that nobody is given unasked."""
+    """A port that is free now and that the system does not assign by itself."""
     for port in random.SystemRandom().sample(PORTS, 100):
         try:
             with socket.create_server(("127.0.0.1", port)):

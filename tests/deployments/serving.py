@@ -108,7 +108,7 @@ class EngineBackend:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: whoever asked has gone
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the client has gone
             self._loop.call_soon_threadsafe(self._hand_out, deltas)
 
     def _hand_out(self, deltas: list[Delta]) -> None:

@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine: sharing, killing, healing, and nothing left behind.
+"""A real Ray cluster on this machine: sharing, killing, healing, and a clean end.
 
 Each oracle is the same request run alone on the same cluster, before anything was killed.
 """
@@ -166,7 +166,7 @@ def open_ports(pid: int) -> list[str]:
 
 
 def test_the_hostile_corpus_restarts_nobody(cluster, config):
-    """By every front end, while good requests beside it are answered as they are alone."""
+    """By every front end, while concurrent good requests are answered as they are alone."""
     await_view(cluster, is_idle, 20)
     before = pids_of(cluster.view())
     addresses = f"http://127.0.0.1:{config.http_port}", f"127.0.0.1:{config.grpc_port}"
@@ -195,7 +195,7 @@ def test_a_killed_worker_costs_its_own_requests_only_and_is_replaced(cluster, co
                 await event.wait()
             os.kill(victim, signal.SIGKILL)
             killed_s = time.monotonic()
-            # Nothing of these is emitted yet, so nobody may notice.
+            # Nothing of these is emitted yet, so no client may notice.
             late = [asyncio.ensure_future(generate(client, 50 + n, 8)) for n in range(4)]
             ended_s = {}
             for n, task in enumerate(running):
@@ -264,7 +264,7 @@ def test_a_killed_registry_comes_back_and_requests_go_on_meanwhile(cluster, conf
     assert answers
     assert all(answer == (alone, None) for answer in answers)
     await_view(cluster, lambda view: is_whole(view) and view.pid != registry, 30)
-    assert sorted(finished(cluster.view())) == workers  # nobody was restarted for it
+    assert sorted(finished(cluster.view())) == workers  # no worker was restarted for it
 
 
 def test_a_thousand_requests_with_cancels_and_disconnects_leave_no_block_behind(

@@ -16,7 +16,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 @pytest.fixture
 def starts(monkeypatch):
-    """Replaces `ray.init`: leaves a process behind each time, and fails `num_failures` times."""
+    """Replaces `ray.init`: leaves a process running each time, and fails `num_failures` times."""
     begun = []
 
     def of(num_failures, error):

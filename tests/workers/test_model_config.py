@@ -32,7 +32,7 @@ def config_of(folder: Path, **changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_every_family_is_told_apart_by_its_config_alone(architecture: str):
+def test_every_family_is_recognised_by_its_config_alone(architecture: str):
     name = MODEL_TYPES[architecture]
     config = ModelConfig.from_pretrained(make_checkpoint(name))
     assert (config.architecture, config.model_type) == (architecture, name)

@@ -1,5 +1,5 @@
 """The loop: schedule a step, run it, commit its tokens.
 
-Imported by worker.py, and by benchmarks and tests without any server.
+Imported by worker.py, calibrate.py, the command line, and by benchmarks without any server.
 Begin with engine.py; thread.py runs it, build.py makes its parts.
 """

@@ -20,7 +20,7 @@ LATE = "the deadline of this request has passed"
 class CheckedRequest:
     """What the engine needs to know of a valid request."""
 
-    max_total_tokens: int  # prompt and answer may have so many together
+    max_total_tokens: int  # of prompt and answer together
     context: Context  # which earlier tokens each of its tokens sees
     moe_mode: str
 

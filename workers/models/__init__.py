@@ -1,5 +1,5 @@
 """The decoder: one configurable transformer for all supported families.
 
-Imported by execution/, engine/, worker.py, the expert store and the command line.
+Imported by execution/, engine/, calibrate.py, the expert store and the command line.
 Begin with decoder.py, then layers.py; loader.py builds it from a checkpoint.
 """

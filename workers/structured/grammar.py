@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from penstock.workers.request import RequestError
-from penstock.workers.structured import trial as grammar_check
+from penstock.workers.structured import trial
 from penstock.workers.structured.sandbox import Helper, HelperFailed
 from penstock.workers.structured_spec import StructuredSpec
 
@@ -127,11 +127,9 @@ class GrammarCompiler:
         verdict = self._known(spec) or self._tried(spec)
         if "error" in verdict:
             raise RequestError(f"{spec.param}: {verdict['error']}", param=spec.param)
-        matcher = LLMatcher(
-            tokenizer, verdict["grammar"], log_level=0, limits=grammar_check.limits()
-        )
+        matcher = LLMatcher(tokenizer, verdict["grammar"], log_level=0, limits=trial.limits())
         # The first mask, the most expensive one, is also computed here, not on the engine's thread.
-        found = grammar_check.problem(matcher)
+        found = trial.problem(matcher)
         if found is not None:
             raise RequestError(f"{spec.param}: {found}", param=spec.param)
         made = GrammarMatcher(matcher, self._eos, spec.param)

@@ -1,5 +1,5 @@
 """Tokens and text: tokenizer, detokenizer, chat template, reasoning marks. No torch.
 
-Imported by the ingress, worker.py, the benchmarks and the command line.
+Imported by the ingress, engine/, config.py of the deployments and the command line.
 Begin with tokenizer.py.
 """

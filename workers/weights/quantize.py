@@ -156,7 +156,7 @@ def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], obj
     """Write the checkpoint of `plan` into the new folder `out`.
 
     `on_bytes` is called with the number of source bytes after each tensor. Raises ConfigError if
-    `out` exists or the disk is too small; on any error, nothing is left behind.
+    `out` exists or the disk is too small; on any error, no partial output remains.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another --out, or remove it")

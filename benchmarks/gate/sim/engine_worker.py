@@ -115,7 +115,7 @@ class EngineWorker:
         before = len(self.recorder.rows)
         self._deltas = self.recorder.step()
         row = self.recorder.rows[-1]
-        assert len(self.recorder.rows) == before + 1, "a step in which nobody could run"
+        assert len(self.recorder.rows) == before + 1, "a step in which no sequence could run"
         self.ends_at = now + row[4]
         self.num_steps += 1
         self.num_prefilled += int(row[3])

@@ -1,7 +1,7 @@
 """The simulator's clock: events in the order of time, between a policy and its workers.
 
 Arrivals, ends of steps, reports, grants on their way and what is told of them, clients that leave.
-Every message takes `hop_s`. Knows nothing of how a policy decides or how a load came about.
+Every message takes `hop_s`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Simulation:
         self._end(job, "refused")
 
     def _wish(self) -> None:
-        """Somebody may go in now: the policy is asked soon, once for all that happens meanwhile."""
+        """A request may fit now: the policy is asked soon, once for all that happens meanwhile."""
         if self._tick_at is None and self.policy.num_waiting:
             self._tick_at = self.now + TICK_S if self.policy.wants_reports else self.now
             self._at(self._tick_at, self._tick)

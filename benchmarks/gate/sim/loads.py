@@ -26,7 +26,7 @@ DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces"
 TEXTS, LENGTHS = "ppl_samples_1024.json", "ppl_samples_1024_lengths.json"
 AZURE = "AzureLLMInferenceTrace_conv_2023.csv"
 
-# Assumed step times of such machines, not measured by us; pools: what is left beside the weights.
+# Assumed step times of such machines, not measured by us; pools: what the weights leave free.
 GPUS = {
     "7b-int8-a100-80g": WorkerShape(StepModel(9e-3, 0.0, 0.33e-6, 25e-6), num_blocks=4096),
     "13b-fp16-a100-40g": WorkerShape(
@@ -70,7 +70,7 @@ class Load:
     cv: float = 1.0  # of the gaps between arrivals; 1: Poisson
     num_requests: int = 1500
     leaving: float = 0.0  # share of clients that leave at some token of their answer
-    longest_wait_s: float | None = None  # the gate refuses whoever would wait longer
+    longest_wait_s: float | None = None  # the gate refuses requests that would wait longer
     settled: float = 0.2  # of the requests, that come first and are not counted
 
 
@@ -130,7 +130,7 @@ def jobs_of(
 
 
 def shapes_of(kind: str, num: int, rng: np.random.Generator, folder: Path) -> list[Shape]:
-    """So many requests of a kind, drawn by `rng`."""
+    """`num` requests of a kind, drawn by `rng`."""
     if kind == "reasoning":
         natural = np.exp(rng.normal(np.log(1500.0), 0.9, num))
         prompts = np.exp(rng.normal(np.log(200.0), 1.0, num))

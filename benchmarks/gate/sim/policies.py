@@ -128,7 +128,7 @@ class Central(Policy):
 
 
 class ReserveMax(Central):
-    """Each answer has its longest reserved: prompt + max_tokens. Nobody is ever preempted."""
+    """Reserves prompt + max_tokens for each request. No request is ever preempted."""
 
     def fits(self, job: Job, worker: int) -> bool:
         shape = self.workers[worker].shape
@@ -206,7 +206,7 @@ class PastFuture(Central):
 
 @dataclass
 class Gated(Policy):
-    """The production gate. With `oracle` it is told true lengths, else what the predictor says."""
+    """The production gate. With `oracle` it gets true lengths, else the predictor's."""
 
     settings: GateSettings = field(default_factory=GateSettings)
     oracle: bool = False

@@ -48,7 +48,7 @@ class WorkerShape:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request, how long its answer becomes (nobody is told before its end), and its fate."""
+    """A request, how long its answer becomes (unknown before its end), and its fate."""
 
     job_id: str
     arrived: float
@@ -90,7 +90,7 @@ class _Leap:
     chunks: list[tuple[Job, int]]
 
     def after(self, steps: int) -> float:
-        """When so many steps are over."""
+        """When that many steps are over."""
         return self.began + steps * self.first + self.slope * steps * (steps - 1) / 2
 
     def done_by(self, now: float) -> int:
@@ -131,7 +131,7 @@ class SimWorker:
         return self._blocks(job.prompt + job.length) <= self.shape.num_blocks - self._kept
 
     def would_fit(self, job: Job, now: float) -> bool:
-        """The worker's veto: is there room for the prompt now, behind those that wait here?"""
+        """The worker's veto: is there room for the prompt now, after those that wait here?"""
         self._cut(now)
         leap = self._leap
         growing = 0
@@ -225,7 +225,7 @@ class SimWorker:
         return [job] if job.generated >= job.length else []
 
     def _take(self, job: Job, tokens: int) -> bool:
-        """Blocks for so many tokens of a job; False: there are not enough."""
+        """Allocate blocks for that many tokens of a job; False: there are not enough."""
         more = self._blocks(tokens) - job.blocks
         if more > self.free:
             return False
@@ -235,7 +235,7 @@ class SimWorker:
         return True
 
     def _cut(self, now: float) -> None:
-        """Somebody came or left: the step in progress is the leap's last one."""
+        """A request came or left: the step in progress is the leap's last one."""
         if self._leap is not None:
             self._leap.steps = min(self._leap.steps, self._leap.done_by(now) + 1)
 

@@ -1,6 +1,6 @@
 """The line that the log has of each request: how it ended, and where the time went.
 
-Never the prompt, nor a word of the answer. Knows nothing of front ends or workers.
+It never holds a word of the prompt or of the answer.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Generation:
     def take(self, delta: Delta) -> TextDelta:
         """The text that `delta` adds. Raises ServiceError if it says that the request failed.
 
-        Tokens behind a complete stop string are neither rendered nor counted, so the answer does
+        Tokens after a complete stop string are neither rendered nor counted, so the answer does
         not depend on how many tokens came in one delta.
         """
         if delta.finish_reason is FinishReason.ERROR:

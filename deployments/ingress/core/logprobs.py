@@ -1,7 +1,4 @@
-"""How likely tokens were, as clients are told: spelt out, and in step with the text.
-
-Knows nothing of the shapes of any API, nor of where the tokens come from.
-"""
+"""Logprobs with token texts and bytes, aligned with the text of an answer; for all APIs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Answers that may reason first: what the request core needs for the calls that want them split.
+"""Splits reasoning from the answer, for calls that ask for it.
 
-Where such an answer must have a shape, the grammar is one of the reasoning, then the answer's own;
-it is compiled, and bounded, as any other. Knows nothing of front ends or workers.
+For a structured answer, the grammar is extended by the reasoning that precedes it; the whole is
+compiled, and bounded, as any other grammar.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.workers.text.reasoning import (
 )
 from penstock.workers.text.tokenizer import Tokenizer
 
-_BREAKS = r"/\n{0,4}/"  # behind the closing mark; they are no part of the answer
+_BREAKS = r"/\n{0,4}/"  # after the closing mark; they are no part of the answer
 _ESCAPED = re.compile(r"\\.|/|\n|::", re.DOTALL)
 
 
@@ -66,7 +66,7 @@ class Reasoning:
         return frozenset() if marks is None else frozenset((marks.opening, marks.closing))
 
     def reader(self, call: Call, prompt_ids: Sequence[int]) -> ReasoningReader | None:
-        """For one answer; None: nothing is to be told apart."""
+        """A reader for one answer; None: the call wants no split, or the model does not reason."""
         marks = self._marks_for(call)
         if marks is None:
             return None
@@ -75,7 +75,7 @@ class Reasoning:
     def params(
         self, call: Call, prompt_ids: Sequence[int], params: SamplingParams
     ) -> SamplingParams:
-        """`params`, of which a shape holds behind the reasoning. Raises RequestError."""
+        """`params` with its structured output applied after the reasoning. Raises RequestError."""
         marks = self._marks_for(call)
         if marks is None or params.structured is None:
             return params
@@ -96,7 +96,7 @@ class Reasoning:
 def after_reasoning(
     spec: StructuredSpec, marks: Marks, start: Start, tokenizer: Tokenizer
 ) -> StructuredSpec:
-    """`spec`, let in only behind the reasoning. It must have been checked before.
+    """`spec`, applied only after the reasoning. It must have been checked before.
 
     Raises RequestError naming its field for a grammar in GBNF, which cannot be part of another.
     """

@@ -1,7 +1,7 @@
 """What an ingress counts of its requests: how many, how they ended, how long each phase took.
 
-Plain counting on the event loop, well below a microsecond a token. What it is called for Prometheus
-is for metrics.py. Knows nothing of HTTP, workers or text.
+Plain counting on the event loop, well below a microsecond a token. metrics/tables.py has the names
+for Prometheus.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class _State(Enum):
     HEAD = 1  # within a block, before its arguments
     WHOLE = 2  # within a block that is to be read as a whole
     ARGUMENTS = 3  # they are passed on as they come
-    TAIL = 4  # behind them, before the end of the block
+    TAIL = 4  # after the arguments, before the end of the block
 
 
 class HermesParser:
@@ -50,7 +50,7 @@ class HermesParser:
         self._state = _State.TEXT
         self._held = ""  # not decided yet
         self._num_calls = 0
-        self._skips_space = False  # between calls, and behind the last one
+        self._skips_space = False  # between calls, and after the last one
         self._depth = 0  # of brackets in the arguments
         self._in_string = self._is_escaped = False
 

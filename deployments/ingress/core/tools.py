@@ -1,6 +1,6 @@
-"""Tools that a model may call: what they are, how an answer must call them, and how to show them.
+"""Tools that a model may call: their checks, the grammar of calls, and how a prompt shows them.
 
-Knows nothing of HTTP, nor of any one API's bodies; calls are read back by tool_parser.py.
+Independent of any one API's bodies; tool_parser.py reads the calls of an answer.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Toolset:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
 
     def spec(self) -> StructuredSpec | None:
-        """The shape of an answer that must call; None: it may say what it likes."""
+        """The grammar of an answer that must call a tool; None: the answer is free."""
         if not self.must_call:
             return None
         tools = [tool for tool in self.tools if self.only in (None, tool.name)]
@@ -121,7 +121,7 @@ class Toolset:
 
     @property
     def num_chars(self) -> int:
-        """About how much prompt the tools are."""
+        """Characters that the tools add to the prompt, roughly."""
         return sum(len(json.dumps(tool.as_json())) for tool in self.tools)
 
 
@@ -161,13 +161,13 @@ def as_plain_messages(
     if toolset is None:
         return plain
     first = plain[0] if plain and plain[0]["role"] == "system" else None
-    told = "" if first is None else f"{first['content']}\n\n"
-    system = {"role": "system", "content": told + describe(toolset)}
+    before = "" if first is None else f"{first['content']}\n\n"
+    system = {"role": "system", "content": before + describe(toolset)}
     return [system, *(plain if first is None else plain[1:])]
 
 
 def describe(toolset: Toolset) -> str:
-    """What the model is told, in the words that Hermes and Qwen models were trained with."""
+    """The tools as prompt text, in the words that Hermes and Qwen models were trained with."""
     shown = "\n".join(json.dumps(tool.as_json(), ensure_ascii=False) for tool in toolset.tools)
     if toolset.only is not None:
         duty = f"You must call the function {toolset.only}."

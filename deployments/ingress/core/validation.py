@@ -1,9 +1,7 @@
-"""What a prompt must be like, whichever front end brought it. Knows nothing of tokenizers.
+"""Checks of prompts and sampling options that hold for every front end.
 
-What a call asks of sampling beyond one engine request's parameters: what the engine is to run.
-
-Several answers to one prompt, scoring without an answer, words that must not come. Pure functions;
-know nothing of front ends, workers or event loops.
+Also turns the sampling options of a call into the parameters of engine requests: several answers to
+one prompt, scoring without an answer, bad words. Pure functions.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def is_client_id(text: str) -> bool:
-    """Whether a client may call its request so: 1 to 128 of A-Z a-z 0-9 . _ -"""
+    """Whether `text` is a valid client request id: 1 to 128 of A-Z a-z 0-9 . _ -"""
     return _CLIENT_ID.fullmatch(text) is not None
 
 
@@ -161,7 +159,7 @@ def nth_choice(params: SamplingParams, index: int) -> SamplingParams:
 def bad_words_ids(
     words: Sequence[str], encode: Callable[[str], list[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The token sequences of `words`, as they read at the start of a text and behind a space."""
+    """The token sequences of `words`, as they read at the start of a text and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         word = word.lstrip(" ")

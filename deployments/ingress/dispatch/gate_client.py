@@ -31,7 +31,7 @@ from penstock.workers.stats import Histogram
 log = logging.getLogger("penstock.gate")
 
 ANSWER_S = 0.02
-SILENCE_TICKS = 5  # the gate sends something every TICK_S; without it for so many it is gone
+SILENCE_TICKS = 5  # the gate sends something every TICK_S; after this many without, it is gone
 TICK_S = 0.25
 CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 1.0)

@@ -13,9 +13,10 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.workers.channel.outbox import joined
 from penstock.workers.request import Delta, FinishReason, Request
 
-# Each message to a client costs the ingress CPU time, whatever is in it: where it has many streams
-# of fast steps, each gets a share of so many messages, but one at least every GATHER_S. What comes
-# too late to share a message is not waited for, and a first or last token never waits.
+# Each message to a client costs the ingress CPU time, whatever its size. Where a link has many
+# streams of fast steps, they share MESSAGES_PER_S, and each gets a message at least every GATHER_S.
+# A message does not wait for a token that would come too late, and a first or last token never
+# waits.
 MESSAGES_PER_S = 640  # of a link: some 10 % of a core
 GATHER_S = 0.05
 FEW_CALLS = 8  # requests of a link that cost little CPU, and are never held back
@@ -32,17 +33,17 @@ class InFlightRequest:
     admission: AdmissionRequest
     num_expected: int  # tokens still to compute, prompt included, as far as one can guess
     pending: list[Delta] = field(default_factory=list)  # not taken yet: one, and perhaps an error
-    woken_s: float = 0.0  # when its reader was last told of something
+    woken_s: float = 0.0  # when its reader was last woken
     cancel: Callable[[], None] = nothing_to_cancel  # at the worker that runs it
     stream_id: int = 0
     num_emitted: int = 0
     num_declined: int = 0  # times that a worker had no room
     is_second_try: bool = False
-    _is_told: bool = False  # that there is something pending
-    _reader: asyncio.Future[None] | None = None  # waits to be told
+    _is_notified: bool = False  # that there is something pending
+    _reader: asyncio.Future[None] | None = None  # set while the reader waits
 
     def add(self, delta: Delta) -> None:
-        """Put `delta` to what its reader has not taken yet; tokens before an error stay apart."""
+        """Add `delta` to the pending ones; tokens before an error stay apart."""
         if self.pending and delta.finish_reason is not FinishReason.ERROR:
             joined(self.pending[-1], delta)
         else:
@@ -60,25 +61,25 @@ class InFlightRequest:
     def tell(self, now_s: float) -> None:
         """Wake the reader. (An asyncio.Event does the same for many readers, at twice the cost.)"""
         self.woken_s = now_s
-        self._is_told = True
+        self._is_notified = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def next(self) -> Delta:
         """All that has come since the last time; waits until there is something."""
-        if not self._is_told:
+        if not self._is_notified:
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
         delta = self.pending.pop(0)
-        self._is_told = bool(self.pending)
+        self._is_notified = bool(self.pending)
         return delta
 
 
 class Coalescer:
-    """Decides who is not told yet, of the calls of one link. `end` tells all that are held."""
+    """Decides which requests of one link wait to share a message; `end` wakes all that wait."""
 
     def __init__(self, end: Callable[[float], None]):
         self._end = end

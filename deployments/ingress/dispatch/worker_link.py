@@ -1,7 +1,6 @@
-"""The ingress's end of the connection with one life of one worker, and the calls on it.
+"""The ingress's end of the connection with one epoch of one worker, and the requests on it.
 
-Connects again after each break, and takes a silent worker for dead. Knows nothing of other workers,
-nor of how one is chosen.
+Reconnects after each break, and declares a silent worker dead. WorkerPool chooses between workers.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ CONNECT_TIMEOUT_S = 3.0
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 
 
-class LinkOwner(Protocol):
-    """Who has the links: channel.WorkerPool."""
+class WorkerLinkHandlers(Protocol):
+    """What a WorkerLink calls when something happens on it: pool.WorkerPool."""
 
     def sends(self, call: InFlightRequest, link: WorkerLink) -> None:
         """`call` is about to go to the worker."""
 
     def reported(self, link: WorkerLink, report: pb.Report) -> None:
-        """The worker has said how it stands."""
+        """The worker has sent a report of its state."""
 
     def broken(self, link: WorkerLink) -> None:
-        """The connection is gone."""
+        """The connection has ended."""
 
     def lost(self, call: InFlightRequest) -> None:
-        """It was on a connection that is gone."""
+        """The connection that `call` was on has ended."""
 
 
 class WorkerLink:
-    """The stream with one life of one worker, and the calls on it."""
+    """The connection with one epoch of one worker, and the requests on it."""
 
-    def __init__(self, info: WorkerInfo, ingress_id: str, owner: LinkOwner):
+    def __init__(self, info: WorkerInfo, ingress_id: str, owner: WorkerLinkHandlers):
         self.info = info
         self.task: asyncio.Task[None] | None = None
         self.is_listed = True
@@ -72,7 +71,7 @@ class WorkerLink:
 
     @property
     def num_outstanding(self) -> int:
-        """Tokens that this worker has still to compute, as far as this ingress can guess."""
+        """Estimate of the tokens that this worker has still to compute."""
         return self._own_tokens + self._others_tokens
 
     def submit(self, call: InFlightRequest, *, may_decline: bool = False) -> None:
@@ -91,25 +90,25 @@ class WorkerLink:
         self._send(pb.UpMessage(cancel=message))
 
     async def run(self) -> None:
-        """Connect, and again after each break, until the registry no longer lists the worker."""
+        """Connect, and reconnect after each break, while the registry lists the worker."""
         backoff_s = BACKOFF_S[0]
         while self.is_listed:
             try:
                 why = await self._connection()
             except (OSError, TimeoutError) as error:
-                why = getattr(error, "strerror", None) or "it is silent"
+                why = getattr(error, "strerror", None) or "no message from the worker"
             finally:
                 was_connected = self.is_connected
                 self._break()
             level = logging.WARNING if was_connected else logging.DEBUG
-            log.log(level, "worker %s: no connection (%s)", self.info.address, why)
+            log.log(level, "no connection to worker %s: %s", self.info.address, why)
             if was_connected:
                 backoff_s = BACKOFF_S[0]
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
     async def _connection(self) -> str:
-        """One connection, and why it ended. Raises OSError or TimeoutError."""
+        """Run one connection; returns why it ended. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
         self._welcomed, self._ended = loop.create_future(), loop.create_future()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -130,7 +129,7 @@ class WorkerLink:
             await asyncio.wait((watching, self._ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watching.cancel()
-        return self._ended.result() if self._ended.done() else "it is silent"
+        return self._ended.result() if self._ended.done() else "no message from the worker"
 
     def _send(self, message: pb.UpMessage) -> None:
         if self._messages is not None:
@@ -149,7 +148,7 @@ class WorkerLink:
             self.capacity = message.report.num_blocks * message.report.block_size
             self._owner.reported(self, message.report)
         elif message.HasField("welcome"):
-            # At once, and not when a task hears of it: what comes behind it counts.
+            # Set here, not in the task that awaits _welcomed: the messages that follow count.
             self.is_connected = True
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
@@ -157,11 +156,11 @@ class WorkerLink:
             self._messages.end(message.rejection.reason)
 
     async def _watch(self) -> None:
-        # Counts turns of this loop, not seconds: if it was this process that stood still, the
-        # worker has had no chance to be heard.
+        # Counts turns of this loop, not seconds: if this process itself stood still, the worker's
+        # messages are only waiting to be read.
         while self._num_silent_ticks < SILENCE_TICKS:
             self._num_silent_ticks += 1
-            self._send(pb.UpMessage())  # this ingress lives
+            self._send(pb.UpMessage())  # the ingress's heartbeat
             await asyncio.sleep(TICK_S)
 
     def _take_step(self, step: pb.Step) -> None:
@@ -206,7 +205,7 @@ class WorkerLink:
             self._own_tokens -= call.num_expected
 
     def _break(self) -> None:
-        """The stream is gone, and with it all that was on it."""
+        """Forget the connection, and report its requests as lost."""
         self.is_connected = False
         if self._messages is not None:
             self._messages.end("this end closes it")

@@ -1,7 +1,4 @@
-"""grpc.health.v1, answered from the request core: SERVING means that a request would be served.
-
-Knows nothing of keys, models or answers.
-"""
+"""grpc.health.v1, answered from the request core: SERVING means that a request would be served."""
 
 from __future__ import annotations
 
@@ -37,11 +34,11 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        told = None
+        sent = None
         while True:
             status = self._status(request.service)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(POLL_S)
 

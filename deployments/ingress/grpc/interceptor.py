@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import CATALOGUE, describe
-from penstock.deployments.ingress.grpc import health as grpc_health
+from penstock.deployments.ingress.grpc import health
 from penstock.deployments.ingress.grpc.calls import Context, abort, metadata_value
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
@@ -33,7 +33,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self, continuation: Find, details: grpc.HandlerCallDetails
     ) -> Handler | None:
         offered = metadata_value(details.invocation_metadata, "authorization")
-        is_open = details.method.startswith(f"/{grpc_health.SERVICE}/")
+        is_open = details.method.startswith(f"/{health.SERVICE}/")
         if is_open or self._keys.principal(offered) is not None:
             return _reading(await continuation(details), self._errors)
 

@@ -1,10 +1,7 @@
-"""What the messages of penstock.v1 ask for: prompts, sampling parameters, shapes and tools.
+"""Messages of penstock.v1 to and from the core's types.
 
-Protobuf in, the core's nouns out. Knows nothing of servers, calls or answers.
-
-Pieces of an answer as messages of penstock.v1.
-
-Made for every token, so a field that has nothing to say costs nothing. Knows nothing of servers.
+Requests: prompts, sampling parameters, structured outputs and tools. Answers: one message per
+delta, made for every token, so an empty field costs nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Open Inference Protocol over gRPC: inference.GRPCInferenceService, text in and text out.
 
-Its tensors and parameters become Calls here. Knows nothing of workers, tokens or HTTP.
+Its tensors and parameters become Calls here.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
 
 
 def _worker_status(info: WorkerInfo, stats: EngineStats) -> WorkerStatus:
-    # Not its address: where machines are is no business of whoever has a key for an answer.
+    # Not its address: a client's key entitles it to answers, not to the addresses of machines.
     return WorkerStatus(
         id=f"{info.epoch:016x}"[:8],
         model=info.model,

@@ -1,6 +1,6 @@
 """How failures and ends of streams look to the clients of each family of paths.
 
-Plain data and text. Knows nothing of ASGI, nor of what a success looks like.
+Plain data and text.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def json_bytes(body: Any) -> bytes:
     """JSON in UTF-8, as short as it can be. Written for every token, and so by the fast writer."""
     try:
         return orjson.dumps(body)
-    except TypeError:  # a number beyond 64 bits, in what a client sent and is told again
+    except TypeError:  # a number beyond 64 bits that a client sent and the error repeats
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -1,7 +1,7 @@
 """/openapi.json: what the routes take and give, with every bound that the server enforces.
 
 The bounds are those of the request core and of `SamplingParams.check`, which enforce them for all
-front ends; they are only stated here. Knows nothing of HTTP.
+front ends; they are only stated here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.deployments.ingress.http.responses.requests import (
     MAX_METADATA_PAIRS,
     MAX_METADATA_VALUE_CHARS,
 )
-from penstock.workers import structured_spec as structured
+from penstock.workers import structured_spec
 from penstock.workers.request import (
     LOGIT_BIAS_BOUNDS,
     MAX_LOGIT_BIAS,
@@ -157,10 +157,10 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
     }
 
 
-_REGEX: Limits = {"string": {"minLength": 1, "maxLength": structured.MAX_REGEX_BYTES}}
-_GRAMMAR: Limits = {"string": {"minLength": 1, "maxLength": structured.MAX_SPEC_BYTES}}
+_REGEX: Limits = {"string": {"minLength": 1, "maxLength": structured_spec.MAX_REGEX_BYTES}}
+_GRAMMAR: Limits = {"string": {"minLength": 1, "maxLength": structured_spec.MAX_SPEC_BYTES}}
 _CHOICE: Limits = {
-    "array": {"minItems": 1, "maxItems": structured.MAX_CHOICES},
+    "array": {"minItems": 1, "maxItems": structured_spec.MAX_CHOICES},
     "items": {"string": {"minLength": 1}},
 }
 _TOOL_NAME: Limits = {"string": {"pattern": "^[A-Za-z0-9_-]{1,64}$"}}

@@ -1,6 +1,6 @@
-"""`GET /v1/penstock/queue`: who waits at the gate, until when and why, and how the gate does.
+"""`GET /v1/penstock/queue`: which requests wait at the gate, for how long and why, and its state.
 
-Asks the gate; while it is away, says so. Knows nothing of how the gate decides.
+Asks the gate for each answer; `gate: false` while this ingress has no connection to it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ MAX_LISTED = 1000
 
 
 class WaitBody(BaseModel):
-    """A request that waits, in the order in which they would go in."""
+    """A request that waits; the list is in the order of admission."""
 
     request_id: str
     tenant: str
     reason: str  # "memory", "slots", "behind" (others go first), "no_worker"
     waited_s: float
-    expected_s: float | None  # until it goes in, as predicted; none: cannot be told
-    worker: str | None  # of the first: where it fits soonest
-    peak_tokens: int | None  # that would be needed there, at the quantile, were it to go in now
-    limit_tokens: int | None  # that may be
+    expected_s: float | None  # predicted time until its admission; none: unknown
+    worker: str | None  # of the first request: the worker where it fits soonest
+    peak_tokens: int | None  # peak there, at the quantile, if it were admitted now
+    limit_tokens: int | None  # the most that the peak may be
 
 
-class BookBody(BaseModel):
-    """What a worker holds, as the gate knows it."""
+class WorkerAccountBody(BaseModel):
+    """What a worker holds, by the gate's accounts."""
 
     worker: str  # `id` of /v1/penstock/status
     num_held: int
     slots: int
     used_tokens: int
     capacity_tokens: int
-    headroom: float  # share of the memory that is kept free for what was foretold wrongly
-    is_open: bool  # false: it had no room after all, and has not reported since
+    headroom: float  # share of the memory that is kept free for wrong predictions
+    is_open: bool  # false: it declined a request for lack of room and has not reported since
 
 
 class QueueBody(BaseModel):
-    gate: bool  # whether this ingress is connected with the gate
+    gate: bool  # whether this ingress is connected to the gate
     admission: str
-    breaker: str  # "closed", "open" (nobody asks for some seconds), "half_open"
+    breaker: str  # "closed", "open" (the gate is not asked for some seconds), "half_open"
     num_waiting: int
-    num_passed: int  # of this ingress: came in with a pass, asked, went without the gate
-    num_asked: int
-    num_fallback: int
-    num_learnt: int  # answers, since the gate started
+    num_passed: int  # requests of this ingress that were admitted on credit
+    num_asked: int  # those that asked the gate
+    num_fallback: int  # those that were sent without the gate
+    num_learnt: int  # answers that the predictor has learnt from since the gate started
     waiting: list[WaitBody]
-    workers: list[BookBody]
+    workers: list[WorkerAccountBody]
 
 
 def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> None:
@@ -61,20 +61,20 @@ def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> No
 
     @app.get("/v1/penstock/queue", response_model=QueueBody, responses=refusals)
     async def queue(request: Request) -> QueueBody:
-        """Who waits at the gate, until when as far as can be foretold, and why: the first 50, or
-        as many as `limit` says."""
-        told = None if gate is None else await gate.explain(_limit(request))
+        """The requests that wait at the gate, each with its predicted wait and the reason: the
+        first 50, or the first `limit`."""
+        reply = None if gate is None else await gate.explain(_limit(request))
         return QueueBody(
-            gate=told is not None,
+            gate=reply is not None,
             admission=admission,
             breaker="closed" if gate is None else gate.breaker_state,
-            num_waiting=0 if told is None else told.num_waiting,
+            num_waiting=0 if reply is None else reply.num_waiting,
             num_passed=0 if gate is None else gate.num_on_credit,
             num_asked=0 if gate is None else gate.num_asked,
             num_fallback=0 if gate is None else gate.num_fallback,
             num_learnt=0 if gate is None else gate.figures.num_learnt,
-            waiting=[] if told is None else [_wait(each) for each in told.waits],
-            workers=[] if told is None else [_book(each) for each in told.workers],
+            waiting=[] if reply is None else [_wait(each) for each in reply.waits],
+            workers=[] if reply is None else [_account(each) for each in reply.workers],
         )
 
 
@@ -98,13 +98,13 @@ def _wait(wait: pb.Wait) -> WaitBody:
     )
 
 
-def _book(book: pb.WorkerAccount) -> BookBody:
-    return BookBody(
-        worker=book.worker,
-        num_held=book.num_held,
-        slots=book.slots,
-        used_tokens=book.used,
-        capacity_tokens=book.capacity,
-        headroom=book.headroom,
-        is_open=book.is_open,
+def _account(account: pb.WorkerAccount) -> WorkerAccountBody:
+    return WorkerAccountBody(
+        worker=account.worker,
+        num_held=account.num_held,
+        slots=account.slots,
+        used_tokens=account.used,
+        capacity_tokens=account.capacity,
+        headroom=account.headroom,
+        is_open=account.is_open,
     )

@@ -1,7 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back.
-
-Knows nothing of tokenizers: the request core has one.
-"""
+"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back."""
 
 from __future__ import annotations
 

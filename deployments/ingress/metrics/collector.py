@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: vLLM's names where they fit, penstock_* beside.
+"""Metrics for Prometheus: vLLM's names where they fit, penstock_* for the rest.
 
-Reads what request_metrics.py has counted and what workers announce; counts nothing itself. Knows
-nothing of Ray or the token path. docs/reference/metrics.md says what each means.
+Reads what core/request_metrics.py has counted and what workers report; counts nothing itself.
+docs/reference/metrics.md says what each means.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.workers.stats import Distribution, EngineStats, WorkerInfo
 Workers = Iterable[tuple[WorkerInfo, EngineStats]]
 
 LABELS = ("model_name", "engine")
-NO_ENGINE = "none"  # of requests that ended before a worker had said anything
+NO_ENGINE = "none"  # of requests that ended before a worker had answered
 
 
 class PenstockCollector(Collector):
@@ -84,7 +84,7 @@ class PenstockCollector(Collector):
             yield counter
         finished = CounterMetricFamily(
             "vllm:request_success",
-            "Requests that ended, by why; a client that left counts as abort.",
+            "Requests that ended, by reason; a client that left counts as abort.",
             labels=(*LABELS, "finished_reason"),
         )
         for labels, counts in engines:
@@ -109,7 +109,7 @@ class PenstockCollector(Collector):
         )
         seconds = CounterMetricFamily(
             "penstock_step_seconds",
-            "Time in the engine's steps, by phase; host time.",
+            "Host time in the engine's steps, by phase.",
             labels=(*LABELS, "phase"),
         )
         for labels, stats in named:
@@ -131,7 +131,7 @@ class PenstockCollector(Collector):
         yield weights
         model = GaugeMetricFamily(
             "penstock_step_model_seconds",
-            "What a step costs, and each row, cached token and prompt token in it, as fitted.",
+            "Fitted cost of a step, and of each row, cached token and prompt token in it.",
             labels=(*LABELS, "term"),
         )
         for labels, stats in named:
@@ -139,7 +139,7 @@ class PenstockCollector(Collector):
                 model.add_metric((*labels, term), cost)
         yield model
         yield GaugeMetricFamily(
-            "penstock_workers_alive", "Workers that the registry hears.", value=len(named)
+            "penstock_workers_alive", "Workers with a recent heartbeat.", value=len(named)
         )
 
     def _of_front_ends(self) -> Iterator[Metric]:
@@ -164,7 +164,7 @@ class PenstockCollector(Collector):
             yield CounterMetricFamily(name, text, value=value(gate))
         admitted = CounterMetricFamily(
             "penstock_admissions",
-            "Requests of this ingress that came in, by how.",
+            "Requests of this ingress that were admitted: on credit, by ticket or as fallback.",
             labels=("by",),
         )
         for by, value in ADMISSIONS:
@@ -173,7 +173,7 @@ class PenstockCollector(Collector):
         figures = gate.figures
         refused = CounterMetricFamily(
             "penstock_gate_refusals",
-            "Requests that did not come in, by reason.",
+            "Requests that were not admitted, by reason.",
             labels=("reason",),
         )
         for reason in REASONS:
@@ -182,21 +182,21 @@ class PenstockCollector(Collector):
         yield refused
         held = GaugeMetricFamily(
             "penstock_predictor_coverage",
-            "Share of late answers that stayed within the quantile of that level.",
+            "Share of recent answers that stayed within the quantile of that level.",
             labels=("level",),
         )
         for level, share in zip(figures.levels, figures.coverage, strict=True):
             held.add_metric((f"{level:g}",), share)
         yield held
         waits = HistogramMetricFamily(
-            WAIT_HISTOGRAM, "From asking the gate to its ticket.", labels=()
+            WAIT_HISTOGRAM, "From the question to the gate to its ticket.", labels=()
         )
         _add(waits, (), gate.waits.snapshot())
         yield waits
 
 
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
-    """Of the workers that have a cache of experts."""
+    """The metrics of the workers that have an expert cache."""
     named = [(labels, stats.experts) for labels, stats in workers if stats.experts is not None]
     for name, text, value in EXPERT_GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=LABELS)
@@ -210,17 +210,17 @@ def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterato
         yield counter
     lookups = CounterMetricFamily(
         "penstock_expert_lookups",
-        "Experts that steps needed, by what of them was on the device.",
+        "Experts that steps needed, by how much of them was on the device.",
         labels=(*LABELS, "found"),
     )
     moved = CounterMetricFamily(
         "penstock_expert_bytes",
-        "Bytes of experts that were copied to the device, by why.",
+        "Bytes of experts that were copied to the device, on demand or by prefetch.",
         labels=(*LABELS, "why"),
     )
     foreseen = CounterMetricFamily(
         "penstock_expert_predictions",
-        "Experts of tokens that there was a guess for, by layer and whether they were in it.",
+        "Experts of tokens that had a prediction, by layer and whether they were in it.",
         labels=(*LABELS, "layer", "right"),
     )
     for labels, experts in named:
@@ -237,7 +237,7 @@ def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterato
 
 
 def _add(histogram: HistogramMetricFamily, labels: Sequence[str], observed: Distribution) -> None:
-    """One series: Prometheus wants the counts of all that is no larger than each bound."""
+    """Add one series. Prometheus buckets are cumulative: each counts all values up to its bound."""
     buckets, num = [], 0
     for bound, count in zip((*observed.bounds, inf), observed.counts, strict=True):
         num += count

@@ -1,4 +1,4 @@
-"""What the gate and an ingress's end of it tell Prometheus: tables only; metrics.py gives them out.
+"""The metrics of the gate and of an ingress's connection to it: tables that collector.py reads.
 
 docs/reference/metrics.md says what each means.
 """
@@ -14,10 +14,14 @@ _Of = Callable[[GateClient], float]
 WAIT_HISTOGRAM = "penstock_gate_wait_seconds"
 
 GATE_GAUGES: tuple[tuple[str, str, _Of], ...] = (
-    ("penstock_gate_connected", "Whether this ingress has the gate.", lambda g: g.is_connected),
+    (
+        "penstock_gate_connected",
+        "Whether this ingress is connected to the gate.",
+        lambda g: g.is_connected,
+    ),
     (
         "penstock_gate_breaker_open",
-        "Whether this ingress does not ask the gate, after faults.",
+        "Whether the circuit breaker is open: after faults, this ingress does not ask the gate.",
         lambda g: g.breaker_state == "open",
     ),
     ("penstock_gate_waiting", "Requests that wait at the gate.", lambda g: g.figures.num_waiting),
@@ -31,37 +35,37 @@ GATE_GAUGES: tuple[tuple[str, str, _Of], ...] = (
 GATE_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     (
         "penstock_gate_breaker_opened",
-        "Times that this ingress stopped asking.",
+        "Times that the circuit breaker opened.",
         lambda g: g.breaker.num_opened,
     ),
     (
         "penstock_gate_declined",
-        "Requests that workers without room sent back.",
+        "Requests that workers without room declined.",
         lambda g: g.figures.num_declined,
     ),
     (
         "penstock_gate_waits",
-        "Requests that had to wait and came in.",
+        "Requests that had to wait and were admitted.",
         lambda g: g.figures.num_waits,
     ),
     (
         "penstock_gate_predicted_wait_seconds",
-        "Waits of these as they were foretold when they came.",
+        "Waits of these as predicted on arrival.",
         lambda g: g.figures.predicted_wait_s,
     ),
     (
         "penstock_gate_actual_wait_seconds",
-        "Waits of these as they were.",
+        "Actual waits of these.",
         lambda g: g.figures.actual_wait_s,
     ),
     (
         "penstock_gate_wait_error_seconds",
-        "Differences between the two, without sign.",
+        "Absolute differences between the two.",
         lambda g: g.figures.wait_error_s,
     ),
     (
         "penstock_predictor_learnt",
-        "Answers whose lengths the predictor has learnt from.",
+        "Answers that the length predictor has learnt from.",
         lambda g: g.figures.num_learnt,
     ),
 )

@@ -1,6 +1,5 @@
-"""The port that Prometheus scrapes: a small listener of its own, beside the ingress's event loop.
-
-Knows nothing of what is collected.
+"""The port that Prometheus scrapes: a small HTTP listener on a thread of its own, so that a scrape
+does not use the ingress's event loop.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 
 MAX_PORTS = 64  # tried from the first one on
-SLOW_CLIENT_S = 10.0  # whoever says nothing for so long is cut off
+SLOW_CLIENT_S = 10.0  # a client that is silent for this long is disconnected
 
 
 class MetricsServer:
-    """A listener for Prometheus, on a thread of its own: a scrape holds up no token."""
+    """A listener for Prometheus, on a thread of its own: a scrape delays no token."""
 
     def __init__(self, collector: Collector, host: str, first_port: int):
         """Listens on `first_port`, or on the next one that is free (0: on any).
 
-        For each ingress replica of a machine has its own counts, and a port shared by several would
-        answer with one replica's now and another's then. Raises OSError if none can be had.
+        Each ingress replica of a machine has its own counts; a port shared by several would answer
+        now with one replica's, now with another's. Raises OSError if no port is free.
         """
         registry = CollectorRegistry()
         registry.register(collector)
@@ -68,7 +67,7 @@ class _Listener(socketserver.ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /metrics, in the plain text format whatever is accepted.
+    """GET /metrics, always in the plain text format, whatever the Accept header says.
 
     The client library's own server would turn `vllm:` into `vllm_` in the newer format, which is
     the one that Prometheus asks for first.
@@ -90,4 +89,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape every few seconds is no news."""
+        """Log nothing: there is a scrape every few seconds."""

@@ -1,6 +1,6 @@
-"""Which figures are told to Prometheus, and under which names: vLLM's where they fit.
+"""The metrics of requests and workers: names (vLLM's where they fit), help texts and sources.
 
-Tables only; metrics.py gives them out. docs/reference/metrics.md says what each means.
+Tables that collector.py reads. docs/reference/metrics.md says what each means.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ REQUEST_HISTOGRAMS = (
         "Mean time from a token to the next one, by request.",
     ),
     ("total", "vllm:e2e_request_latency_seconds", "From the call to the end of its answer."),
-    ("queue", "vllm:request_queue_time_seconds", "From the worker's door to the first step."),
+    ("queue", "vllm:request_queue_time_seconds", "From arrival at the worker to the first step."),
     ("prefill", "vllm:request_prefill_time_seconds", "From the first step to the first token."),
     ("decode", "vllm:request_decode_time_seconds", "From the first token to the last."),
     ("prompt_length", "vllm:request_prompt_tokens", "Tokens of the prompt, by request."),
     ("answer_length", "vllm:request_generation_tokens", "Tokens of the answer, by request."),
 )
 REQUEST_COUNTERS = (
-    ("num_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of requests that were begun."),
+    ("num_prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of requests that began."),
     ("num_generated_tokens", "vllm:generation_tokens", "Tokens of answers."),
 )
 # name, help, value
 _Of = Callable[[EngineStats], float]
 WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
     ("vllm:num_requests_running", "Requests in the batch.", lambda s: s.num_running),
-    ("vllm:num_requests_waiting", "Requests that wait for room.", lambda s: s.num_waiting),
+    (
+        "vllm:num_requests_waiting",
+        "Requests that wait for KV blocks or a slot.",
+        lambda s: s.num_waiting,
+    ),
     (
         "vllm:kv_cache_usage_perc",
-        "Part of the KV blocks that running requests hold; 1 is all.",
+        "Share of the KV blocks that running requests hold; 1 is all.",
         lambda s: s.num_live_blocks / max(1, s.num_blocks),
     ),
     (
@@ -51,12 +55,12 @@ WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
     ),
     (
         "penstock_tail_saved_blocks",
-        "The same in KV blocks.",
+        "The memory saved, in KV blocks.",
         lambda s: s.num_saved_blocks,
     ),
     (
         "penstock_host_kv_usage_ratio",
-        "Part of the host memory for KV blocks that is in use (host_kv_gb).",
+        "Share of the host memory for KV blocks (host_kv_gb) that is in use.",
         lambda s: s.num_host_blocks_used / max(1, s.num_host_blocks),
     ),
     (
@@ -68,28 +72,28 @@ WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
 WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     (
         "vllm:num_preemptions",
-        "Requests that gave their blocks back, to be computed again.",
+        "Preemptions: a request freed its KV blocks, to be computed again later.",
         lambda s: s.num_preemptions,
     ),
     (
         "vllm:prefix_cache_queries",
-        "Prompt tokens that were looked for in the prefix cache.",
+        "Prompt tokens that were looked up in the prefix cache.",
         lambda s: s.num_prefix_queried_tokens,
     ),
     (
         "vllm:prefix_cache_hits",
-        "Prompt tokens that were found there.",
+        "Prompt tokens that were found in the prefix cache.",
         lambda s: s.num_prefix_hit_tokens,
     ),
     (
         "vllm:corrupted_requests",
-        "Requests that ended because their logits were no numbers.",
+        "Requests that ended because their logits were not finite numbers.",
         lambda s: s.num_corrupted,
     ),
     ("penstock_steps", "Steps of the engine.", lambda s: s.num_steps),
     (
         "penstock_preemptions_avoided",
-        "Times a running request went on without a free KV block (kv_commit: deferred).",
+        "Times that a running request continued without a free KV block (kv_commit: deferred).",
         lambda s: s.num_preemptions_avoided,
     ),
     (
@@ -99,7 +103,7 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     ),
     (
         "penstock_steps_ahead",
-        "Steps that were launched before the one before had been read.",
+        "Steps that were launched before the previous one had been read (async scheduling).",
         lambda s: s.num_steps_ahead,
     ),
     (
@@ -114,7 +118,7 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     ),
     (
         "penstock_recomputed_tokens",
-        "Token-passes which that cost in later steps.",
+        "Tokens computed again in later steps because they had not been stored.",
         lambda s: s.num_recomputed_tokens,
     ),
     (
@@ -124,7 +128,7 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     ),
     (
         "penstock_rolled_blocks",
-        "KV blocks given back by sink windows that moved on.",
+        "KV blocks that moving sink windows freed.",
         lambda s: s.num_rolled_blocks,
     ),
     (
@@ -133,10 +137,10 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_shortened_steps,
     ),
 )
-# Of workers that have a cache of experts; name, help, value
+# Of workers that have an expert cache; name, help, value
 _OfExperts = Callable[[ExpertStats], float]
 EXPERT_GAUGES: tuple[tuple[str, str, _OfExperts], ...] = (
-    ("penstock_expert_slots", "Experts that their cache has room for.", lambda s: s.num_slots),
+    ("penstock_expert_slots", "Experts that the expert cache has room for.", lambda s: s.num_slots),
     ("penstock_expert_count", "Experts of all layers of the model.", lambda s: s.num_experts),
 )
 EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
@@ -147,7 +151,7 @@ EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
     ),
     (
         "penstock_expert_link_busy_seconds",
-        "Time in which experts were being copied to the device.",
+        "Time during which experts were copied to the device.",
         lambda s: s.link_busy_s,
     ),
     (
@@ -157,22 +161,22 @@ EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
     ),
     (
         "penstock_expert_neurons_there",
-        "Those of them that were on the device already.",
+        "Neurons that steps needed and that were on the device already.",
         lambda s: s.num_neurons_there,
     ),
     (
         "penstock_expert_prefetches",
-        "Experts that a prefetch was begun for.",
+        "Experts whose prefetch began.",
         lambda s: s.num_prefetched,
     ),
     (
         "penstock_expert_prefetches_used",
-        "Those of them that a step needed before they were evicted.",
+        "Prefetched experts that a step needed before they were evicted.",
         lambda s: s.num_prefetch_used,
     ),
     (
         "penstock_expert_prefetches_withheld",
-        "Layers that nothing was prefetched for because the link had no time.",
+        "Layers without a prefetch because the host link had no time.",
         lambda s: s.num_withheld,
     ),
     (
@@ -182,7 +186,7 @@ EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
     ),
     (
         "penstock_expert_neurons_skipped",
-        "Those of them that were left out.",
+        "Neurons that moe_mode sparse left out.",
         lambda s: s.num_skipped_neurons,
     ),
     (

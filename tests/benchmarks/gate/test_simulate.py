@@ -109,7 +109,7 @@ class StepByStep(SimWorker):
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(sorted(POLICIES)))
 def test_each_request_ends_once_and_blocks_suffice(seed, policy):
-    """Whatever the policy: nobody is lost, nothing leaks (the worker asserts its pool itself)."""
+    """Under every policy no request is lost and no block leaks (the worker asserts its pool)."""
     rng = np.random.default_rng(seed)
     at = np.cumsum(rng.exponential(0.2, 30)).tolist()
     jobs = [
@@ -162,7 +162,7 @@ def test_who_knows_the_lengths_never_preempts_and_who_does_not_does():
     assert sum(each.num_preemptions for each in jobs) > 0
 
 
-def test_the_predictor_is_told_lengths_only_when_they_are_over():
+def test_the_predictor_gets_lengths_only_when_they_are_over():
     jobs, small = crowded(20)
     rule = Gated([SimWorker(0, small)])
     told = []

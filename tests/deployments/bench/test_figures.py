@@ -134,7 +134,7 @@ def test_a_run_of_nothing_but_errors_still_has_figures():
     assert figures_of([], Slo())["num_requests"] == 0
 
 
-def test_a_late_client_is_told():
+def test_a_late_client_is_reported():
     late = figures_of([outcome((1.1, 1, 1), late_s=0.3)], Slo())
     assert "WARNING" in table(late)
     assert "WARNING" not in table(figures_of([outcome((1.1, 1, 1))], Slo()))

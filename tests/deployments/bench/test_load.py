@@ -48,7 +48,7 @@ def jobs_of(**changes):
         ("bursty", 0.5, lambda rate: stats.gamma(4, scale=0.25 / rate)),
     ],
 )
-def test_gaps_follow_their_law(kind, cv, law, rate):
+def test_gaps_follow_their_distribution(kind, cv, law, rate):
     drawn = list(islice(gaps(kind, rate, cv, np.random.default_rng(1)), 20_000))
     expected = law(rate)
     assert stats.kstest(drawn, expected.cdf).pvalue > 0.01

@@ -84,7 +84,7 @@ def test_the_client_cuts_what_the_server_is_not_sent(serving, tmp_path, scheme):
     figures, requests = result["figures"], result["requests"]
     assert figures["num_cut"] == figures["num_completed"] == NUM
     assert all(row["output_tokens"] >= row["wanted_output_tokens"] for row in requests)
-    assert figures["output_tokens"] < NUM * 400  # nobody waited for the limit
+    assert figures["output_tokens"] < NUM * 400  # no request ran to the limit
     # The server stops working for a client that has gone.
     wait_until(lambda: serving.backend.num_live_blocks == 0)
 
@@ -199,7 +199,7 @@ def test_offline_command(tmp_path, capsys):
 
 
 class WaitingTarget:
-    """A target that answers nobody until `num` requests are under way, and counts them."""
+    """A target that answers no request until `num` are under way, and counts them."""
 
     def __init__(self, num: int):
         self._num = num
@@ -254,7 +254,7 @@ def test_max_concurrency_is_kept_and_timeouts_are_sent():
     asyncio.run(run())
 
 
-def test_the_server_is_told_the_true_length_only_when_asked():
+def test_the_server_gets_the_true_length_only_when_asked():
     jobs = [Job(0.0, 10, n) for n in (3, 20, 7)]
 
     def sent(ending: str, max_tokens: int | None = None, length: int | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The `penstock` command as people run it: what it prints, serves, and leaves behind."""
+"""The `penstock` command as people run it: its output, its server, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _cores_of(pid: int) -> dict[int, set[int]]:
     return cores
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can be left to nobody")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a second core")
 def test_the_engine_has_its_cores_for_itself(folder):
     mine = {max(os.sched_getaffinity(0))}
     http, grpc = free_port(), free_port()

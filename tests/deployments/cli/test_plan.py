@@ -60,7 +60,7 @@ def test_figures_are_the_rooflines(tmp_path, capsys):
 
 
 def test_scales_of_kv_are_the_engines_unless_said(tmp_path):
-    """fp16 scales beside int8: for 32 dimensions, or the head where 32 does not divide it."""
+    """fp16 scales with int8: for 32 dimensions, or the head where 32 does not divide it."""
 
     def kv_bytes(model, *flags):
         found = plan(tmp_path, model, "--device", "A100", "--kv", "int8", *flags)

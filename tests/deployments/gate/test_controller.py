@@ -57,7 +57,7 @@ def gate_with(*capacities, block_size=1, slots=64, seed=0, queue=None, **changes
 
 
 class World:
-    """Workers that do what they are told, a token a second, and what became of each request."""
+    """Workers that run what the gate admits, a token a second, and the outcome of each request."""
 
     def __init__(self, gate, seed):
         self.gate, self.rng = gate, random.Random(seed)
@@ -217,7 +217,7 @@ def gate_tick(gate, now):
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
 def test_lives(seed):
-    """Nobody is admitted against the rule, and each request ends in exactly one way."""
+    """No request is admitted against the rule, and each ends in exactly one way."""
     gate, world = drive(seed)
     for second in range(40, 400):  # no more come: all leave
         for outcome in gate_tick(gate, float(second)):
@@ -341,7 +341,7 @@ def test_with_somebody_waiting_more_is_risked():
     assert GateSettings(level=0.5).level_after(99.0) == 0.5  # never more than in quiet times
 
     def admitted_at(pressed_level):
-        """Beside answers that may be long, a prompt of 50: when it comes in."""
+        """When a prompt of 50 is admitted next to answers that may be long."""
         gate = gate_with(100, level=1.0, pressed_level=pressed_level, num_samples=32)
         for name in ("a", "b"):
             gate.offer(ask(name, prompt=18), distribution(), 0.0)
@@ -494,7 +494,7 @@ def test_what_was_charged_is_trued_up():
     assert gate.queue.counters["t"] == pytest.approx(10 + 2 * distribution(40).mean)
     gate.finished("a", 7, 1.0)
     assert gate.queue.counters["t"] == pytest.approx(10 + 2 * 7)
-    gate.finished("a", 7, 1.0)  # told twice
+    gate.finished("a", 7, 1.0)  # reported twice
     assert gate.queue.counters["t"] == pytest.approx(10 + 2 * 7)
     gate.offer(ask("lost", tenant="t"), distribution(40), 1.0)
     gate.tick(1.0)
@@ -528,7 +528,7 @@ def test_with_room_whatever_happens_one_comes_in_unseen():
     assert gate.spare()["w0"][0] == 100 - 16 - 48
     gate.finished("b", 3, 0.2)
     gate.offer(ask("waits", 90), certain(5), 0.3)
-    assert gate.admit(ask("c", 1), 1, 0.3) is None  # nobody goes before one that waits
+    assert gate.admit(ask("c", 1), 1, 0.3) is None  # no request overtakes one that waits
 
 
 def test_one_that_came_in_unseen_ends_like_others():
@@ -554,7 +554,7 @@ def test_the_books_hear_of_one_with_a_pass_before_its_law():
     gate = gate_with(100)
     assert gate.admit_on_credit(ask("a", 10), 40, "w0", 0.0)
     assert gate.spare()["w0"][0] == 100 - 51
-    assert gate.admit_on_credit(ask("a", 10), 40, "w0", 0.0)  # told twice, held once
+    assert gate.admit_on_credit(ask("a", 10), 40, "w0", 0.0)  # reported twice, held once
     assert not gate.admit_on_credit(ask("b", 10), 40, "gone", 0.0)
     gate.confirm(ask("a", 10), certain(5), "w0", 0.1)
     assert not gate.admit_on_credit(ask("a", 10), 40, "w0", 0.2)  # judged by now

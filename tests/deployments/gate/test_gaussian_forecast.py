@@ -68,7 +68,7 @@ def test_of_many_workers_the_least_loaded_are_looked_at():
             ledgers[f"w{i}"].lease(demand(f"{i}-{j:02d}"), 1e9)
     choice = WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0)
     assert sorted(choice.workers_for(demand("new"))) == ["w27", "w28", "w29"]
-    assert "w0" in choice.workers_for(demand("big", 10_000))  # nobody else could ever take it
+    assert "w0" in choice.workers_for(demand("big", 10_000))  # no other worker could ever take it
     ledgers["w29"].is_open = False
     assert "w29" not in WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0).workers_for(
         demand("new")

@@ -6,8 +6,7 @@ import asyncio
 
 import numpy as np
 
-from penstock.deployments.gate import predictor_file
-from penstock.deployments.gate import server as gate
+from penstock.deployments.gate import predictor_file, server
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.service import GateService
@@ -37,7 +36,7 @@ def at_risk(learner):
 
 
 def test_running_answers_are_learnt_from_once():
-    """One hears of every step, the other of the end alone: they have counted the same."""
+    """One gets every step, the other only the end: both have counted the same."""
     often, once = GateLearner(LengthPredictor()), GateLearner(LengthPredictor())
     for learner in (often, once):
         learner.watch("a", FEATURES)
@@ -90,7 +89,7 @@ def same(one, other):
 
 def test_a_gate_that_starts_again_predicts_as_before(tmp_path, monkeypatch):
     """`predictor_file`: what one process had learnt, the next one begins with."""
-    monkeypatch.setattr(gate, "SNAPSHOT_S", 0.05)
+    monkeypatch.setattr(server, "SNAPSHOT_S", 0.05)
     setup = GateSetup(host="127.0.0.1", snapshot_file=str(tmp_path / "lengths.npz"))
     asks = [FEATURES, Features("m", "bob"), Features("another")]
 

@@ -1,4 +1,4 @@
-"""The book of a worker: leases, progress between reports, late reports, headroom."""
+"""The ledger of a worker: leases, progress between reports, late reports, headroom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts go where their beginning is cached, unless load says otherwise: book and workers."""
+"""Prompts go to the worker that has their prefix cached, unless it is too loaded."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def request(name: str, ids: tuple[int, ...], max_tokens: int = 4) -> AdmissionRe
 def test_a_repeated_prefix_goes_where_it_is_cached_unless_load_says_otherwise(
     nodes, run, everybody_asks
 ):
-    """Two applications with a system prompt each; whoever chooses, ingress or gate."""
+    """Two applications with a system prompt each; the ingress or the gate chooses the worker."""
     one, other = tokens(1, 300), tokens(2, 300)
 
     async def scenario():

@@ -15,7 +15,7 @@ from penstock.deployments.gate.retry_after import (
 
 
 def life(frees_after, rounds=600):
-    """Refused ones that are told 10 s and would be let in `frees_after(n)` seconds later."""
+    """Refused requests: Retry-After is 10 s; each would be admitted after `frees_after(n)` s."""
     frees = {}
     returns = RetryAfterModel(lambda entry, now: 0.0 if now >= frees[id(entry)] else 99.0)
     held = []
@@ -31,7 +31,7 @@ def life(frees_after, rounds=600):
     return returns.factor, held[rounds // 2 :]
 
 
-def test_what_is_told_comes_to_be_right():
+def test_retry_after_becomes_accurate():
     factor, _ = life(lambda n: 4.0)
     assert math.isclose(factor, 0.4, rel_tol=0.15)
     factor, held = life(lambda n: 1.0 + n % 20)  # 1 to 20 s, alike

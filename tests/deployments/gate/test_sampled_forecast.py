@@ -29,7 +29,7 @@ def walked(answers):
 
 
 def quantile(values, level):
-    """The smallest value that at least so many of them do not exceed."""
+    """The smallest value that at least this number of them do not exceed."""
     return next(
         v for v in sorted(values) if sum(w <= v for w in values) >= level * len(values) - 1e-9
     )

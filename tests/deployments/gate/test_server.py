@@ -143,7 +143,7 @@ def test_a_gate_that_stands_still_holds_nobody_up(house, run):
     house.await_gate()
 
 
-def test_what_waits_is_told_with_its_reasons(house, run):
+def test_waiting_requests_are_listed_with_their_reasons(house, run):
     house.await_gate()
     await_view(house.cluster, lambda view: len(view.workers) == 2, 30)
     seen: list[Any] = []

@@ -149,7 +149,7 @@ def test_idle_tenants_are_forgotten_in_the_end(monkeypatch):
 @settings(max_examples=200, deadline=None)
 @given(entries, entry)
 def test_more_in_the_queue_is_never_less_ahead(entries, row):
-    """Whoever is added, and whoever asks: the area ahead does not shrink."""
+    """The area ahead of a request does not shrink, whichever requests are added or asked about."""
     row = {**row, "returned": False, "arrived": 60.0}
     newcomer = waiting(99, **row)
     queue = queue_of([])

@@ -236,7 +236,10 @@ def test_an_expired_deadline_is_never_prefilled(node, run):
             return failure.value, spent, made.gate.service.counts
 
     failure, spent, counts = run(scenario())
-    assert failure.code in ("deadline_exceeded", "overloaded")  # or told at once that it would be
+    assert failure.code in (
+        "deadline_exceeded",
+        "overloaded",
+    )  # or refused at once because it would be
     assert spent == 0
     assert counts.expired + sum(counts.refused.values()) == 1
 
@@ -265,7 +268,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_again(node, run):
 
 
 def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run, monkeypatch):
-    """The gate's book is wrong on purpose: it thinks that the worker has twenty times the room."""
+    """The gate's ledger is wrong on purpose: it assumes twenty times the worker's room."""
 
     forecast = Ledger.forecast
     monkeypatch.setattr(
@@ -346,7 +349,7 @@ def test_a_gate_that_stands_still_is_gone_past(node, run):
     took_s, client = run(scenario())
     assert client.num_fallback == 5
     assert client.breaker.num_opened == 1
-    assert client.num_asked == 3  # then the breaker is open, and nobody asks
+    assert client.num_asked == 3  # then the breaker is open, and the gate is not asked
 
 
 def test_the_noisy_tenant_gets_no_more_than_the_quiet_ones(node, run):

@@ -20,8 +20,7 @@ import httpx
 
 from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
-from penstock.deployments.ingress.grpc import inference
-from penstock.deployments.ingress.grpc import open_inference as oip_ingress
+from penstock.deployments.ingress.grpc import inference, open_inference
 from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 
@@ -308,7 +307,7 @@ class Fronts:
             Front("http chat", _http_chat_body, self._poster("/v1/chat/completions")),
             Front("grpc generate", _generate_message, self._streamer(f"{of_penstock}/Generate")),
             Front("grpc chat", _chat_message, self._streamer(f"{of_penstock}/Chat")),
-            Front("oip", _infer_message, self._caller(f"/{oip_ingress.SERVICE}/ModelInfer")),
+            Front("oip", _infer_message, self._caller(f"/{open_inference.SERVICE}/ModelInfer")),
         ]
         self.by_name = {front.name: front for front in fronts}
         return self

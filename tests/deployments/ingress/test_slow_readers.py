@@ -72,18 +72,18 @@ def test_neighbours_of_slow_readers_are_served_and_nothing_stays_behind(serving:
         eventually(lambda: backend.engine.stats().num_running == 2 * NUM_SLOW)
         beside = [client.complete(PROMPT, seed=seed, **asked).token_ids for seed in range(3)]
         assert beside == alone
-        # The engine waits for no reader: what nobody reads is computed to its end, and let go.
+        # The engine waits for no reader: an answer without one is computed to its end and dropped.
         eventually(lambda: backend.num_live_blocks == 0)
         assert client.complete(PROMPT, seed=0, **asked).token_ids == alone[0]
         for call in calls:
             call.cancel()
-    # The generations behind them have ended, too: the core keeps nobody who has left.
+    # Their generations have ended, too: the core keeps no client that has left.
     eventually(lambda: not serving.core._running)
     backend.engine.check()
 
 
 def test_a_slow_reader_misses_nothing(serving: Serving) -> None:
-    """Whoever reads late reads all of it, in order, in however few messages."""
+    """A client that reads late gets all of its answer, in order, in however few messages."""
     with grpc.insecure_channel(serving.grpc_target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         sampling = pb.SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True, logprobs=5)

@@ -1,4 +1,4 @@
-"""Laws of lengths against their own probabilities, written out token by token."""
+"""Length distributions against their own probabilities, written out token by token."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_shrinks_towards_the_others():
     path = [(), ("m",), ("m", "t"), ("m", "t", "unseen")]
     k = bin_of(30)
     old, new = sum(DECAY**age for age in range(10, 60)), sum(DECAY**age for age in range(10))
-    # `all` has nothing beside `m`; `m` has the 50 beside `t`.
+    # `all` has nothing in addition to `m`; `m` has 50 in addition to `t`.
     model = (old + 2.0 * 0.1) / (old + 2.0)
     expected = (0.0 + SHRINKAGE * model) / (new + SHRINKAGE)
     assert tree.hazards(path)[k] == pytest.approx(expected)

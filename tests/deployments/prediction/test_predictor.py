@@ -90,7 +90,7 @@ def test_coverage_on_a_known_truth(world):
 
 
 def busy_world(seed, hears_of_running, num=750):
-    """Cover of true lengths by the distributions told under heavy load, from the 450th arrival on.
+    """Coverage of true lengths by the distributions given under heavy load, from the 450th arrival.
 
     A token a step, an arrival every two: when the first prediction is judged, some 200 answers run,
     one in ten answers is longer than the world is old, and only half of all that came have ended.

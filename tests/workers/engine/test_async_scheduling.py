@@ -93,7 +93,7 @@ def make_late(engine):
 
 
 def poison(engine):
-    """Whoever reads a block that is nobody's fails."""
+    """Reading a block that no sequence holds fails."""
     for block_id in engine.pool._free:
         engine.arena.block(block_id).fill_(0xFF)
 
@@ -197,7 +197,7 @@ def test_every_kind_of_request_beside_the_others(model, schedule):
 def test_random_arrivals_and_aborts(
     model, seed, num_blocks, max_tokens, max_seqs, prefix_cache, deferral
 ):
-    """Whoever is left gets the ids that he would get alone; who leaves had a beginning of them."""
+    """A sequence that stays gets the ids that it gets alone; one that is aborted got a prefix."""
     chance = random.Random(seed)
     given = {"num_blocks": num_blocks, "max_num_batched_tokens": max(max_tokens, max_seqs),
              "max_num_seqs": max_seqs, "prefix_cache": prefix_cache,
@@ -249,7 +249,7 @@ def test_what_was_sampled_behind_a_stop_is_discarded(model):
 
 
 def test_a_stop_in_a_rolling_window_counts_no_token_of_the_step_in_flight(model):
-    """Wherever the stop token falls, beside a roll of the window too."""
+    """Wherever the stop token falls, also next to a roll of the window."""
     prompt = tuple(random_prompt(9, 1))
     params = SamplingParams(temperature=1.5, seed=1, max_tokens=48, ignore_eos=True, **WINDOW)
     ids = ids_of(run(make_engine(model, "off"), [Request("a", prompt, params)])["a"])
@@ -283,7 +283,7 @@ def test_answers_come_one_step_later_and_never_two(model):
 
 
 def test_what_needs_the_hosts_ids_waits_for_them(model):
-    """Penalties look at the answer: the plain order, and so for all that run beside."""
+    """Penalties need the answer so far: synchronous steps, for the whole batch."""
     engine = make_engine(model)
     prompt = tuple(random_prompt(9, 1))
     params = replace(GREEDY, frequency_penalty=0.5)
@@ -332,7 +332,7 @@ def test_nan_fails_one_request_and_no_other(model, caplog):
 
 
 def test_a_request_that_breaks_the_step_fails_alone(model, monkeypatch):
-    """While the step before it is still to be read, and may have been the last one of somebody."""
+    """While the previous step is still to be read, and may have been a sequence's last one."""
     requests = [
         Request(f"r{i}", tuple(random_prompt(length, i)), GREEDY)
         for i, length in enumerate((9, 60, 10))

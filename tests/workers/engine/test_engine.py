@@ -199,7 +199,7 @@ def test_stop_tokens_and_min_tokens(models):
 
 
 def test_end_of_sequence(models):
-    """A model whose end-of-sequence id is what it wants to say next stops there, or not if told."""
+    """A model whose next token is end-of-sequence stops there, unless the request ignores it."""
     folder, model = make_checkpoint("llama"), models("llama")
     eos = model.config.eos_token_ids[0]
     prompt = next(

@@ -58,7 +58,7 @@ def test_what_comes_too_late_is_refused() -> None:
 
 
 def test_what_expires_while_it_waits_is_dropped_unread() -> None:
-    """One slot: those behind the holder wait, the middle one too long."""
+    """One slot: the requests after the first wait, the middle one too long."""
     alone = new_engine()
     alone.add(request("a"))
     expected = ids_of(drain(alone), "a")

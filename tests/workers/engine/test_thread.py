@@ -17,7 +17,7 @@ from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_
 
 
 class Sink:
-    """Collects deltas by request and wakes whoever waits for an ending."""
+    """Collects deltas by request and wakes the threads that wait for an end."""
 
     def __init__(self):
         self.changed = threading.Condition()

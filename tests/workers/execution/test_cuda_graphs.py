@@ -122,7 +122,7 @@ def test_the_same_ids(models, family, schedule):
 
 
 def test_a_step_of_decode_rows_is_replayed_whoever_they_are(models):
-    """All steps but those with a prompt in them, or behind an eviction."""
+    """All steps but those with a prompt in them, or after an eviction."""
     engine = make_engine(models("llama"), Recorder())
     requests = [
         Request(f"r{i}", tuple(random_prompt(5, i)), replace(GREEDY, **params))

@@ -139,7 +139,7 @@ def test_a_half_live_tail_makes_chunks_smaller_and_changes_no_text(prefix_cache)
         found = run(engine, requests)
         assert ids(found) == ids(want)
         assert engine.stats().num_shortened_steps > 0
-        # The first prompt takes 18 blocks at once; what is behind them and other ones is lent.
+        # The first prompt takes 18 blocks at once; the free tail after all blocks in use is lent.
         assert num_blocks > 20 or sizes[:2] == [engine.memory.plan.rows_in(bytes_of(engine, 2))] * 2
 
 
@@ -197,7 +197,7 @@ def bytes_of(engine: Engine, num_blocks: int) -> int:
 
 
 def inputs_for(num_tokens: int, num_decode: int) -> tuple[torch.Tensor, AttentionInputs]:
-    """One prefill chunk behind decode rows, each of them the second token of its own block."""
+    """One prefill chunk after decode rows, each of them the second token of its own block."""
     positions = torch.cat([torch.ones(num_decode), torch.arange(num_tokens - num_decode)]).long()
     chunk = num_tokens - num_decode
     tables = torch.arange(-(-chunk // 4), dtype=torch.int32)[None] + num_decode

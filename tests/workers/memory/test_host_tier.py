@@ -212,7 +212,7 @@ class TierOracle:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random puts, holds, loads, discards, releases and failures, with a link beside them."""
+    """Random puts, holds, loads, discards, releases and failures, with a concurrent link."""
 
     num_slots = 6
 
@@ -343,7 +343,7 @@ def test_the_throttle_is_a_link_of_that_speed():
     now = [100.0]
     throttle = Throttle(50.0, clock=lambda: now[0])
     assert throttle.delay_s(100) == pytest.approx(2.0)
-    assert throttle.delay_s(50) == pytest.approx(3.0)  # behind the first
+    assert throttle.delay_s(50) == pytest.approx(3.0)  # after the first
     now[0] = 102.5
     assert throttle.delay_s(25) == pytest.approx(1.0)
     now[0] = 200.0  # long idle: nothing saved up
@@ -358,7 +358,7 @@ def test_a_throttled_link_copies_and_measures_itself():
         assert link.bytes_per_s() is None
         transfer = link.submit(pairs)
         assert transfer.wait(60) and transfer.is_complete and transfer.num_done == 5
-        assert 0 < link.bytes_per_s() <= 100_000.0  # never faster than told
+        assert 0 < link.bytes_per_s() <= 100_000.0  # never faster than configured
     assert all(torch.equal(source, out) for source, out in pairs)
     assert link.num_bytes == 5000
 

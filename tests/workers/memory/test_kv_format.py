@@ -240,7 +240,7 @@ def test_parts_of_a_block_are_disjoint_and_fill_it(dtype, group):
             parts += [layer.scales.k, layer.scales.v]
         for part in parts:
             mine = part.view(torch.uint8)[3]
-            assert not mine.count_nonzero()  # nobody has been here
+            assert not mine.count_nonzero()  # no sequence has written here
             mine.fill_(1)
     size = layout.block_bytes
     assert int(arena.storage.count_nonzero()) == 4 * layout.token_bytes <= size

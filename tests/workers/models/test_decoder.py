@@ -170,7 +170,7 @@ def test_any_chunking_over_shuffled_blocks_gives_the_same_logits(name: str):
 
 @pytest.mark.parametrize("name", [*ALL, *BUILTIN])
 def test_a_merged_batch_of_decode_and_prefill_rows_gives_each_its_own_ids(name: str):
-    """One sequence decodes while two others are prefilled beside it, in chunks; then all decode."""
+    """One sequence decodes while two others are prefilled in chunks; then all decode."""
     decoder, folder = decoder_of(name), folder_of(name)
     paged = PagedDecoder(decoder, shuffled=True, seed=5)
     prompts = [random_prompt(length, seed=1) for length in (7, 37, 21)]

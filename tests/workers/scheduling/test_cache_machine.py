@@ -71,7 +71,7 @@ class StepInFlight:
 
 
 class HeldTransfer(Transfer):
-    """Ends when the link says so, or at once when nobody wants it any more."""
+    """Ends when the link says so, or at once when no sequence needs it any more."""
 
     def cancel(self):
         super().cancel()
@@ -93,7 +93,7 @@ class HeldLink:
         return None
 
     def arrive(self, num):
-        """So many of the oldest loads are done."""
+        """This number of the oldest loads are done."""
         arrived, self.transfers = self.transfers[:num], self.transfers[num:]
         for transfer in arrived:
             if not transfer.is_done:

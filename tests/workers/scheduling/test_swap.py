@@ -126,7 +126,7 @@ def test_a_rolled_sequence_is_swapped_not_replayed(make_engine, truth, chunk):
 
 
 def test_without_room_in_host_memory_it_is_replayed(make_engine, truth):
-    """Two slots hold nobody's blocks: all tokens are computed again, and give the same."""
+    """Two slots hold no sequence's blocks: all tokens are computed again, with the same result."""
     engine = make_engine(num_blocks=30, kv_restore="load", host_kv_gb=2 * 6144 / 2**30)
     assert engine.cache.swap.tier.num_slots <= 2
     ids, _ = run(engine, requests(ROLLING), preempt_every=30)

@@ -224,7 +224,7 @@ def test_json_has_no_more_white_space_than_sets_it_out(compiler: GrammarCompiler
 
 
 def test_end_of_sequence_only_where_the_grammar_accepts(compiler: GrammarCompiler) -> None:
-    """The end is made the likeliest token by far, and yet comes only behind whole answers."""
+    """The end is made the likeliest token by far, and yet comes only after whole answers."""
     bias = tuple((id, 100.0) for id in model().config.eos_token_ids)
     spec = StructuredSpec(StructuredKind.REGEX, r"\d{3}(,\d{3})*")
     params = SamplingParams(temperature=0.0, max_tokens=50, logit_bias=bias, structured=spec)
@@ -458,7 +458,7 @@ def test_a_helper_that_hangs_or_ends_is_replaced() -> None:
         first.send_signal(19)  # stopped, as a compiler that never comes back
         with pytest.raises(HelperFailed):
             helper.ask(easy)
-        assert first.poll() is not None, "it was left behind"
+        assert first.poll() is not None, "the process still runs"
         assert "grammar" in helper.ask(easy)
         second = helper._process
         assert second is not None and second.pid != first.pid

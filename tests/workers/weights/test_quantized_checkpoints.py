@@ -315,7 +315,7 @@ def test_another_format_than_the_stored_one_is_refused(folder: Path):
 
 
 def test_fused_parts_keep_their_zero_points(tmp_path: Path):
-    """Only q has zero points of its own: k and v get the symmetric one beside it."""
+    """Only q has zero points of its own: k and v get the symmetric one."""
     source = make_checkpoint("llama")
     plain = quantized_copy(tmp_path / "model", source, "packed-asymmetric")
     file = tmp_path / "model" / "model.safetensors"

@@ -1,7 +1,4 @@
-"""The content of Anthropic's messages: blocks, and the turns they make for chat templates.
-
-Knows nothing of HTTP, nor of what else a request holds.
-"""
+"""The content of Anthropic's messages: blocks, and the turns they make for chat templates."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
-    is_error: bool | None = Field(None, description="the model is told so")
+    is_error: bool | None = Field(None, description="whether the call failed; the model reads it")
 
 
 class ThinkingBlock(Strict):
@@ -98,7 +95,7 @@ def known_turn(index: int, turn: Any) -> Any:
 
 
 def known_blocks(blocks: Sequence[Any], path: str, role: str) -> list[Any]:
-    """The blocks that somebody of `role` may send. Raises RequestError for other kinds."""
+    """The blocks of a message of `role`. Raises RequestError for kinds that it may not have."""
     return [_known(block, f"{path}[{i}]", _OF_ROLE[role]) for i, block in enumerate(blocks)]
 
 

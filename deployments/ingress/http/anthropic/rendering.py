@@ -1,7 +1,4 @@
-"""Anthropic's answers: whole messages, the events of a stream, and their schema.
-
-Knows nothing of HTTP.
-"""
+"""Anthropic's answers: whole messages, the events of a stream, and their schema."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Anthropic's Messages API: its requests as Calls.
 
-Knows nothing of HTTP, and makes no decision that the request core makes for all front ends.
+It makes no decision that the request core makes for all front ends.
 """
 
 from __future__ import annotations

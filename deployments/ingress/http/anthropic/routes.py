@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them.
 
-Knows nothing of shapes, which anthropic_types has, nor of errors, which the EdgeMiddleware words.
+requests.py and rendering.py have the shapes; the EdgeMiddleware words the errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""OpenAI's shapes of logprobs: chat's, the older one of completions, and vLLM's for prompts.
-
-Knows nothing of where the scores come from, and nothing of the answers around them.
-"""
+"""OpenAI's shapes of logprobs: chat's, the older one of completions, and vLLM's for prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The messages of a chat request in OpenAI's words, as chat templates take them.
-
-Knows nothing of HTTP, nor of what else a request holds.
-"""
+"""The messages of a chat request in OpenAI's format, converted for chat templates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """OpenAI's chat and completion answers, built as plain dictionaries: whole, and chunk by chunk.
 
-openai_answers.py has the models that describe them. Knows nothing of HTTP.
+schemas.py has the models that describe them.
 """
 
 from __future__ import annotations
@@ -197,16 +197,16 @@ class ChatRenderer:
     def _about_prompt(
         self, index: int, scores: Sequence[DecodedLogprob] | None, *, once: bool = False
     ) -> dict[str, Any]:
-        """What is told of the prompt of a choice; with `once`, only when first asked for."""
+        """The fields about the prompt of a choice; with `once`, only in its first chunk."""
         if (once and index in self._begun) or (self.is_chat and index):
             return {}  # all choices of a chat share one prompt
         self._begun.add(index)
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._prompts:
-            told["prompt_token_ids"] = list(self._prompts[index])
+            fields["prompt_token_ids"] = list(self._prompts[index])
         if scores is not None:
-            told["prompt_logprobs"] = prompt_logprobs(scores)
-        return told
+            fields["prompt_logprobs"] = prompt_logprobs(scores)
+        return fields
 
     def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {**self._head, "choices": [] if choice is None else [choice]}

@@ -1,7 +1,6 @@
-"""OpenAI's request and answer shapes: what is known, what is refused by name, what is ignored.
+"""OpenAI's request bodies as Calls: fields that are supported, refused by name, or ignored.
 
-Turns a JSON body into Calls. Knows nothing of HTTP, and makes no decision that the request core
-makes for all front ends.
+It makes no decision that the request core makes for all front ends.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class _GenerationRequest(ShapeFields):
         None, description="tell how likely the prompt's tokens were, with up to 20 alternatives"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, description="keep only so many tokens of the prompt, the last ones"
+        None, description="keep only this many tokens of the prompt, the last ones"
     )
     include_stop_str_in_output: bool | None = Field(None, description="default false")
     return_token_ids: bool | None = Field(
@@ -169,9 +168,9 @@ class ChatCompletionRequest(_GenerationRequest):
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
         None, description="variables of the model's chat template, such as enable_thinking"
     )
-    logprobs: bool | None = Field(None, description="tell how likely each token was")
+    logprobs: bool | None = Field(None, description="return the logprob of each token")
     top_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="and so many likeliest alternatives"
+        None, ge=0, le=MAX_LOGPROBS, description="how many of the likeliest alternatives"
     )
     tools: list[ToolBody] | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")

@@ -1,7 +1,4 @@
-"""OpenAI's words for answers with a shape and for tools, as parts of a request's body.
-
-Knows nothing of HTTP or grammars: it gives StructuredSpecs and Toolsets.
-"""
+"""OpenAI's request fields for structured output and tools, as StructuredSpecs and Toolsets."""
 
 from __future__ import annotations
 

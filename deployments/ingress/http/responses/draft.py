@@ -1,7 +1,4 @@
-"""OpenAI's Responses API: a response as it grows, event by event.
-
-Knows nothing of HTTP or of where responses are kept.
-"""
+"""OpenAI's Responses API: a response as it grows, event by event. store.py keeps it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from penstock.workers.request import FinishReason
 
 
 class ResponseBody(BaseModel):
-    """A response: what was asked, how far it is, and what came of it."""
+    """A response: its request's fields, its status and its output."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -74,7 +71,7 @@ class _Output:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def body(self, status: str, *, is_new: bool = False) -> dict[str, Any]:
-        """`is_new`: as it is told of before it has content."""
+        """`is_new`: as it is announced, before it has content."""
         body: dict[str, Any] = {"id": self.item_id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return {**body, **self.call, "arguments": "" if is_new else self.text}
@@ -114,7 +111,7 @@ class ResponseBuilder:
             "service_tier": "default",
             "store": asked.store is not False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            **asked.told(),
+            **asked.echoed_fields(),
             "top_logprobs": 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
@@ -127,7 +124,7 @@ class ResponseBuilder:
 
     @property
     def said(self) -> str:
-        """All that the model has said, reasoning and calls included."""
+        """All text that the model has generated, reasoning and calls included."""
         return "".join(output.text for output in self._outputs)
 
     @property
@@ -150,7 +147,7 @@ class ResponseBuilder:
         return answer | {name: value for name, value in rest.items() if value}
 
     def created(self) -> list[dict[str, Any]]:
-        """The events of a response that nothing has come of yet."""
+        """The first events of a response, before any output."""
         events = [self._event("response.created", response=self.body())]
         if self.status == "queued":
             events.append(self._event("response.queued", response=self.body()))
@@ -177,7 +174,7 @@ class ResponseBuilder:
         return events
 
     def fail(self, error: ApiError) -> list[dict[str, Any]]:
-        """End with what a client is told about a failure."""
+        """End the response with the error that the client receives."""
         self.status = "failed"
         self._body["error"] = {
             "code": "server_error",
@@ -282,7 +279,7 @@ class ResponseBuilder:
         return {"type": kind, "sequence_number": self._num_events - 1, **body}
 
 
-# The events that an item grows by, and what is in each of them beside its text.
+# The events that an item grows by, and the fields of each in addition to its text.
 _DELTAS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("response.output_text", {"content_index": 0, "logprobs": []}),
     "reasoning": ("response.reasoning_text", {"content_index": 0}),

@@ -1,7 +1,4 @@
-"""The items of OpenAI's Responses API as messages for chat templates, and messages as items.
-
-Knows nothing of HTTP or of where responses are kept.
-"""
+"""The items of OpenAI's Responses API as messages for chat templates, and messages as items."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
             turn = None
             messages.append(_told(item))
             continue
-        # A message, or reasoning, behind a call begins the next turn.
+        # A message, or reasoning, after a call begins the next turn.
         if turn is None or not _goes_on(turn, item):
             turn = {"role": "assistant", "content": ""}
             messages.append(turn)

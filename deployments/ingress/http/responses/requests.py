@@ -1,7 +1,6 @@
 """OpenAI's Responses API: its requests as prompts.
 
-Knows nothing of HTTP or of where responses are kept, and makes no decision that the request core
-makes for all front ends.
+It makes no decision that the request core makes for all front ends.
 """
 
 from __future__ import annotations
@@ -147,8 +146,8 @@ class ResponsesRequest(Strict):
             within="",
         )
 
-    def told(self) -> dict[str, Any]:
-        """What of the tools and of the shape a response says again."""
+    def echoed_fields(self) -> dict[str, Any]:
+        """The fields of tools and text format that a response repeats."""
         shape = self.text.format if self.text else None
         choice = self.tool_choice
         return {

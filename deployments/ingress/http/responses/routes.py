@@ -1,7 +1,6 @@
 """The routes of OpenAI's Responses API: create, look up, cancel, delete.
 
-Knows nothing of shapes, which responses_types and responses_answers have, nor of bounds, which the
-ResponseStore keeps.
+requests.py and draft.py have the shapes; the ResponseStore keeps the bounds.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class _ResponseService:
             num_input=len(messages),
             texts=(
                 asked.instructions or "",
-                json.dumps(asked.told()),
+                json.dumps(asked.echoed_fields()),
                 *itertools.chain(*(asked.metadata or {}).items()),
             ),
             frames=[] if asked.background and asked.stream else None,
@@ -223,7 +222,7 @@ class _ResponseService:
                 yield frame
 
     async def _go_on(self, generation: Generation, entry: StoredResponse) -> None:
-        """Make a response that nobody need wait for."""
+        """Generate a response in the background, whether or not a client waits for it."""
         draft = entry.draft
         try:
             async with aclosing(self._core.run(generation)) as pieces:

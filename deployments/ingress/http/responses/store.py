@@ -1,7 +1,6 @@
 """Responses that clients may come back for: in the memory of one ingress, and bounded.
 
-Knows nothing of HTTP or of how a response is made. Another ingress, or this one after a restart,
-does not have them.
+Another ingress, or this one after a restart, does not have them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from penstock.deployments.ingress.http.responses.items import Message
 
 MAX_ENTRIES = 1024
 MAX_BYTES = 64 << 20
-MAX_RUNNING = 64  # responses that go on without a client
+MAX_RUNNING = 64  # responses that run in the background, without a client
 TTL_S = 3600.0
-ENTRY_BYTES = 8 << 10  # what an entry takes beside its texts
+ENTRY_BYTES = 8 << 10  # what an entry takes in addition to its texts
 
 
 @dataclass(eq=False)
@@ -33,7 +32,7 @@ class StoredResponse:
     messages: tuple[Message, ...]
     request_id: str = ""
     num_input: int = 0  # messages before the answer
-    texts: tuple[str, ...] = ()  # what else a client sent to be kept
+    texts: tuple[str, ...] = ()  # further texts of the request that are kept
     frames: list[bytes] | None = None
     task: asyncio.Task[None] | None = None
     expires_s: float = 0.0
@@ -45,20 +44,21 @@ class StoredResponse:
         return self.task is not None and not self.draft.is_done
 
     def measure(self) -> int:
-        """Bytes of everything that grows with what clients send and models say."""
+        """Bytes of everything that grows with requests and answers."""
         texts = (*self.texts, self.draft.said, *map(_text, self.messages))
         num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
         return ENTRY_BYTES + num_bytes + sum(map(len, self.frames or ()))
 
     def tell(self, frames: list[bytes]) -> None:
-        """Wake whoever follows; `frames` are kept only if someone may ask for them again."""
+        """Wake the clients that follow. `frames` are kept only if a client may ask for them again,
+        that is, for a stream in the background."""
         if self.frames is not None:
             self.frames += frames
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The frames behind number `after`, those to come included."""
+        """The frames after number `after`, those to come included."""
         assert self.frames is not None, "only streams in the background keep their frames"
         num_sent = after + 1
         while True:

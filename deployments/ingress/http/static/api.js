@@ -1,5 +1,5 @@
-// The server as the console sees it: calls with the key, streams of events, errors in plain words.
-// Knows nothing of the page but for the key, which lives in this tab's sessionStorage and nowhere else.
+// The console's calls to the server: requests with the key, event streams, and readable errors.
+// The key is kept in this tab's sessionStorage and nowhere else.
 
 const KEY = "penstock-key";
 const TIMEOUT_MS = 5000;
@@ -44,7 +44,7 @@ const problemOf = (error, status) => {
   return new Problem(wordsOf(code, status), { code, status, said: message });
 };
 
-// Paths are relative to the page, so that the console works behind a prefix, too.
+// Paths are relative to the page, so that the console also works under a path prefix.
 const call = async (path, options = {}) => {
   const headers = { ...options.headers };
   if (key.get()) headers.authorization = "Bearer " + key.get();

@@ -1,5 +1,5 @@
-// The chat playground: a conversation, the answer that is being made, and how fast it came.
-// Texts enter the page as text only. Knows nothing of the live panel.
+// The chat playground: a conversation, the answer in progress, and its speed.
+// Texts enter the page as text only, never as HTML.
 
 import { Problem, streamChat } from "./api.js";
 
@@ -32,7 +32,7 @@ class Stopwatch {
 }
 
 export class Chat {
-  #turns = []; // what the model is told: { role, content }
+  #turns = []; // the conversation so far: { role, content }
   #stopper = null; // of the answer that is being made
 
   constructor({ onProblem }) {

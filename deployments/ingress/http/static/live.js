@@ -120,7 +120,7 @@ export class LivePanel {
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
   }
 
-  // Ask now, unless nobody looks, the key is refused, or an answer is under way.
+  // Ask now, unless the page is hidden, the key is refused, or a request is under way.
   wake({ withNewKey = false } = {}) {
     if (withNewKey) this.#isLocked = false;
     clearTimeout(this.#timer);

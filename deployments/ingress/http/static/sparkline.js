@@ -1,4 +1,4 @@
-// A small line over the last values, on a canvas. Knows nothing of what they mean.
+// A small line over the last values, on a canvas.
 
 const inkOf = (canvas) => getComputedStyle(canvas).color;
 

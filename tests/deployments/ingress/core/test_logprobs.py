@@ -185,7 +185,7 @@ def test_the_deadline_is_that_of_all():
 
 
 def test_a_delta_of_several_tokens_has_the_scores_of_each():
-    """As when a slow reader gets several steps in one; tokens behind a stop string have none."""
+    """As when a slow reader gets several steps in one; tokens after a stop string have none."""
     ids = tokenizer().encode("one two three", add_special_tokens=False)
     scores = [TokenLogprob(i, -float(n), n + 1) for n, i in enumerate(ids)]
 

@@ -1,4 +1,4 @@
-"""Reasoning told apart from answers, however the text is cut, and as clients read it.
+"""Reasoning split from answers, however the text is cut, and as clients read it.
 
 Oracles: the same text in one piece; the official clients; json and jsonschema.
 """
@@ -95,7 +95,7 @@ def test_however_it_is_cut(start: Start, whole: str, thought: str, text: str) ->
         rng = random.Random(seed)
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
         parts = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)])]
-        if len(whole) < 256:  # in one long piece a mark may come behind much white space
+        if len(whole) < 256:  # in one long piece a mark may come after much white space
             assert read(parts, start) == expected
 
 
@@ -184,7 +184,7 @@ def test_it_is_kept_apart(tokens: list[AddedToken], group: int, stream: bool) ->
     known = model_of(None, *tokens)
     num = len(known.encode(SAID.partition("</think>")[0] + "</think>", add_special_tokens=False))
     assert (thought, text, reason) == (THOUGHT, "The penstock.", "stop")
-    # A token that completes the mark may also have what is behind it.
+    # A token that completes the mark may also hold text that follows it.
     assert usage.completion_tokens_details.reasoning_tokens in (num - 1, num, num + 1)
     assert usage.completion_tokens == len(known.encode(SAID, add_special_tokens=False))
 
@@ -306,7 +306,7 @@ def test_it_may_be_sent_back() -> None:
             assert "Because.|So." in prompt
 
 
-# Answers with a shape behind it
+# Structured answers after reasoning
 
 
 @pytest.fixture(scope="module")

@@ -442,7 +442,7 @@ def test_client_ids():
         assert not is_client_id(bad)
 
 
-# What is told and logged
+# Error messages and logs
 
 
 def test_one_line_a_request_and_no_prompt_in_it(caplog):

@@ -109,7 +109,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert [message["role"] for message in plain] == ["system", "user", "assistant", "user"]
     assert plain[0]["content"] == f"Be brief.\n\n{describe(tools)}"
     assert '"description": "Looks."' in plain[0]["content"]
-    # What it is told to write is what is read back.
+    # The form that the prompt asks for is the form that is read back.
     assert read([plain[2]["content"]]) == ("", [("look", '{"a": 1}')])
     assert plain[3]["content"] == "<tool_response>\na mill\n</tool_response>"
     assert as_plain_messages(messages[1:2], None) == messages[1:2]

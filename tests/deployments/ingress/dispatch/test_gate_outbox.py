@@ -58,7 +58,7 @@ def test_news_wait_for_more_and_go_by_themselves():
         assert message.number == 2
         assert [each.request_id for each in message.ended] == ["a", "b", "c"]
         assert [each.length for each in message.labels] == [3, 3, 3]
-        # Each is told before its end: as one that is in, then with its text.
+        # Each is reported before its end: as admitted, then with its text.
         offers = [
             (each.request_id, each.credit_epoch, each.text_follows) for each in message.offers
         ]

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
-from penstock.deployments.ingress.dispatch import in_flight as running_call
-from penstock.deployments.ingress.dispatch import worker_link
+from penstock.deployments.ingress.dispatch import in_flight, worker_link
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.workers.channel.codec import step_message
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, SamplingParams
@@ -23,7 +22,7 @@ FIRST = FirstTokenTimes(0.0, 0.0)
 
 
 class Driven:
-    """A pool with one link that nobody has connected; `step` is what its worker would send."""
+    """A pool with one link that is not connected; `step` is what its worker would send."""
 
     def __init__(self, num_calls: int):
         self.pool = WorkerPool("test")
@@ -47,7 +46,7 @@ class Driven:
         times = FIRST if token_id == 0 else None
         deltas = {n: Delta("", [token_id], finish, times=times) for n in self.told}
         self.link._take_step(step_message(deltas))
-        for _ in range(5):  # turns of the loop, in which whoever was woken reads
+        for _ in range(5):  # turns of the loop, in which woken readers read
             await asyncio.sleep(0)
 
     def counts(self) -> set[int]:
@@ -63,14 +62,14 @@ class Driven:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits so long: what is held is held until a last token comes."""
-    monkeypatch.setattr(running_call, "GATHER_S", 3600.0)
-    monkeypatch.setattr(running_call, "MESSAGES_PER_S", 0.001)
+    """The timer never fires here: deltas are held until a last token comes."""
+    monkeypatch.setattr(in_flight, "GATHER_S", 3600.0)
+    monkeypatch.setattr(in_flight, "MESSAGES_PER_S", 0.001)
 
 
 def test_on_many_streams_tokens_gather_but_the_first_and_the_last(patient: None) -> None:
     async def scenario() -> Driven:
-        driven = Driven(running_call.FEW_CALLS + 1)
+        driven = Driven(in_flight.FEW_CALLS + 1)
         await asyncio.sleep(0)
         await driven.step(0)
         assert driven.counts() == {1}, "a first token waited"
@@ -89,7 +88,7 @@ def test_on_many_streams_tokens_gather_but_the_first_and_the_last(patient: None)
 
 def test_on_few_streams_nothing_waits(patient: None) -> None:
     async def scenario() -> Driven:
-        driven = Driven(running_call.FEW_CALLS)
+        driven = Driven(in_flight.FEW_CALLS)
         await asyncio.sleep(0)
         for token_id in range(6):
             await driven.step(token_id)
@@ -104,7 +103,7 @@ def test_on_few_streams_nothing_waits(patient: None) -> None:
 
 def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
     async def scenario() -> Driven:
-        driven = Driven(running_call.FEW_CALLS + 1)
+        driven = Driven(in_flight.FEW_CALLS + 1)
         await asyncio.sleep(0)
         await driven.step(0)
         await driven.step(1)
@@ -123,8 +122,8 @@ def test_the_more_streams_the_longer_tokens_gather_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In minutes: a busy machine may stand still for longer than production gathers."""
-    monkeypatch.setattr(running_call, "MESSAGES_PER_S", 0.01)
-    monkeypatch.setattr(running_call, "GATHER_S", 1100.0)
+    monkeypatch.setattr(in_flight, "MESSAGES_PER_S", 0.01)
+    monkeypatch.setattr(in_flight, "GATHER_S", 1100.0)
 
     async def scenario(num_calls: int) -> float:
         """Seconds for which a token is held, where steps follow one another at once."""
@@ -148,13 +147,13 @@ def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool
     """32 streams have a message every 50 ms: of steps of 18 ms two share one, of 30 ms none do."""
 
     async def scenario() -> bool:
-        gathering = running_call.Coalescer(lambda now_s: None)
+        gathering = in_flight.Coalescer(lambda now_s: None)
         now_s = 100.0
         for _ in range(40):
             now_s += step_s
             gathering.steps(now_s)
         admission = AdmissionRequest(Request("r", (5,), SamplingParams()))
-        call = running_call.InFlightRequest(admission, 10)
+        call = in_flight.InFlightRequest(admission, 10)
         call.tell(now_s)
         gathering.steps(now_s + step_s)
         return gathering.holds(call, 32, now_s + step_s)
@@ -164,7 +163,7 @@ def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool
 
 def test_tokens_before_a_loss_are_told_before_the_loss(patient: None) -> None:
     async def scenario() -> Driven:
-        driven = Driven(running_call.FEW_CALLS + 1)
+        driven = Driven(in_flight.FEW_CALLS + 1)
         await asyncio.sleep(0)
         for token_id in range(4):
             await driven.step(token_id)

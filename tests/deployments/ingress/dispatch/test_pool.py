@@ -22,8 +22,7 @@ from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.dispatch import worker_link
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.channel import framing as message_link
-from penstock.workers.channel import server as channel_server
+from penstock.workers.channel import framing, server
 from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
 from penstock.workers.channel.framing import connected
 from penstock.workers.channel.outbox import joined
@@ -123,7 +122,7 @@ async def collect(pool: WorkerPool, asked: Request) -> tuple[list[int], Delta]:
 
 
 def alone(model: Any, asked: Request) -> list[int]:
-    """The ids of a request that an engine runs with nothing beside it."""
+    """The ids of a request that an engine runs alone."""
     engine = Engine(CONFIG, model)
     engine.add(asked)
     ids: list[int] = []
@@ -441,7 +440,7 @@ async def heard(connection: socket.socket) -> pb.DownMessage | None:
     ],
 )
 def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, reason):
-    monkeypatch.setattr(channel_server, "HELLO_S", 0.5)
+    monkeypatch.setattr(server, "HELLO_S", 0.5)
     info = nodes[0].channel.info
 
     async def scenario():
@@ -455,7 +454,7 @@ def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, 
                 else:
                     assert reason in said.rejection.reason
                     assert await heard(connection) is None
-        async with pool_of(nodes[0]) as pool:  # and nobody else is the worse for it
+        async with pool_of(nodes[0]) as pool:  # and no other connection suffers
             return await collect(pool, request(1))
 
     _, last = run(scenario())
@@ -480,7 +479,7 @@ def test_connections_that_break_at_once_harm_nobody(nodes, run):
 
 
 def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
-    monkeypatch.setattr(channel_server, "SILENCE_TICKS", 8)  # of a tenth of a second
+    monkeypatch.setattr(server, "SILENCE_TICKS", 8)  # of a tenth of a second
     info = nodes[0].channel.info
 
     async def scenario():
@@ -541,7 +540,7 @@ def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
-    monkeypatch.setattr(message_link, "_prepare", prepare_with_little_room)
+    monkeypatch.setattr(framing, "_prepare", prepare_with_little_room)
     node = Node(model)
     node.thread.start()
     info, asked = node.channel.info, request(2, max_tokens=600, logprobs=20)

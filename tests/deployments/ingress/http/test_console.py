@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from penstock.deployments.ingress.http.console import Status
-from penstock.deployments.ingress.http.static import FILES, FOLDER
+from penstock.deployments.ingress.http.static import API_PAGE, FILES, FOLDER
 from penstock.workers.request import FinishReason
 from penstock.workers.stats import EngineStats, WorkerInfo
 from tests.deployments.serving import MODEL, EngineBackend, ScriptedBackend, Serving
@@ -136,8 +136,9 @@ def answer_of(page):
     return page.text_content(".assistant >> nth=-1 >> .text")
 
 
-def test_every_file_is_served_to_everybody_and_names_no_other_host():
-    assert sorted(name for name, _ in FILES.values()) == sorted(p.name for p in FOLDER.iterdir())
+def test_every_file_is_served_without_a_key_and_names_no_other_host():
+    names = [API_PAGE.name, *(name for name, _ in FILES.values())]
+    assert sorted(names) == sorted(p.name for p in FOLDER.iterdir())
     backend = ScriptedBackend([5], FinishReason.STOP)
     with (
         Serving(backend, api_keys=[KEY]) as servers,

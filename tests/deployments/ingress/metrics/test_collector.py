@@ -155,7 +155,7 @@ def test_counts_are_what_was_sent():
     )
 
 
-def test_the_worker_is_told_as_it_is():
+def test_the_worker_metrics_are_those_of_its_stats():
     prompt = list(range(100, 140))  # two full blocks of 16, and 8 more
     began_s = time.perf_counter()
     with watched(backend := NamedBackend()) as (_, plain, scrape):
