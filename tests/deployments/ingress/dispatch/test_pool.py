@@ -135,7 +135,7 @@ def alone(model: Any, asked: Request) -> list[int]:
 def test_what_a_request_contains_reaches_its_worker(model, nodes, run, monkeypatch):
     """Its emitted ids, whether it may be declined, and its expected length."""
     made = replace(request(4, max_tokens=9), emitted_ids=(8, 9), may_decline=True, num_expected=17)
-    call = Call(made.prompt_ids, made.params, request_id=made.request_id)
+    call = Call(made.prompt_ids, made.params)
     admission = admission_request(made, call, "m", ContextSettings.of(CONFIG, 512))
     assert admission.request is made
     (node, _), received = nodes, []
