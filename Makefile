@@ -34,6 +34,7 @@ check: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy -p penstock
 	@$(BIN)/mypy tests
+	@$(BIN)/mypy benchmarks tools
 	@$(BIN)/lint-imports
 
 bench: setup

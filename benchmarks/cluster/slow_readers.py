@@ -126,7 +126,7 @@ async def measure_release(server: Server, args: argparse.Namespace) -> dict[str,
 
     async def leave_grpc(client: AsyncClient) -> Callable[[], Awaitable[None]]:
         [stream] = await hold_slots(server, client, 1)
-        return stream.aclose  # type: ignore[no-any-return]
+        return stream.aclose
 
     async def leave_http(goodbye: bool) -> Callable[[], Awaitable[None]]:
         sock = await server.open_http(LONG)

@@ -20,12 +20,13 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, KvFormat, KvGroup
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
@@ -68,8 +69,8 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
     )
     kind, _, group = kv.partition("-")
     config = EngineConfig(
-        kv=kind,
-        kv_group="auto" if kind == "auto" else group or "head",
+        kv=cast(KvFormat, kind),  # EngineConfig checks both
+        kv_group=cast(KvGroup, "auto" if kind == "auto" else group or "head"),
         num_blocks=80,
         max_num_batched_tokens=512,
         prefix_cache=False,

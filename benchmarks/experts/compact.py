@@ -41,8 +41,8 @@ def made(hidden: int, inner: int, dtype: torch.dtype) -> Expert:
 def ways(hidden: int, inner: int, keep: float, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Each does the next expert for one token."""
     num_experts = max(2, int(POOL_MB * 1e6 // (3 * hidden * inner * dtype.itemsize)))
-    rows = neuron_rows(*(torch.randn(inner, hidden, dtype=dtype) / 16 for _ in "gu"),
-                       torch.randn(hidden, inner, dtype=dtype) / 16)  # fmt: skip
+    gate, up = (torch.randn(inner, hidden, dtype=dtype) / 16 for _ in "gu")
+    rows = neuron_rows(gate, up, torch.randn(hidden, inner, dtype=dtype) / 16)
     all_rows = [rows.clone() for _ in range(num_experts)]
     experts = [made(hidden, inner, dtype) for _ in range(num_experts)]
     for expert, own in zip(experts, all_rows):

@@ -9,12 +9,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from benchmarks.experts.common import MODEL
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, MoeMode
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.models.loader import load_model
@@ -85,7 +85,7 @@ def make_engine(weights: str, settings: ExpertSettings | None, always: bool = Fa
     model = load_model(MODEL, weights=weights, progress=False, experts=settings)
     if always and model.routed is not None:
         model.routed.meter.clock = lambda: 0.0
-    mode = "exact" if settings is None else settings.mode
+    mode = cast(MoeMode, "exact" if settings is None else settings.mode)
     config = EngineConfig(
         max_num_seqs=1, num_blocks=64, prefix_cache=False, moe_mode=mode, expert_cache_gb=1.0,
         activation_memory="separate",

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.experts.common import MODEL, books, drain, finish, parser_of
+from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import rms_norm
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.lookahead import num_common
+from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
@@ -50,7 +52,8 @@ def watched(model: Decoder, seen: list[Routed]) -> Iterator[None]:
     call, routing = MoeMlp.__call__, MoeMlp._routing
     normed: list[Tensor] = []
 
-    def noting_call(self: MoeMlp, x: Tensor, workspace: Any) -> Tensor:
+    def noting_call(self: MoeMlp, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
+        assert isinstance(x, Tensor)
         normed.append(x.clone())
         return call(self, x, workspace)
 

@@ -136,6 +136,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "more_nll_error": error,
             }
         )
+    assert model.routed is not None
     model.routed.close()
     return rows
 

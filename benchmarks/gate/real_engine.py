@@ -188,7 +188,7 @@ def main() -> None:
     text = report(told, args)
     print("\n" + text)
     if args.out is not None:
-        about = {"args": {name: str(value) for name, value in vars(args).items()}}
+        about: dict[str, Any] = {"args": {name: str(value) for name, value in vars(args).items()}}
         about["load_average"] = str(os.getloadavg()[0])
         args.out.with_suffix(".md").write_text(text)
         args.out.with_suffix(".json").write_text(

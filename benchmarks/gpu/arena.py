@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import transformers
@@ -85,10 +86,14 @@ def check_engine(dtype: torch.dtype) -> Triples:
     if dtype != torch.float32:
         return
     model = _model()
-    roomy = Engine(_config(num_blocks=300), model)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, num_blocks=300, max_num_seqs=6, max_num_batched_tokens=48
+    )
+    roomy = Engine(config, model)
     expected = torch.cat([_run(roomy, prompts) for prompts in ROUNDS])
     roomy.close()
-    engine = Engine(_config(num_blocks=36, host_kv_gb=0.01, kv_restore="load"), model)
+    starved = replace(config, num_blocks=36, host_kv_gb=0.01, kv_restore="load")
+    engine = Engine(starved, model)
     swap = engine.cache.swap
     assert swap is not None
     swap.link.close()
@@ -108,12 +113,6 @@ def check_engine(dtype: torch.dtype) -> Triples:
     yield "ids with a slow link", got, expected
     happened = torch.tensor([num_raced, swap.num_loaded_tokens], dtype=torch.float32)
     yield f"{num_raced} loans during loads", happened.clamp(max=1), torch.ones(2)
-
-
-def _config(**settings: object) -> EngineConfig:
-    return EngineConfig(
-        block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=48, **settings
-    )  # type: ignore[arg-type]
 
 
 def _model() -> Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ def works(tiny: bool) -> Iterator[Work]:
         yield Work(
             "decode_attention",
             f"batch {batch} context {context} kv heads {kv_heads}",
-            lambda q=q, cache=cache, context=context: run_decode(q, cache, None, context),
+            partial(run_decode, q, cache, None, context),
             2 * batch * context * kv_heads * dim * 2,
             4 * batch * context * 32 * dim,
         )
@@ -164,7 +165,7 @@ def works(tiny: bool) -> Iterator[Work]:
         yield Work(
             "prefill_attention",
             f"batch {batch} chunk {chunk} context {context}",
-            lambda q=q, cache=cache, chunks=[chunk] * batch: run_prefill(q, cache, chunks, None),
+            partial(run_prefill, q, cache, [chunk] * batch, None),
             2 * 2 * batch * context * 8 * dim + 2 * 2 * q.numel(),
             4 * pairs * 32 * dim,
         )
@@ -175,8 +176,11 @@ def works(tiny: bool) -> Iterator[Work]:
         yield Work(
             "write_kv",
             f"{rows} tokens, 8 heads",
-            lambda kv=kv, cache=cache, slots=slots: attention_triton.write_kv(
-                kv[:, :8], kv[:, 8:], cache.kv, slots
-            ),
+            partial(_write_halves, kv, cache, slots),
             2 * 2 * kv.numel(),
         )
+
+
+def _write_halves(kv: Tensor, cache: Cache, slots: Tensor) -> None:
+    """The first 8 heads of `kv` [T, 16, D] are K, the others V."""
+    attention_triton.write_kv(kv[:, :8], kv[:, 8:], cache.kv, slots)

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, KvFormat, Switch, WeightFormat
 from penstock.workers.engine.engine import Engine
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import build_random
@@ -36,11 +36,12 @@ from penstock.workers.request import Request, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 Answers = dict[str, list[int]]
-WAYS = {
-    "plain": {"cuda_graphs": "off", "async_scheduling": "off"},
-    "graphs": {"cuda_graphs": "on", "async_scheduling": "off"},
-    "ahead": {"cuda_graphs": "off", "async_scheduling": "on"},
-    "both": {"cuda_graphs": "on", "async_scheduling": "on"},
+# cuda_graphs, async_scheduling
+WAYS: dict[str, tuple[Switch, Switch]] = {
+    "plain": ("off", "off"),
+    "graphs": ("on", "off"),
+    "ahead": ("off", "on"),
+    "both": ("on", "on"),
 }
 
 
@@ -106,7 +107,7 @@ def time_transformers(
 
 def engine_figures(
     shape: transformers.LlamaConfig, device: str, prompts: Prompts, num_new: int, runs: int,
-    weights: str, kv: str,
+    weights: WeightFormat, kv: KvFormat,
 ) -> Iterator[Figures]:  # fmt: skip
     """Of all ways to run it, plain first, on one set of weights."""
     with tempfile.TemporaryDirectory() as folder:
@@ -114,17 +115,18 @@ def engine_figures(
         facts = ModelConfig.from_pretrained(Path(folder))
     model = build_random(facts, weights, device=device)
     plain: Answers = {}
-    for way, switches in WAYS.items():
-        if device == "cpu" and switches["cuda_graphs"] == "on":
+    for way, (cuda_graphs, async_scheduling) in WAYS.items():
+        if device == "cpu" and cuda_graphs == "on":
             continue
         config = EngineConfig(
             weights=weights,
             max_num_seqs=len(prompts),
             max_model_len=len(prompts[0]) + num_new,
             prefix_cache=False,
-            **switches,
-            **({} if kv == "auto" else {"kv": kv}),
-            **({} if device == "cuda" else {"kv_cache_gb": 0.25}),
+            cuda_graphs=cuda_graphs,
+            async_scheduling=async_scheduling,
+            kv=kv,
+            kv_cache_gb=None if device == "cuda" else 0.25,
         )
         figures, answers = time_engine(Engine(config, model), prompts, num_new, runs)
         plain = plain or answers

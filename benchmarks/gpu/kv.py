@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -166,11 +167,13 @@ def check_write(dtype: torch.dtype) -> Triples:
         small = quantise(cache, stored, group)
         turned = [rope_reference(x, cos, sin) for x in (q, k)]
         kv_triton.rope_write_kv(q, k, v, cos, sin, small.kv, slots)
+        scales = small.kv.scales
+        assert scales is not None
         name = f"{NAMES[stored]} by {group}, dim {dim}"
         yield f"{name}: q", q, turned[0]
         blocks, offsets = slots // block_size, slots % block_size
         for side, codes, sizes, rows in (
-            ("k", small.kv.k, small.kv.scales.k, turned[1]), ("v", small.kv.v, small.kv.scales.v, v)
+            ("k", small.kv.k, scales.k, turned[1]), ("v", small.kv.v, scales.v, v)
         ):  # fmt: skip
             held = codes.view(INT8)[blocks, :, offsets].view(stored)
             got = quant.dequantize_kv(held, sizes[blocks, :, offsets])
@@ -209,9 +212,7 @@ def works(tiny: bool) -> Iterator[Work]:
             yield Work(
                 "decode_attention",
                 f"{name}, batch {batch} context {context}",
-                lambda q=q, cache=cache, batch=batch, context=context: run(
-                    q, cache, [1] * batch, context, None
-                ),
+                partial(run, q, cache, [1] * batch, context, None),
                 batch * context * 8 * key_bytes(128, stored, group),
                 4 * batch * context * 32 * 128,
             )
@@ -229,9 +230,7 @@ def _prefills(formats: Sequence[tuple[str, torch.dtype | None, int]], tiny: bool
             yield Work(
                 "prefill_attention",
                 f"{name}, batch {batch} chunk {chunk} context {context}",
-                lambda q=q, cache=cache, sizes=(batch, chunk, context): run(
-                    q, cache, [sizes[1]] * sizes[0], sizes[2], None
-                ),
+                partial(run, q, cache, [chunk] * batch, context, None),
                 batch * context * 8 * key_bytes(128, stored, group) + 2 * 2 * q.numel(),
                 4 * batch * chunk * (context - chunk / 2) * 32 * 128,
             )
@@ -271,10 +270,14 @@ def _writes(formats: Sequence[tuple[str, torch.dtype | None, int]], tiny: bool) 
             yield Work(
                 "rope_write_kv",
                 f"{name}, {rows} tokens",
-                lambda qkv=qkv, turn=(cos, sin), cache=cache, slots=slots: kv_triton.rope_write_kv(
-                    *qkv.split((32, 8, 8), 1), *turn, cache.kv, slots
-                ),
+                partial(_rope_write, qkv, cos, sin, cache, slots),
                 2 * 2 * rows * 32 * 128
                 + rows * 8 * (2 * 2 * 128 + key_bytes(128, stored, group))
                 + 2 * 4 * cos.numel(),
             )
+
+
+def _rope_write(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Cache, slots: Tensor) -> None:
+    """`qkv` [T, 48, D]: 32 heads of Q, 8 of K, 8 of V."""
+    q, k, v = qkv.split((32, 8, 8), 1)
+    kv_triton.rope_write_kv(q, k, v, cos, sin, cache.kv, slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -15,7 +15,9 @@ from penstock.kernels.triton import rowwise as rowwise_triton
 from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton.matmul import GpuWeight
 
+GpuFormat = WeightFormat | Literal["plain"]
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+WITH_PLAIN: tuple[GpuFormat, ...] = ("plain", *FORMATS)
 UNITS: dict[str, Unit] = {"int8": "int8", "fp8": "fp8"}  # others multiply 16-bit numbers
 GROUPS = {"int4": quant.INT4_GROUP, "nf4": quant.NF4_GROUP}
 # outputs x inputs
@@ -84,7 +86,9 @@ def check_rows(dtype: torch.dtype) -> Triples:
         yield f"norm {rows} x {dim}", (codes.cpu() != want[0]).sum().to(DEVICE), none
 
 
-def random_packed(format: str, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> GpuWeight:
+def random_packed(
+    format: GpuFormat, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> GpuWeight:
     if format == "plain":
         weight = torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5
         return matmul_triton.pack_plain(weight.to(dtype))
@@ -99,7 +103,7 @@ def works(tiny: bool) -> Iterator[Work]:
     shrink, batches = (64, (1, 3)) if tiny else (1, (1, 16, 64, 256))
     for num_outputs, num_inputs in LARGE:
         num_outputs, num_inputs = num_outputs // shrink, num_inputs // shrink
-        for format in ("plain", *FORMATS):
+        for format in WITH_PLAIN:
             weight = random_packed(format, num_outputs, num_inputs, HALF)
             for rows in batches:
                 yield _linear_work(weight, rows)

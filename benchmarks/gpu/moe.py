@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work
-from benchmarks.gpu.linear import FORMATS, UNITS, random_packed
+from benchmarks.gpu.linear import UNITS, WITH_PLAIN, random_packed
 from penstock.kernels.triton import matmul as matmul_triton
 from penstock.kernels.triton import moe as moe_triton
 from penstock.kernels.triton.matmul import GpuWeight
@@ -24,7 +24,7 @@ def packed(weight: GpuWeight) -> PackedLinear:
 def check_grouped(dtype: torch.dtype) -> Triples:
     """Each expert's rows against the same rows through its linear alone."""
     num_experts, num_outputs, num_inputs = 5, 70, 136
-    for format in ("plain", *FORMATS):
+    for format in WITH_PLAIN:
         for num_tokens in (1, 40):
             weights = [
                 random_packed(format, num_outputs, num_inputs, dtype) for _ in range(num_experts)
@@ -55,7 +55,7 @@ def works(tiny: bool) -> Iterator[Work]:
     }
     for model, (num_experts, top_k, hidden, inner) in models.items():
         hidden, inner = hidden // shrink, inner // shrink
-        for format in ("plain", *FORMATS):
+        for format in WITH_PLAIN:
             experts = [
                 (
                     packed(random_packed(format, 2 * inner, hidden, HALF)),

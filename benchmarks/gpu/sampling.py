@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -24,7 +25,8 @@ FILTERS = {
 
 def rows_of(num_rows: int, name: str) -> SamplingRows:
     columns = [torch.full((num_rows,), v, dtype=torch.float64) for v in FILTERS[name]]
-    return SamplingRows(*columns, torch.rand(num_rows, dtype=torch.float64))
+    columns.append(torch.rand(num_rows, dtype=torch.float64))
+    return SamplingRows(*columns)
 
 
 def check_sample(dtype: torch.dtype) -> Triples:
@@ -52,6 +54,6 @@ def works(tiny: bool) -> Iterator[Work]:
             yield Work(
                 "sample",
                 f"{name}, {num_rows} x {vocab}",
-                lambda logits=logits, rows=rows: sampling_triton.sample(logits, rows),
+                partial(sampling_triton.sample, logits, rows),
                 4 * logits.numel(),
             )

@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,7 +115,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    heads = tuple(map(int, args.heads.split(",")))
+    num_heads, num_kv_heads = map(int, args.heads.split(","))
+    heads = num_heads, num_kv_heads
     formats = [k for k, (_, group) in FORMATS.items() if not group or args.head_dim % group == 0]
     print(f"{torch.get_num_threads()} threads, {args.heads} heads of {args.head_dim}; ms, and x of")
     print(f"{'':24}" + "".join(f"{kind:>18}" for kind in formats))
@@ -122,9 +124,11 @@ def main() -> None:
     for context in contexts:
         batch = max(1, KEYS // context)
         cases = {kind: build(kind, context, batch, heads, args.head_dim) for kind in formats}
-        report(f"decode {batch} x {context}", {k: lambda c=c: decode(c) for k, c in cases.items()})
+        runs: dict[str, Callable[[], object]]
+        runs = {kind: partial(decode, case) for kind, case in cases.items()}
+        report(f"decode {batch} x {context}", runs)
         if context == contexts[0]:
-            runs = {k: lambda c=c: prefill(c) for k, c in cases.items()}
+            runs = {kind: partial(prefill, case) for kind, case in cases.items()}
             report(f"prefill {CHUNK} of {context}", runs)
     for num_tokens in (1, 512):
         for one_pass in (False, True):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,10 @@ def number_of(num_bytes: int) -> int:
 def ours(weight: Tensor, format: str, activations: torch.dtype) -> Contender:
     plain = PLAIN.get(format)
     dtype = plain or activations
-    packed = pack_linear(weight.to(plain) if plain else quant.quantize_weight(weight, format))
+    if plain is None:  # then it is one of the others of FORMATS
+        packed = pack_linear(quant.quantize_weight(weight, cast(quant.WeightFormat, format)))
+    else:
+        packed = pack_linear(weight.to(plain))
     outs: dict[int, Tensor] = {}
 
     def prepare(x: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ import os
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, KvFormat, KvGroup
 from penstock.workers.engine.engine import Engine
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -31,7 +32,7 @@ from penstock.workers.rope_config import RopeConfig
 POOL_BYTES = 4 * 2**20
 NUM_REQUESTS, PROMPT, ANSWER = 40, 48, 48
 # kv, kv_group, pools of POOL_BYTES
-FORMATS: dict[str, tuple[str, str, int]] = {
+FORMATS: dict[str, tuple[KvFormat, KvGroup, int]] = {
     "fp32": ("auto", "auto", 1),
     "16 bit": ("auto", "auto", 2),
     "int8 g8": ("int8", "8", 1),
@@ -54,11 +55,12 @@ def model() -> Decoder:
 
 def run(decoder: Decoder, kind: str) -> dict[str, float]:
     kv, group, pools = FORMATS[kind]
-    settings = {"kv": kv, "kv_group": group, "activation_memory": "separate", "max_num_seqs": 64,
-                "max_num_batched_tokens": 256, "prefix_cache": False}  # fmt: skip
-    probe = Engine(EngineConfig(num_blocks=1, **settings), decoder)
+    config = EngineConfig(num_blocks=1, kv=kv, kv_group=group, activation_memory="separate",
+                          max_num_seqs=64, max_num_batched_tokens=256,
+                          prefix_cache=False)  # fmt: skip
+    probe = Engine(config, decoder)
     num_blocks = pools * POOL_BYTES // probe.arena.layout.block_bytes
-    engine = Engine(EngineConfig(num_blocks=num_blocks, **settings), decoder)
+    engine = Engine(replace(config, num_blocks=num_blocks), decoder)
     draw, running = random.Random(0), []
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
     for i in range(NUM_REQUESTS):
@@ -106,7 +108,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    decoder, best = model(), {}
+    decoder = model()
+    best: dict[str, dict[str, float]] = {}
     for _ in range(args.rounds):
         for kind in FORMATS:
             row = run(decoder, kind)

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -51,7 +52,7 @@ COMMON: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
 }
-DEFERRED = {"kv_commit": "deferred"}
+DEFERRED: dict[str, Any] = {"kv_commit": "deferred"}
 LARGE_RIDGE = 256
 HOST_GB = 0.125
 COUNTERS = (
@@ -184,14 +185,12 @@ def break_even_bytes_per_s(model: Decoder, num_blocks: int) -> float:
 
 def returning_engine(model: Decoder, bytes_per_s: float, mode: str) -> Engine:
     """A pool that holds one prompt's blocks and so none of the one before; a throttled link."""
-    swap.CopyThread = functools.partial(  # type: ignore[misc,assignment]
-        CopyThread, bytes_per_s=bytes_per_s
-    )
-    try:
-        settings = {**COMMON, "num_blocks": PROMPT_LEN // 16 + 8, "host_kv_gb": HOST_GB}
-        return Engine(EngineConfig(**settings, kv_restore=mode), model)
-    finally:
-        swap.CopyThread = CopyThread  # type: ignore[misc]
+    settings = {
+        **COMMON, "num_blocks": PROMPT_LEN // 16 + 8, "host_kv_gb": HOST_GB, "kv_restore": mode
+    }  # fmt: skip
+    throttled = functools.partial(CopyThread, bytes_per_s=bytes_per_s)
+    with mock.patch.object(swap, "CopyThread", throttled):
+        return Engine(EngineConfig(**settings), model)
 
 
 def visit(engine: Engine, request: Request) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from penstock.deployments.prediction.distribution import (
 )
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import PRIOR_WEIGHT, HazardTree, exposure, length_prior
-from penstock.deployments.prediction.predictor import Ended, LengthPredictor
+from penstock.deployments.prediction.predictor import Ended, LengthPredictor, Watch
 from penstock.deployments.prediction.snapshot import snapshot
 from penstock.deployments.prediction.text_digest import digest_text
 
@@ -117,8 +117,10 @@ class Untexted(LengthPredictor):
     def predict(self, features: Features, *, with_cancels: bool = False) -> LengthDistribution:
         return super().predict(replace(features, text=None), with_cancels=with_cancels)
 
-    def observe(self, features: Features, length: int, ended: Ended | str) -> None:
-        super().observe(replace(features, text=None), length, ended)
+    def observe(
+        self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
+    ) -> None:
+        super().observe(replace(features, text=None), length, ended, watch)
 
 
 CONTENDERS: dict[str, Callable[[], Contender]] = {
@@ -328,7 +330,8 @@ def main() -> None:
             sys.exit(f"{args.data / name} is missing: name its folder with --data")
     each = worlds(args.data)
     total = sum(map(len, each.values())) * args.orders * len(CONTENDERS)
-    told, curves = {}, {}
+    told: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
     with tqdm(total=total, unit="request") as bar:
         for name, requests in each.items():
             told[name], drawn = evaluate(requests, args.orders, bar)

@@ -26,8 +26,9 @@ def flatness(found: dict[str, Any], policy: SinkWindow) -> dict[str, Any]:
     edges = [first + i * quarter for i in range(5)]
     edges[-1] = len(arrivals) - 1
     times = [(arrivals[b] - arrivals[a]) / (b - a) for a, b in pairwise(edges)]
-    looks = [(each["num_tokens"], each["worker_cpu_s"]) for each in found["samples"]]
-    used = [float(np.interp(edge, *zip(*looks))) for edge in edges]
+    look_at = [each["num_tokens"] for each in found["samples"]]
+    cpu_s = [each["worker_cpu_s"] for each in found["samples"]]
+    used = [float(np.interp(edge, look_at, cpu_s)) for edge in edges]
     used_per_token = [(b - a) / quarter for a, b in pairwise(used)]
 
     def slope(name: str) -> float:

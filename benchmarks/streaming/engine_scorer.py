@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,13 +55,15 @@ class EngineScorer:
             raise ValueError(f"block_size must be {BLOCK_SIZE}, the engine's")
         if not policy.cache_positions:
             raise ValueError("cache_positions must be True: the engine has no other")
-        shape = {"sinks": policy.sinks, "window": policy.window, "roll": policy.roll}
-        kind = {"context_policy": "full"}
-        if policy.window is not None:
-            kind = {"context_policy": "sink_window", **shape}
         params = SamplingParams(
-            temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, **kind
-        )
+            temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0,
+            context_policy="full",
+        )  # fmt: skip
+        if policy.window is not None:
+            params = replace(
+                params, context_policy="sink_window", sinks=policy.sinks, window=policy.window,
+                roll=policy.roll,
+            )  # fmt: skip
         self.engine.add(Request("text", tuple(token_ids), params))
         found: list[float] = []
         while self.engine.has_work():

@@ -73,8 +73,8 @@ class TorchScorer:
         self.model, self.chunk, self.on_attention = model, chunk, on_attention
         config = model.config
         self.num_kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None)
-        self.head_dim = self.head_dim or config.hidden_size // config.num_attention_heads
+        head_dim: int | None = getattr(config, "head_dim", None)
+        self.head_dim = head_dim or config.hidden_size // config.num_attention_heads
         self.inv_freq = model.model.rotary_emb.inv_freq.double()
         self.rope_scale = float(model.model.rotary_emb.attention_scaling)
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):

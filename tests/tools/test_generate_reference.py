@@ -10,7 +10,12 @@ import pytest
 from penstock.deployments.config import settings
 from tools import generate_reference
 
-PAGES = {"settings.md": "settings", "cli.md": "commands"}
+PAGES = {
+    "settings.md": "settings",
+    "cli.md": "commands",
+    "errors.md": "errors",
+    "metrics.md": "metrics",
+}
 
 
 @pytest.mark.parametrize("page", PAGES)

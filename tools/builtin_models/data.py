@@ -180,7 +180,7 @@ class Sampler:
             if rng.random() < self.chat_share:
                 row[:] = _window(self.chat, rng.choice(self.conversations), length + 1)
             elif rng.random() < 0.5:
-                row[:] = _window(self.plain, rng.integers(len(self.plain)), length + 1)
+                row[:] = _window(self.plain, int(rng.integers(len(self.plain))), length + 1)
             else:
                 row[:] = _window(self.plain, rng.choice(self.paragraphs), length + 1)
             row[0] = 0

@@ -6,6 +6,7 @@ Builds transformers' own Llama and Mixtral.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -116,7 +117,7 @@ def build_model(shape: ModelShape, bf16: bool, seed: int) -> PreTrainedModel:
 
 
 def _grouped_experts(
-    experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """All experts of a layer over tokens sorted by expert, in bf16; hidden [T, d] -> [T, d].
 

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from penstock.kernels import quant
 from tools.builtin_models import card, data
 from tools.builtin_models.model import PRESETS, Preset, TiedLoss, build_model
 from tools.builtin_models.rounding import rounded
@@ -137,6 +138,7 @@ class Trainer:
         sink_weight = preset.sink_weight if share >= preset.sink_from else 0.0
         sink_weight = preset.second_sink_weight if phase else sink_weight
         total = torch.zeros(2)
+        formats: tuple[quant.WeightFormat | None, ...]
         formats = ("int4", "nf4", None) if phase == 2 else (None,)
         with rounded(self.model, formats[self.step // 2 % len(formats)]):
             for part in batch.split(micro):
@@ -167,7 +169,9 @@ class Trainer:
         hidden = out.last_hidden_state.flatten(0, 1)
         hidden = hidden.to(torch.bfloat16) if self.args.bf16 else hidden
         weight = self.model.get_input_embeddings().weight
-        loss = TiedLoss.apply(hidden, weight, part[:, 1:].flatten(), self.preset.loss_chunk)
+        loss = TiedLoss.apply(  # type: ignore[no-untyped-call]  # torch's stub has no types
+            hidden, weight, part[:, 1:].flatten(), self.preset.loss_chunk
+        )
         if not moe:
             return loss, sinks, 0.0
         # Layer by layer: over all layers at once, as transformers does it, a layer may starve an

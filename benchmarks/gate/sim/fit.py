@@ -119,17 +119,14 @@ def fit_engine(batches: tuple[int, ...] = (1, 4, 16, 8, 2, 12), **settings: Any)
     """Run batches of these sizes through the built-in model, and fit their steps."""
     torch.set_num_threads(1)
     model = load_model("builtin", progress=False)
-    config = EngineConfig(
-        **{
-            "activation_memory": "separate",
-            "prefix_cache": False,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 256,
-            "num_blocks": 1024,
-        }
-        | settings
-    )
-    recorder = Recorder(Engine(config, model))
+    defaults: dict[str, Any] = {
+        "activation_memory": "separate",
+        "prefix_cache": False,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "num_blocks": 1024,
+    }
+    recorder = Recorder(Engine(EngineConfig(**defaults | settings), model))
     rng = random.Random(0)
     for turn, batch in enumerate((4, *batches)):
         if turn == 1:

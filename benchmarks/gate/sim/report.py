@@ -162,11 +162,11 @@ def draw(path: Path, told: dict[str, dict[str, Any]]) -> None:
     for axis, (key, title, is_log) in zip(axes.ravel(), panels):
         for i, policy in enumerate(policies):
             rows = [each.get(policy) for each in told.values()]
-            means = [row[key]["mean"] if row else np.nan for row in rows]
-            errors = [row[key]["sd"] if row else 0.0 for row in rows]
+            means = np.array([row[key]["mean"] if row else np.nan for row in rows])
+            errors = np.array([row[key]["sd"] if row else 0.0 for row in rows])
             if key == "goodput":
-                offered = [row["offered_s"]["mean"] if row else 1.0 for row in rows]
-                means, errors = np.divide(means, offered), np.divide(errors, offered)
+                offered = np.array([row["offered_s"]["mean"] if row else 1.0 for row in rows])
+                means, errors = means / offered, errors / offered
             at = np.arange(len(told)) + (i - (len(policies) - 1) / 2) * width
             axis.bar(at, means, width, yerr=errors, label=policy, error_kw={"lw": 0.7})
         axis.set_title(title, fontsize=10)
