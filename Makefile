@@ -33,6 +33,7 @@ test: setup
 check: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy -p penstock
+	@$(BIN)/mypy tests
 	@$(BIN)/mypy benchmarks tools
 	@$(BIN)/lint-imports
 

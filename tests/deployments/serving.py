@@ -29,11 +29,12 @@ from penstock.deployments.ingress.http.app import build_app
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
-from penstock.workers.models.loader import load_model, resolve_model
+from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.weights.hub import resolve_model
 
 MODEL = "builtin"
 

@@ -33,8 +33,8 @@ class Roll:
 
 @dataclass
 class RolledPaged(Paged):
-    rolling: Rolling | None = None
-    query_lens: Sequence[int] = ()
+    rolling: Rolling
+    query_lens: Sequence[int]
 
 
 def rolled_paged(
@@ -93,9 +93,10 @@ def rolled_paged(
             theirs = None
             if scales is not None and more_scales is not None:
                 theirs = more_scales[block] if apart else scales[block, 1]
-            at = (slice(None), slice(None), here % block_size)
-            kept[:, here] = put(both[:, here].transpose(1, 2), home, theirs, at).transpose(1, 2)
-        all_keys.append(kept[0]), all_values.append(kept[1])
+            where = (slice(None), slice(None), here % block_size)
+            kept[:, here] = put(both[:, here].transpose(1, 2), home, theirs, where).transpose(1, 2)
+        all_keys.append(kept[0])
+        all_values.append(kept[1])
     rolling = Rolling(
         q_sink=torch.randn(sum(query_lens), num_heads + 1, head_dim).to(device, dtype)[:, 1:],
         sink_ends=torch.tensor(ends, dtype=INT32, device=device),

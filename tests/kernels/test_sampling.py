@@ -26,8 +26,11 @@ FILTERS = {
 
 
 def rows_of(num_rows: int, *columns: float) -> SamplingRows:
-    full = [torch.full((num_rows,), value, dtype=torch.float64) for value in columns]
-    return SamplingRows(*full, torch.rand(num_rows, dtype=torch.float64))
+    inverse_temperature, top_k, top_p, min_p = (
+        torch.full((num_rows,), value, dtype=torch.float64) for value in columns
+    )
+    uniform = torch.rand(num_rows, dtype=torch.float64)
+    return SamplingRows(inverse_temperature, top_k, top_p, min_p, uniform)
 
 
 @pytest.mark.parametrize("name", FILTERS)

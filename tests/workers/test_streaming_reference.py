@@ -40,7 +40,7 @@ from tests.workers.streaming_reference import (
     window_only,
 )
 
-TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
+TOLERANCE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 
 
 def logits_of(model: Any, ids: Sequence[int], window: SinkWindow | None, **more: Any) -> Tensor:
@@ -111,7 +111,7 @@ def authors_model(request: pytest.FixtureRequest):
         shape = (*position_ids.shape, model.config.head_dim)
         return torch.ones(shape, dtype=x.dtype), torch.zeros(shape, dtype=x.dtype)
 
-    def pos_shift(module, q, k, v, mask, scaling, **_):  # type: ignore[no-untyped-def]
+    def pos_shift(module, q, k, v, mask, scaling, **_):
         places = torch.arange(k.shape[2])[None]
         cos, sin = rotate_for_real(rotary, k, places)
         _, k = apply_rotary_pos_emb(k, k, cos, sin)

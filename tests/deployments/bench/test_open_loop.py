@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -300,7 +300,7 @@ class RawServer:
     """Answers every request on a connection with the next of `answers`: bytes to send, each part
     on its own; None, also for a part, closes the connection."""
 
-    def __init__(self, *answers: list[bytes | None] | None):
+    def __init__(self, *answers: Sequence[bytes | None] | None):
         self._answers = list(answers)
         self.num_connections = 0
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -164,7 +165,9 @@ def test_the_engine_has_its_cores_for_itself(folder):
 
 def _watch_metrics(output: str, http: int) -> int:
     """One more request shows in the metrics, whose port is returned."""
-    port = int(re.search(r"http://127\.0\.0\.1:(\d+)/metrics", output)[1])
+    announced = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", output)
+    assert announced, output
+    port = int(announced[1])
 
     def value(name: str, **labels: str) -> float:
         """The sum over all series that have these labels."""
@@ -177,7 +180,7 @@ def _watch_metrics(output: str, http: int) -> int:
         assert found, name
         return sum(found)
 
-    watched = (
+    watched: tuple[tuple[str, dict[str, str], int], ...] = (
         ("vllm:generation_tokens_total", {}, 7),
         ("vllm:prompt_tokens_total", {}, 3),
         ("vllm:request_success_total", {"finished_reason": "length"}, 1),
@@ -201,7 +204,7 @@ def _watch_metrics(output: str, http: int) -> int:
 
 
 def _use_openai(client: openai.OpenAI) -> None:
-    asked = {"model": "builtin", "messages": PROMPT, "max_tokens": 24, "seed": 5}
+    asked: dict[str, Any] = {"model": "builtin", "messages": PROMPT, "max_tokens": 24, "seed": 5}
     whole = client.chat.completions.create(**asked)
     text = whole.choices[0].message.content
     assert text

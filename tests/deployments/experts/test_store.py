@@ -33,7 +33,7 @@ from tests.deployments.ports import free_port
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.experts.moe_cases import flip
 
-STATS = ExpertStats(4, 15, 1, 1, *[0] * 9, 0.0, 0.0, 0)
+STATS = ExpertStats(4, 15, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
 
 
 @pytest.fixture

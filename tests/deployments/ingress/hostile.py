@@ -150,7 +150,7 @@ VALUES: dict[str, Value] = {
     "NUL in a grammar": Value({"grammar": 'start: "a\0"'}, "grammar"),
 }  # fmt: skip
 
-_GOOD = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+_GOOD: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 _ANSWER_OF_TEXT = pb.GenerateRequest(text=TEXT, sampling=pb.SamplingParams(**_GOOD))
 
 

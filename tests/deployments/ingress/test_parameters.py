@@ -99,13 +99,14 @@ def schema_of(name: str, value: Any, front: str) -> dict[str, Any]:
 
 
 def send_http(server: Serving, front: str, names: tuple[str, ...]) -> None:
-    path, body = {
+    fronts: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", {"messages": MESSAGES}),
         "completions": ("/v1/completions", {"prompt": "Hello"}),
         "responses": ("/v1/responses", {"input": "Hello"}),
         "messages": ("/v1/messages", {"messages": MESSAGES, "model": "builtin"}),
-    }[front]
-    sent: dict[str, Any] = dict(body)
+    }
+    path, body = fronts[front]
+    sent = dict(body)
     for name in names:
         sent |= schema_of(name, SENT[name], front)
     answer = httpx.post(f"{server.base_url}{path}", json=sent, timeout=30)

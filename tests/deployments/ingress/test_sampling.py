@@ -19,8 +19,8 @@ from penstock.deployments.ingress.http.openai.schemas import (
     ChatCompletionChunk,
     Completion,
 )
-from penstock.workers.models.loader import resolve_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
+from penstock.workers.weights.hub import resolve_model
 from tests.deployments.serving import MODEL, new_engine, tokenizer
 
 MESSAGES = [{"role": "user", "content": "What feeds the turbine?"}]

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -61,7 +62,7 @@ def over_grpc(channel: grpc.Channel) -> grpc.Call:
 
 
 def test_neighbours_of_slow_readers_are_served_and_nothing_stays_behind(serving: Serving) -> None:
-    asked = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
     backend = serving.backend
     with Client(serving.grpc_target) as client, ExitStack() as slow:
         alone = [client.complete(PROMPT, seed=seed, **asked).token_ids for seed in range(3)]

@@ -74,6 +74,7 @@ def compile_small(folder: Path, fields: str, names: str) -> ctypes.CDLL:
     source.write_text(text)
     shutil.copy(HEADER, folder)
     compiler = native.find_compiler()
+    assert compiler is not None
     native._run_all([[compiler, *native.FLAGS, "-shared", str(source), "-o", str(target)]])
     library = ctypes.CDLL(str(target))
     library.layout.restype = ctypes.c_char_p

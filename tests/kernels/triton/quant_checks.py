@@ -7,19 +7,20 @@ A wider sweep is `python -m benchmarks.gpu.check --only linear --only moe --only
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 
 from penstock.kernels import matmul, moe, quant
-from penstock.kernels.quant import Int8Rows, QuantizedWeight
+from penstock.kernels.quant import Int8Rows, QuantizedWeight, WeightFormat
 from penstock.kernels.sampling import sample_reference
 from penstock.kernels.triton import matmul as matmul_triton
 from penstock.kernels.triton import moe as moe_triton
 from penstock.kernels.triton import rowwise as rowwise_triton
 from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton import sampling as sampling_triton
-from penstock.kernels.triton.matmul_tiles import Tiles
+from penstock.kernels.triton.matmul_tiles import GpuFormat, Tiles
 from penstock.kernels.types import PackedLinear, SamplingRows
 from tests.kernels.kernel_cases import assert_close
 from tests.kernels.triton.interpreter import DEVICE, HALF
@@ -80,7 +81,9 @@ def test_fused_rows_are_those_of_two_steps(dtype):
     assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu()))
 
 
-def make_weight(format: str, num_outputs: int, num_inputs: int) -> QuantizedWeight:
+def make_weight(
+    format: WeightFormat | Literal["int4 zeros"], num_outputs: int, num_inputs: int
+) -> QuantizedWeight:
     """With a group, or a row, of zeros and one extreme value."""
     weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
     weight[0, : min(128, num_inputs)] = 0
@@ -163,7 +166,9 @@ def test_routes(monkeypatch, num_tokens):
         assert routes.starts.tolist() == [int((ordered < e).sum()) for e in range(10)]
 
 
-def packed_expert(format: str, weight: torch.Tensor) -> tuple[PackedLinear, QuantizedWeight | None]:
+def packed_expert(
+    format: GpuFormat, weight: torch.Tensor
+) -> tuple[PackedLinear, QuantizedWeight | None]:
     num_outputs, num_inputs = weight.shape
     if format == "plain":
         return PackedLinear(weight, None, num_inputs, num_outputs, 0, "fp32", "plain"), None
@@ -229,8 +234,11 @@ SAMPLERS = [
 
 
 def sampling_rows(parameters: list[tuple[float, int, float, float]]) -> SamplingRows:
-    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*parameters)]
-    return SamplingRows(*columns, torch.rand(len(parameters), dtype=torch.float64))
+    inverse_temperature, top_k, top_p, min_p = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*parameters)
+    )
+    uniform = torch.rand(len(parameters), dtype=torch.float64)
+    return SamplingRows(inverse_temperature, top_k, top_p, min_p, uniform)
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (4099, 0.1), (503, 8.0)])

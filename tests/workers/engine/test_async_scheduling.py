@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from penstock.workers.scheduling.ridge import Decision
 from tests.workers.checkpoints import make_checkpoint, random_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-WINDOW = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
+WINDOW: dict[str, Any] = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
 
 
 class Stays:

@@ -10,8 +10,9 @@ import torch
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
-from penstock.workers.models.loader import load_model, resolve_model
+from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
+from penstock.workers.weights.hub import resolve_model
 from tests.workers.checkpoints import (
     FAMILIES,
     VOCAB_SIZE,

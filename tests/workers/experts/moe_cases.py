@@ -15,6 +15,7 @@ import torch
 from penstock.kernels.expert_rows import write_neurons
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.checkpoint import CheckpointExperts
+from penstock.workers.experts.layouts import NeuronLayout
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
 from penstock.workers.weights.checkpoint import open_checkpoint
@@ -45,6 +46,7 @@ def poison(cache: ExpertCache) -> None:
         if facts.is_packed:
             slot.memory.fill_(0xFF)
             continue
+        assert isinstance(cache.layout, NeuronLayout)
         nan = torch.full(shape, float("nan"), dtype=cache.layout.dtype)
         write_neurons(slot.expert, nan, torch.arange(facts.inner))
 

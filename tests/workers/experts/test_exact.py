@@ -124,6 +124,7 @@ def _routes(folder: Path, prompt: Sequence[int]) -> set[tuple[int, int]]:
     """The experts that one token goes through."""
     experts = ExpertSettings(num_slots=15, prefetch=False)
     model = load_model(folder, weights="fp32", progress=False, experts=experts)
+    assert model.routed is not None
     logits_of(model, prompt, 0)
     model.routed.close()
     return {slot.key for slot in model.routed.cache.table if slot.key is not None}

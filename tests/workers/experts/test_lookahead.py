@@ -32,6 +32,7 @@ def steps(monkeypatch):
 def load(name: str, **settings):
     experts = ExpertSettings(num_slots=15, **settings)
     model = load_model(folder_of(name), weights="fp32", progress=False, experts=experts)
+    assert model.routed is not None
     model.routed.meter.clock = lambda: 0.0  # however busy this machine is, the link has time
     return model
 

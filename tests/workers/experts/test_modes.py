@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.expert_rows import dequantize_neurons, quantize_neurons
 from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, MoeMode
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings
@@ -200,7 +200,7 @@ def test_only_wanted_neurons_move(thresholds):
     assert counts.num_rows_wanted < 0.5 * 2 * 112 * (1 + NUM_NEW) * 3 * 2
 
 
-def serve(model, mode: str, asked: dict[str, str | None], **options):
+def serve(model, mode: MoeMode, asked: dict[str, str | None], **options):
     """Last deltas and ids of requests that run together, each in the mode that it asks for."""
     engine = Engine(
         EngineConfig(

@@ -61,6 +61,7 @@ def plain(folder: Path, weights: str):
 def cached(folder: Path, weights: str, **options):
     experts = ExpertSettings(**{"num_slots": 4, **options})
     model = load_model(folder, weights=weights, progress=False, experts=experts)
+    assert model.routed is not None
     poison(model.routed.cache)
     return model
 

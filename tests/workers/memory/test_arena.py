@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.memory.workspace import Array, BufferPlan, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
-from penstock.workers.models.loader import load_model, resolve_model
+from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
+from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers
 from tests.workers.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, random_prompt
 
@@ -32,13 +34,18 @@ def decoder_of(name: str, weights: str = "fp32") -> Decoder:
     return load_model(folder, weights=weights, progress=False)
 
 
-def make_engine(model: Decoder, **settings) -> Engine:
+class WatchedEngine(Engine):
+    lent: list[int]  # blocks of each loan
+
+
+def make_engine(model: Decoder, **settings) -> WatchedEngine:
     """An engine whose memory is NaN at first, and again wherever a loan has been."""
     defaults = {"num_blocks": 96, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    engine = Engine(EngineConfig(**{**defaults, **settings}), model)
+    engine = WatchedEngine(EngineConfig(**{**defaults, **settings}), model)
     engine.arena.storage.fill_(0xFF)
-    engine.lent = []  # blocks of each loan
-    pool, give_back = engine.pool, engine.pool.give_back
+    engine.lent = []
+    pool: Any = engine.pool  # one of its methods is replaced
+    give_back = engine.pool.give_back
 
     def poison() -> None:
         engine.lent.append(pool.num_lent)
@@ -270,7 +277,9 @@ def test_arrays_keep_to_their_bounds_and_may_share_them(name, weights):
 
 def allocated(profile: torch.profiler.profile) -> list[int]:
     """Bytes of every allocation (positive) and release (negative), C++ code included."""
-    events = profile.profiler.kineto_results.events()
+    assert profile.profiler is not None
+    results: Any = profile.profiler.kineto_results
+    events = results.events()
     return [event.nbytes() for event in events if event.name() == "[memory]"]
 
 

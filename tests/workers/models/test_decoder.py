@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from tests.workers.checkpoints import (
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_NEW = 40
-TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
+TOLERANCE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 
 
 BUILTIN = ("builtin", "builtin-moe")

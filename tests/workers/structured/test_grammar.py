@@ -19,7 +19,7 @@ import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.models.loader import load_model, resolve_model
+from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.structured.sandbox import Helper, HelperFailed
@@ -31,6 +31,7 @@ from penstock.workers.structured_spec import (
     json_schema,
 )
 from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.weights.hub import resolve_model
 
 PROMPT = "The old man said:"
 ARITHMETIC = """start: term (" + " term)*

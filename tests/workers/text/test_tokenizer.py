@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.models.loader import resolve_model
 from penstock.workers.request import RequestError
 from penstock.workers.text.detokenizer import (
     MAX_BYTE_RUN,
@@ -25,6 +24,7 @@ from penstock.workers.text.detokenizer import (
     WindowDetokenizer,
 )
 from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.weights.hub import resolve_model
 from tests.workers.text.tokenizers_of import CHATML, KINDS, checkpoint
 
 TEXTS = [

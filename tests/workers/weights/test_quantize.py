@@ -25,7 +25,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
-from penstock.workers.quantization import QUANTIZED_FORMATS
+from penstock.workers.quantization import QUANTIZED_FORMATS, QuantizedFormat
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from tests.workers.answers import answers, ids_of
@@ -66,14 +66,14 @@ def rounded_rows(x: Tensor, format: str) -> Tensor:
     return codes * scale
 
 
-def rounded_weight(weight: Tensor, format: str) -> Tensor:
+def rounded_weight(weight: Tensor, format: QuantizedFormat) -> Tensor:
     return dequantize_weight(quantize_weight(weight, format))
 
 
 class NaiveExperts(torch.nn.Module):
     """A layer's routed experts: all of them for all tokens, weighted by the router's choice."""
 
-    def __init__(self, block, top_k: int, format: str, norm: bool):
+    def __init__(self, block, top_k: int, format: QuantizedFormat, norm: bool):
         super().__init__()
         self.block, self.top_k, self.format, self.norm = block, top_k, format, norm
         self.gate_ups = [rounded_weight(w, format) for w in block.experts.gate_up_proj]
@@ -98,7 +98,7 @@ class NaiveExperts(torch.nn.Module):
 
 @functools.cache
 @torch.inference_mode()
-def oracle(name: str, format: str, prompt: tuple[int, ...]) -> list[int]:
+def oracle(name: str, format: QuantizedFormat, prompt: tuple[int, ...]) -> list[int]:
     """Greedy ids of the naive model, the whole sequence computed anew for each."""
     model = random_model(*ALL[name])
     facts = model.config
@@ -117,7 +117,7 @@ def oracle(name: str, format: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "format"), CASES)
-def test_ids_are_the_naive_models_however_the_batch_is_cut(name: str, format: str):
+def test_ids_are_the_naive_models_however_the_batch_is_cut(name: str, format: QuantizedFormat):
     model = decoder_of(name, format)
     assert model.weights.format == format
     prompt = random_prompt(19)
@@ -197,7 +197,7 @@ class TestTool:
         [*(("llama", f) for f in QUANTIZED_FORMATS), ("mixtral", "int4"), ("qwen2_moe", "int8")],
     )
     def test_a_written_checkpoint_is_the_model_quantised_at_load(
-        self, name: str, format: str, tmp_path: Path
+        self, name: str, format: QuantizedFormat, tmp_path: Path
     ):
         source, out = make_checkpoint(name), tmp_path / "out"
         plan = plan_quantize(source, format, quantize_o=True, quantize_lm_head=False)
@@ -213,7 +213,9 @@ class TestTool:
             assert greedy(model, [prompt]) == [oracle(name, format, tuple(prompt))]
 
     @pytest.mark.parametrize("format", QUANTIZED_FORMATS)
-    def test_bytes_are_those_that_the_layouts_prescribe(self, format: str, tmp_path: Path):
+    def test_bytes_are_those_that_the_layouts_prescribe(
+        self, format: QuantizedFormat, tmp_path: Path
+    ):
         """Decoded by hand, word by word, from the published descriptions."""
         source, out = make_checkpoint("llama"), tmp_path / "out"
         plan = plan_quantize(source, format, quantize_o=False, quantize_lm_head=True)
@@ -243,15 +245,17 @@ class TestTool:
             random_model("llama", {**settings, "intermediate_size": inner}).save_pretrained(source)
             plan = plan_quantize(source, "int4", quantize_o=True, quantize_lm_head=False)
             write_quantized(plan, out, lambda _: None)
-            down = load_model(out, progress=False).layers[0].mlp.down
-            assert down.format == ("fp32" if group is None else "int4")
+            mlp = load_model(out, progress=False).layers[0].mlp
+            assert isinstance(mlp, Mlp)
+            assert mlp.down.format == ("fp32" if group is None else "int4")
             tensors, name = load_file(out / "model.safetensors"), "model.layers.0.mlp.down_proj"
             assert group is None or tensors[f"{name}.weight_scale"].shape == (64, inner // group)
             plain = load_file(source / "model.safetensors")[f"{name}.weight"]
-            opened = load_model(out, weights="fp32", progress=False).layers[0].mlp.down
+            opened = load_model(out, weights="fp32", progress=False).layers[0].mlp
+            assert isinstance(opened, Mlp)
             x = torch.eye(inner)
             expected = plain if group is None else in_groups(plain, group)
-            torch.testing.assert_close(linear(x, opened).T, expected, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(linear(x, opened.down).T, expected, atol=1e-6, rtol=1e-5)
 
     def test_shards_stay_shards_and_other_files_come_along(self, tmp_path: Path):
         source, out = tmp_path / "source", tmp_path / "out"

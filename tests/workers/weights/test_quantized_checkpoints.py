@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from penstock.deployments.preflight import check_before_start
 from penstock.kernels.quant import NF4_VALUES
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits
+from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 from tests.workers.models.test_decoder import PagedDecoder
@@ -155,11 +158,12 @@ def ct_config(bits: int, kind: str = "int", **weights) -> dict:
     }  # fmt: skip
 
 
-GROUPED = {"strategy": "group", "group_size": GROUP}
+GROUPED: dict[str, Any] = {"strategy": "group", "group_size": GROUP}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-LAYOUTS = {
+Packer = Callable[[Tensor, int], tuple[dict[str, Tensor], Tensor]]
+LAYOUTS: dict[str, tuple[Packer, dict]] = {
     "awq": (as_awq, {**AWQ, "modules_to_not_convert": ["layers.1.mlp.up_proj"]}),
     "gptq": (as_gptq, GPTQ),
     "packed": (as_packed, ct_config(4, **GROUPED)),
@@ -253,7 +257,8 @@ def test_eight_bit_weights_are_those_that_are_stored(layout: str, tmp_path: Path
     assert PagedDecoder(opened).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
     decoder = load_model(folder, progress=False)
     assert decoder.weights.format == layout
-    ignored = decoder.layers[1].mlp  # its up_proj is plain, hence what it is fused with too
+    ignored = decoder.layers[1].mlp
+    assert isinstance(ignored, Mlp)  # its up_proj is plain, hence what it is fused with too
     assert ignored.gate_up.format == "fp32" and ignored.down.format == layout
 
 

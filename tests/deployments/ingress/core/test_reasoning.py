@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from openai.types.chat import ChatCompletionStreamOptionsParam
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -138,7 +139,7 @@ def test_marks_are_found() -> None:
 
 
 def server_of(
-    template: str, text: str, *tokens: AddedToken, marks: Marks = THINK, group: int = 1
+    template: str, text: str, *tokens: AddedToken, marks: Marks | None = THINK, group: int = 1
 ) -> Serving:
     """A server whose model says `text`, `group` tokens at once."""
     known = model_of(template, *tokens)
@@ -159,7 +160,7 @@ def chat(serving: Serving, **body: Any) -> Any:
             said = choice.message.model_dump()
             assert said.get("reasoning") == said.get("reasoning_content")
             return said.get("reasoning"), said["content"], choice.finish_reason, answer.usage
-        options = {"include_usage": True}
+        options: ChatCompletionStreamOptionsParam = {"include_usage": True}
         *chunks, last = client.chat.completions.create(**known, stream_options=options)
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True))

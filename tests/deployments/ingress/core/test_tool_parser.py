@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_what_is_held_back_is_bounded() -> None:
 def test_a_template_without_tools_gets_them_as_text() -> None:
     tools = Toolset((Tool("look", "Looks.", {"type": "object", "properties": {"a": {}}}),))
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is there?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},

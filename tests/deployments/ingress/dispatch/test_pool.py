@@ -566,11 +566,22 @@ def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
 
 
 def scored(
-    ids: list[int], *ending: FinishReason, prompt: tuple[int, ...] = (), **rest: int
+    ids: list[int],
+    finish_reason: FinishReason | None = None,
+    *,
+    stop_token_id: int | None = None,
+    prompt: tuple[int, ...] = (),
 ) -> Delta:
     logprobs = [TokenLogprob(i, -1.0, i) for i in ids]
     prompt_logprobs = [TokenLogprob(i, -2.0, i) for i in prompt]
-    return Delta("a", ids, *ending, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **rest)
+    return Delta(
+        "a",
+        ids,
+        finish_reason,
+        stop_token_id,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 def test_joined_deltas_are_as_if_both_had_come_in_one_step():
