@@ -51,9 +51,11 @@ class TokenBackend(Protocol):
 
     def generate(self, admission: AdmissionRequest) -> AsyncGenerator[Delta, None]:
         """Deltas until one has a finish_reason. Closing the generator cancels the request."""
+        ...
 
     def ready(self) -> bool:
         """Whether a request would be served now."""
+        ...
 
 
 class Learner(Protocol):
