@@ -159,7 +159,7 @@ def test_nobody_there_or_no_such_model(serving, capsys):
         (("--input-len", "x"), "cannot read the length"),
     ],
 )
-def test_misuse_is_sent(capsys, flags, message):
+def test_misuse_is_reported(capsys, flags, message):
     assert main(["bench", "serve", *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_the_loop_is_open():
     assert asyncio.run(run()) == [None] * 8
 
 
-def test_max_concurrency_is_kept_and_timeouts_are_sent():
+def test_max_concurrency_is_kept_and_timeouts_are_reported():
     async def run() -> None:
         target = WaitingTarget(3)
         outcomes = await run_load(target, calls_of(10), max_concurrency=3, timeout_s=20)
