@@ -1,7 +1,7 @@
 """The gate: which request is admitted, when, and to which worker. Pure: a simulator drives it too.
 
 Requests wait here, not at the workers, and are bound to one when it has room (late binding): by
-the quantile rule of sampled_forecast.py, in the order of wait_queue.py, against the ledgers of
+the quantile rule of forecast/sampled.py, in the order of wait_queue.py, against the ledgers of
 ledger.py. After a first one that does not fit, a few later ones may be admitted if they leave its
 reservation alone (EASY backfill). A request that would wait too long is refused at once.
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.deployments.gate.gaussian_forecast import (
+from penstock.deployments.gate.forecast.gaussian import (
     HORIZONS,
     GaussianForecast,
     gaussian_forecast,
 )
-from penstock.deployments.gate.headroom import Headroom
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate, SampledForecast
+from penstock.deployments.gate.forecast.headroom import Headroom
+from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate, SampledForecast
 from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
 from penstock.deployments.prediction.distribution import (
     MAX_LENGTH,

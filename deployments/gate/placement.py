@@ -16,9 +16,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from penstock.deployments.gate.forecast.sampled import Candidate
 from penstock.deployments.gate.ledger import Forecast, Ledger
 from penstock.deployments.gate.prefix_affinity import PrefixAffinity
-from penstock.deployments.gate.sampled_forecast import Candidate
 from penstock.deployments.gate.types import Demand, GateSettings, Wait
 from penstock.deployments.gate.wait_queue import Waiting
 from penstock.deployments.prediction.distribution import Floats

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate
+from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate
 from penstock.deployments.prediction.distribution import Floats, Ints, LengthDistribution, stack
 
 

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.deployments.gate.sampled_forecast import Candidate
+from penstock.deployments.gate.forecast.sampled import Candidate
 from penstock.deployments.gate.types import Demand, QueueSettings
 from penstock.deployments.prediction.distribution import Ints
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED
+from penstock.deployments.gate.forecast.sampled import UNBOUNDED
 from penstock.deployments.gate.types import (
     GateRequest,
     Refusal,

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.gate.sim.worker import Job, SimWorker, WorkerShape
 from penstock.deployments.gate.controller import Gate
-from penstock.deployments.gate.peaks import sampled_peaks
+from penstock.deployments.gate.forecast.peaks import sampled_peaks
 from penstock.deployments.gate.types import (
     GateRequest,
     GateSettings,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.deployments.gate.controller import Gate
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED
+from penstock.deployments.gate.forecast.sampled import UNBOUNDED
 from penstock.deployments.gate.types import (
     Expiry,
     GateRequest,
@@ -30,7 +30,7 @@ from penstock.deployments.prediction.distribution import (
     LengthDistribution,
     cumulative_hazard,
 )
-from tests.deployments.gate.test_sampled_forecast import quantile
+from tests.deployments.gate.forecast.test_sampled import quantile
 
 HAZARDS = cumulative_hazard(np.full(NUM_BINS, 0.2))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.deployments.gate.headroom import Headroom
+from penstock.deployments.gate.forecast.headroom import Headroom
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard

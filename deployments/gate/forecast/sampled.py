@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.deployments.gate.peaks import PeakIndex, held_peaks, index_of
+from penstock.deployments.gate.forecast.peaks import PeakIndex, held_peaks, index_of
 from penstock.deployments.prediction.distribution import Floats, Ints
 
 UNBOUNDED = 1 << 40  # the ceiling of an answer whose cache does not roll
@@ -32,7 +32,7 @@ class Candidate:
     longest: int = UNBOUNDED  # tokens that it holds if it becomes as long as it may
     survival: list[Floats] = field(
         default_factory=list, compare=False
-    )  # of gaussian_forecast.py, when first made
+    )  # of gaussian.py, when first made
 
 
 def order_statistic(values: Ints, level: float) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.gate.sampled_forecast import (
+from penstock.deployments.gate.forecast.sampled import (
     UNBOUNDED,
     Candidate,
     SampledForecast,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.deployments.gate.gaussian_forecast import HORIZONS
+from penstock.deployments.gate.forecast.gaussian import HORIZONS
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.placement import WorkerShortlist
 from penstock.deployments.gate.types import Demand, GateSettings, WorkerSpec

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.gate.peaks import (
+from penstock.deployments.gate.forecast.peaks import (
     NUM_HORIZONS,
     empty_grid,
     held_peaks,

@@ -1,4 +1,4 @@
-"""The admission rule of sampled_forecast.py by means and variances on a grid of horizons.
+"""The admission rule of sampled.py by means and variances on a grid of horizons.
 
 For thousands of workers, or hundreds of answers on each, sampled futures cost too much: here a
 worker is 24 means and variances, whatever the number of its answers, and one more answer is one
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.deployments.gate.peaks import UseGrid, empty_grid, horizons_of
-from penstock.deployments.gate.sampled_forecast import UNBOUNDED, Candidate
+from penstock.deployments.gate.forecast.peaks import UseGrid, empty_grid, horizons_of
+from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate
 from penstock.deployments.prediction.distribution import Floats, Ints
 
 HORIZONS = horizons_of(1 << 16)  # steps; longer answers are taken to end there
