@@ -281,7 +281,7 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
         async with house(node) as made:
             big = [request(n, max_tokens=40, length=300) for n in range(6)]
             client = made.client
-            client._credits = NoCredits()  # everybody asks
+            client._credits = NoCredits()  # every request asks the gate
             answers = await asyncio.gather(*(collect(made.pool, each) for each in big))
             return big, answers, made.gate.service.counts
 
@@ -296,7 +296,7 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
 def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, caplog, where):
     async def scenario():
         async with house(node) as made:
-            made.client._credits = NoCredits()  # everybody asks
+            made.client._credits = NoCredits()  # every request asks the gate
             first = asyncio.ensure_future(collect(made.pool, request(0, max_tokens=8)))
             await first
             broken, predictor = made.gate.service, made.gate.service.learner.predictor
@@ -333,7 +333,7 @@ def test_a_gate_that_stands_still_is_gone_past(node, run):
     async def scenario():
         async with house(node, answer_s=0.02) as made:
             client, service = made.client, made.gate.service
-            client._credits = NoCredits()  # everybody asks
+            client._credits = NoCredits()  # every request asks the gate
             service.judge_next = service.tick = lambda now: False  # nothing is decided any more
             service.report_queued = lambda names, ingress: None
             service.receive = lambda ingress, message, now: []
