@@ -1,6 +1,7 @@
 """Attention over a paged KV cache: write, decode (one query per sequence), prefill (query chunks).
 
-The caller passes tensors, block tables and lengths, and the cache of a layer as one `PagedKv`.
+The caller passes tensors, the cache of a layer as one `PagedKv`, and the block tables and lengths
+of a step as one `DecodeBatch` or `PrefillBatch`.
 Backends: Triton on a GPU, the native library on a CPU where it supports the dtype and the scale
 groups, else plain PyTorch. A block-table entry past the context is never read.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.cpu import attention as native_attention
 from penstock.kernels.reference import attention as reference
 from penstock.kernels.rowwise import rope_
-from penstock.kernels.types import PagedKv, Rolling, rows_are_dense
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch, Rolling, rows_are_dense
 
 
 class AttentionBackend(Protocol):
@@ -25,13 +26,13 @@ class AttentionBackend(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> None: ...
 
     def decode_attention(
-        self, q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, scale: float,
-        window: int | None, max_context_len: int, out: Tensor, rolling: Rolling | None = None,
+        self, q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None,
+        out: Tensor, rolling: Rolling | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     def prefill_attention(
-        self, q: Tensor, kv: PagedKv, tables: Tensor, starts: Tensor, lens: Tensor, scale: float,
-        window: int | None, max_query_len: int, out: Tensor, rolling: Rolling | None = None,
+        self, q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None,
+        out: Tensor, rolling: Rolling | None = None,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -94,66 +95,51 @@ def rope_write_kv(
 def decode_attention(
     q: Tensor,
     kv: PagedKv,
-    block_tables: Tensor,
-    context_lens: Tensor,
+    batch: DecodeBatch,
     *,
     scale: float,
     window: int | None = None,
-    max_context_len: int,
     rolling: Rolling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One query per sequence over its blocks: `q` [B, H, D] -> [B, H, D], in `out` if given.
 
-    `block_tables` int32 [B, max_blocks]; `context_lens` int32 [B], the current token included (and
-    the tokens that a rolled sequence dropped); `window`: only the last `window` tokens are visible.
-    `max_context_len` >= every length (it sizes the launch on a GPU). Long contexts are split over
-    programs or threads and merged, as in FlashDecoding. The splits are at fixed positions of the
-    context, the sinks of a rolled one before them, so that on the CPU a row has the same bits
-    whatever the batch and the number of threads. The work is proportional to the visible keys.
+    `window`: only the last `window` tokens are visible. Long contexts are split over programs or
+    threads and merged, as in FlashDecoding. The splits are at fixed positions of the context, the
+    sinks of a rolled one before them, so that on the native path of the CPU a row has the same bits
+    whatever the batch and the number of threads, and those of the same row in `prefill_attention`.
+    The work is proportional to the visible keys.
     """
-    out = _prepare(q, kv, block_tables, context_lens, rolling, out)
-    return _backend(q, kv).decode_attention(
-        q, kv, block_tables, context_lens, scale, window, max_context_len, out, rolling
-    )
+    out = _prepare(q, kv, batch.context_lens, rolling, out)
+    return _backend(q, kv).decode_attention(q, kv, batch, scale, window, out, rolling)
 
 
 def prefill_attention(
     q: Tensor,
     kv: PagedKv,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
+    batch: PrefillBatch,
     *,
     scale: float,
     window: int | None = None,
-    max_query_len: int,
     rolling: Rolling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
 
-    Chunk b is rows [query_starts[b], query_starts[b+1]) of q (int32 [B+1]) and ends at position
-    context_lens[b] (int32 [B]); its own K and V are in the cache (or in scratch) already. A query
-    at position t sees keys in (t - window, t]. `max_query_len` >= every chunk. Online softmax over
-    key tiles, as in FlashAttention-2. On the CPU the tiles are at fixed positions of the context,
-    those of the sinks first, so that a row has the same bits however its prompt is cut into chunks.
-    The work is proportional to the visible keys.
+    K and V of the chunks are in the cache (or in scratch) already. A query at position t sees keys
+    in (t - window, t]. Online softmax over key tiles, as in FlashAttention-2. On the native path of
+    the CPU tiles and splits are those of `decode_attention`: a row has the same bits however its
+    prompt is cut into chunks, and as a decode row. The work is proportional to the visible keys.
     """
-    assert query_starts.dtype == torch.int32
-    out = _prepare(q, kv, block_tables, context_lens, rolling, out)
-    return _backend(q, kv).prefill_attention(
-        q, kv, block_tables, query_starts, context_lens, scale, window, max_query_len, out, rolling
-    )
+    out = _prepare(q, kv, batch.context_lens, rolling, out)
+    return _backend(q, kv).prefill_attention(q, kv, batch, scale, window, out, rolling)
 
 
 def _prepare(
-    q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, rolling: Rolling | None,
-    out: Tensor | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, kv: PagedKv, lens: Tensor, rolling: Rolling | None, out: Tensor | None
+) -> Tensor:
     """Check what the backends rely on, and return the tensor to write."""
     assert rows_are_dense(q)
-    assert tables.dtype == lens.dtype == torch.int32 and tables.stride(1) == 1
     kv.check(q.dtype)
     if rolling is not None:
         rolling.check(q, lens)

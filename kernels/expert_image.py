@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
-from penstock.kernels.matmul import FLOAT_FORMATS, pack_linear
+from penstock.kernels.matmul import backend_for
 from penstock.kernels.moe import Expert
 from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
@@ -30,22 +30,11 @@ def pack_for(weight: Tensor | QuantizedWeight, device: torch.device) -> PackedLi
     Has the bits of `pack_linear`, except where that would take oneDNN's own layout for a plain
     weight. A GPU's layout is tested by its bytes, and has not yet been run on one.
     """
-    num_outputs, num_inputs = _shape(weight)
-    if isinstance(weight, QuantizedWeight):
-        if device.type != "cuda":
-            return pack_linear(weight)
-        from penstock.kernels.triton import matmul as matmul_triton
-
-        payload = matmul_triton.pack(weight)
-        return PackedLinear(
-            payload, None, num_inputs, num_outputs, weight.num_bytes, weight.format, "triton"
-        )
-    if device.type != "cuda" and native.usable(weight) is not None:
-        return pack_linear(weight)
-    num_bytes, format = weight.numel() * weight.element_size(), FLOAT_FORMATS[weight.dtype]
-    return PackedLinear(
-        weight.contiguous(), None, num_inputs, num_outputs, num_bytes, format, "plain"
-    )
+    if isinstance(weight, QuantizedWeight) or (
+        device.type != "cuda" and native.usable(weight) is not None
+    ):
+        return backend_for(weight, device).pack_linear(weight, None)
+    return PackedLinear.of_floats(weight.contiguous(), weight, None, "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +94,6 @@ class ExpertImage:
     def __str__(self) -> str:
         """For error messages and for equality."""
         return " and ".join(map(_kind, self._linears, self._parts))
-
-
-def _shape(weight: Tensor | QuantizedWeight) -> tuple[int, int]:
-    if isinstance(weight, QuantizedWeight):
-        return weight.out_features, weight.in_features
-    return weight.shape[0], weight.shape[1]
 
 
 def _tensors(packed: PackedLinear) -> dict[str, Tensor]:

@@ -52,9 +52,7 @@ def write_neurons(expert: Expert, rows: Tensor, places: Tensor) -> None:
     assert rows.shape == (len(places), 3 * hidden) and rows.dtype == gate_up.payload.dtype
     assert rows.stride(1) == 1 and places.dtype == torch.int64 and places.is_contiguous()
     if gate_up.layout == "native":
-        lib = native.library()
-        assert lib is not None
-        lib.pk_unpack_neurons(UNPACK_NEURONS.pack(
+        native.bound.library.pk_unpack_neurons(UNPACK_NEURONS.pack(
             native.DTYPES[rows.dtype], rows.data_ptr(), rows.stride(0), places.data_ptr(),
             len(places), gate_up.payload.data_ptr(), down.payload.data_ptr(), hidden, inner,
         ))  # fmt: skip

@@ -1,25 +1,56 @@
-"""Linear layers whose weights are packed once, at load, into the layout that is read fastest."""
+"""Linear layers whose weights are packed once, at load, into the layout that is read fastest.
+
+Backends: Triton for quantised weights on a GPU, the native library on a CPU where it supports the
+dtype, else PyTorch. The one that packed a weight also multiplies with it: `PackedLinear.layout`.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import math
-from typing import Any
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.cpu import huge_pages, native
-from penstock.kernels.cpu import matmul as matmul_quant
-from penstock.kernels.cpu.arguments import LINEAR, PACK
-from penstock.kernels.cpu.matmul import NativeWeight
+from penstock.kernels.cpu import matmul as native_matmul
+from penstock.kernels.cpu import native
 from penstock.kernels.quant import Int8Rows, QuantizedWeight
-from penstock.kernels.types import Layout, LinearFormat, PackedLinear
+from penstock.kernels.reference import matmul as reference
+from penstock.kernels.types import FLOAT_FORMATS, Layout, PackedLinear
 
-FLOAT_FORMATS: dict[torch.dtype, LinearFormat] = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-}  # fmt: skip
+
+class MatmulBackend(Protocol):
+    """What each backend implements: packing a weight, and the product with one that it packed."""
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None
+    ) -> PackedLinear: ...
+
+    def packed_linear(
+        self, x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None
+    ) -> Tensor: ...
+
+
+def backend_for(weight: Tensor | QuantizedWeight, device: torch.device) -> MatmulBackend:
+    """What packs `weight` for `device`, where it lies already or will be."""
+    if device.type == "cuda":
+        return _triton() if isinstance(weight, QuantizedWeight) else reference
+    return native_matmul if native_matmul.suits(weight) else reference
+
+
+@functools.cache  # `linear` asks at each call
+def _backend_of(layout: Layout) -> MatmulBackend:
+    if layout == "triton":
+        return _triton()
+    return native_matmul if layout == "native" else reference
+
+
+@functools.cache
+def _triton() -> MatmulBackend:
+    from penstock.kernels.triton import matmul  # Triton is not installed on every machine
+
+    return matmul
 
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
@@ -30,15 +61,10 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) ->
     original), on a GPU the tensors themselves, unless the format has a layout of its own there.
     """
     if isinstance(weight, QuantizedWeight):
-        return _pack_quantized(weight, bias)
+        return backend_for(weight, weight.codes.device).pack_linear(weight, bias)
     assert weight.dim() == 2
     assert bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
-    lib = native.usable(weight)
-    if lib is not None:
-        return _pack_native(lib, weight, bias)
-    if _onednn_packs(weight):
-        return _pack_onednn(weight, bias)
-    return _packed(weight, weight, bias, "plain")
+    return backend_for(weight, weight.device).pack_linear(weight, bias)
 
 
 def empty_linear(
@@ -50,7 +76,7 @@ def empty_linear(
     """
     flat = memory[: linear_bytes(out_features, in_features, dtype, memory.device)].view(dtype)
     if native.usable(flat) is not None:
-        weight = flat.view(_native_shape(out_features, in_features, dtype))
+        weight = flat.view(native_matmul.packed_shape(out_features, in_features, dtype))
         return _empty(weight, in_features, out_features, "native")
     if transposed:
         weight = flat.view(in_features, out_features).T
@@ -69,8 +95,9 @@ def linear_bytes(
     out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Bytes of a weight [N, K] as `empty_linear` lays it out, padding included."""
-    if device.type == "cpu" and dtype in native.DTYPES and native.library() is not None:
-        return math.prod(_native_shape(out_features, in_features, dtype)) * dtype.itemsize
+    if device.type == "cpu" and dtype in native.DTYPES and native.bound.library is not None:
+        shape = native_matmul.packed_shape(out_features, in_features, dtype)
+        return math.prod(shape) * dtype.itemsize
     return out_features * in_features * dtype.itemsize
 
 
@@ -86,103 +113,4 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
     a GPU int8 and fp8 weights allocate codes of rows that have none yet, and small batches sums of
     splits.) On the native path a row's result has the same bits whatever M is.
     """
-    if packed.layout == "triton":
-        from penstock.kernels.triton import matmul as matmul_triton
-
-        return matmul_triton.linear(x, packed.payload, out)
-    if isinstance(packed.payload, NativeWeight):
-        return matmul_quant.native_linear(x, packed.payload, out)
-    if isinstance(packed.payload, QuantizedWeight):
-        y = matmul_quant.plain_linear(x, packed.payload, packed.bias)
-        return y if out is None else out.copy_(y)
-    assert isinstance(x, Tensor), f"{packed.format} weights take plain activations"
-    if packed.layout == "native":
-        return _native_linear(x, packed, out)
-    if packed.layout == "onednn" and x.shape[0]:
-        y = torch.ops.mkldnn._linear_pointwise(x, packed.payload, packed.bias, "none", [], "")
-    elif packed.layout == "onednn":
-        y = x.new_empty(0, packed.out_features)
-    elif out is None:
-        y = F.linear(x, packed.payload, packed.bias)
-    elif packed.bias is None:
-        return torch.mm(x, packed.payload.T, out=out)
-    else:
-        return torch.addmm(packed.bias, x, packed.payload.T, out=out)
-    return y if out is None else out.copy_(y)
-
-
-def _pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-    layout: Layout = "plain"
-    payload: Any = weight
-    if weight.codes.is_cuda:
-        from penstock.kernels.triton import matmul as matmul_triton
-
-        layout, payload = "triton", matmul_triton.pack(weight, bias)
-    elif (packed := matmul_quant.pack_native(weight, bias)) is not None:
-        layout, payload = "native", packed
-    return PackedLinear(
-        payload, bias, weight.in_features, weight.out_features, weight.num_bytes, weight.format,
-        layout,
-    )  # fmt: skip
-
-
-def _packed(payload: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> PackedLinear:
-    num_outputs, num_inputs = weight.shape
-    num_bytes, format = weight.numel() * weight.element_size(), FLOAT_FORMATS[weight.dtype]
-    return PackedLinear(payload, bias, num_inputs, num_outputs, num_bytes, format, layout)
-
-
-def _pack_native(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    num_outputs, num_inputs = weight.shape
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    shape = _native_shape(num_outputs, num_inputs, weight.dtype)
-    packed = huge_pages.empty(shape, weight.dtype)
-    lib.pk_pack(PACK.pack(
-        native.DTYPES[weight.dtype], weight.data_ptr(), weight.stride(0), packed.data_ptr(),
-        num_outputs, num_inputs, torch.get_num_threads(),
-    ))  # fmt: skip
-    return _packed(packed, weight, None if bias is None else bias.contiguous(), "native")
-
-
-def _native_shape(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Panels, input features (bf16 is read in pairs), output features of a panel."""
-    lib = native.library()
-    assert lib is not None
-    panel = lib.pk_panel()
-    depth = num_inputs + num_inputs % 2 if dtype == torch.bfloat16 else num_inputs
-    return -(-num_outputs // panel), depth, panel
-
-
-def _native_linear(x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
-    assert x.dtype == packed.payload.dtype and x.shape[1] == packed.in_features
-    num_rows, depth = x.shape[0], packed.payload.shape[1]
-    if depth != x.shape[1]:
-        x = F.pad(x, (0, 1))  # bf16 is read in pairs
-    elif x.stride(1) != 1:
-        x = x.contiguous()
-    if out is None:
-        out = x.new_empty(num_rows, packed.out_features)
-    lib = native.library()
-    assert lib is not None and out.stride(1) == 1 and out.dtype == x.dtype
-    bias = packed.bias
-    lib.pk_linear(LINEAR.pack(
-        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), packed.payload.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), num_rows,
-        packed.out_features, packed.in_features, torch.get_num_threads(),
-    ))  # fmt: skip
-    return out
-
-
-def _onednn_packs(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
-
-
-def _pack_onednn(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    # 16 is only a hint for the layout, which serves every batch size.
-    reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-    return _packed(reordered, weight, bias, "onednn")
+    return _backend_of(packed.layout).packed_linear(x, packed, out)

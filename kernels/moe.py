@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu import native
-from penstock.kernels.cpu.arguments import COMBINE
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import silu_mul, silu_mul_int8
+from penstock.kernels.rowwise import combine, silu_mul, silu_mul_int8
 from penstock.kernels.types import PackedLinear
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
@@ -23,6 +22,25 @@ Visited = tuple[int, Expert, Tensor | None]
 # Given the ids of the experts that have tokens, yields each once, in an order of its choice. An
 # expert is used only until the next one is requested.
 Visit = Callable[[list[int]], Iterator[Visited]]
+
+
+class GroupedBackend(Protocol):
+    """A backend that runs all experts of a layer in one launch: Triton. Without it they run one
+    after another, each with the backends of its own operators."""
+
+    def expert_table(self, experts: Sequence[Expert]) -> Any: ...
+
+    def moe_mlp(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, table: Any, grouped: Tensor,
+        inner: Tensor, out: Tensor,
+    ) -> Tensor: ...  # fmt: skip
+
+
+@functools.cache
+def _triton() -> GroupedBackend:
+    from penstock.kernels.triton import moe  # Triton is not installed on every machine
+
+    return moe
 
 
 class GroupedExperts(tuple[Expert, ...]):
@@ -39,10 +57,8 @@ def pack_experts(experts: Sequence[Expert]) -> Sequence[Expert]:
     formats = {(gate_up.format, down.format) for gate_up, down in experts}
     if not _on_gpu(experts[0][0]) or len(formats) > 1:
         return experts
-    from penstock.kernels.triton import moe as moe_triton
-
     grouped = GroupedExperts(experts)
-    grouped.table = moe_triton.expert_table(grouped)
+    grouped.table = _triton().expert_table(grouped)
     return grouped
 
 
@@ -79,10 +95,8 @@ def moe_mlp(
     if out is None:
         out = torch.empty_like(x)
     if isinstance(experts, GroupedExperts):
-        from penstock.kernels.triton import moe as moe_triton
-
         table = experts.table
-        return moe_triton.moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out)
+        return _triton().moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out)
     order = topk_ids.reshape(-1).argsort(stable=True)
     if num_experts is None:
         assert not callable(experts)
@@ -101,7 +115,7 @@ def moe_mlp(
             rows = routed[first : first + at_once]
             some = None if active is None else active[first : first + at_once]
             gated_mlp(rows, gate_up, down, inner, out=rows, active=some)
-    return _combine(grouped, places.view_as(topk_ids), topk_weights, out)
+    return combine(grouped, places.view_as(topk_ids), topk_weights, out)
 
 
 def gated_mlp(
@@ -132,44 +146,6 @@ def gated_mlp(
     return linear(product, down, out=out)
 
 
-def moe_reference(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    experts: Sequence[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """The reference in fp32, token by token; `experts[e]` are plain gate_up and down weights."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for token, (row, ids, weights) in enumerate(zip(x.float(), topk_ids.tolist(), topk_weights)):
-        for expert, weight in zip(ids, weights):
-            gate_up, down = experts[expert]
-            gate, up = (gate_up.float() @ row).chunk(2)
-            out[token] += weight * (down.float() @ (torch.nn.functional.silu(gate) * up))
-    return out.to(x.dtype)
-
-
 def _on_gpu(packed: PackedLinear) -> bool:
     payload = packed.payload
     return packed.layout == "triton" or (isinstance(payload, Tensor) and payload.is_cuda)
-
-
-def _combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """sum_k weights[t, k] * routed[places[t, k]], k ascending: [T, k] -> `out` [T, d]."""
-    num_tokens, num_ranks = places.shape
-    weights = weights.float().contiguous()
-    assert out.is_contiguous() and routed.is_contiguous()
-    if routed.is_cuda:
-        from penstock.kernels.triton import rowwise as rowwise_triton
-
-        return rowwise_triton.combine(routed, places, weights, out)
-    lib = native.usable(routed)
-    if lib is not None:
-        lib.pk_combine(COMBINE.pack(
-            native.DTYPES[routed.dtype], routed.data_ptr(), places.data_ptr(), weights.data_ptr(),
-            out.data_ptr(), num_tokens, num_ranks, routed.shape[1], torch.get_num_threads(),
-        ))  # fmt: skip
-        return out
-    total = torch.zeros(num_tokens, routed.shape[1], device=routed.device)
-    for rank in range(num_ranks):
-        total += weights[:, rank, None] * routed[places[:, rank]].float()
-    return out.copy_(total)

@@ -1,26 +1,79 @@
-"""Row-wise operators: RMSNorm (with residual add), rotary embedding, SiLU * mul.
+"""Row-wise operators: RMSNorm (with residual add), rotary embedding, SiLU * mul, int8 rows, and the
+weighted sum of routed rows.
 
-A row's result does not depend on the other rows of the call. On a GPU Triton runs, on a CPU the
-native library, else plain PyTorch.
+A row's result does not depend on the other rows of the call. Backends: Triton on a GPU, the native
+library on a CPU where it supports the dtype, else plain PyTorch.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import overload
+import functools
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
-from penstock.kernels.cpu.arguments import QUANTIZE, RMS_NORM, ROPE, ROPE_TO, SILU_MUL
-from penstock.kernels.quant import Int8Rows, quantize_rows_int8
-from penstock.kernels.reference.rowwise import (
-    rms_norm_reference,
-    rope_reference,
-    silu_mul_reference,
-)
+from penstock.kernels.cpu import rowwise as native_rowwise
+from penstock.kernels.quant import Int8Rows
+from penstock.kernels.reference import rowwise as reference
 from penstock.kernels.types import rows_are_dense
+
+
+class RowwiseBackend(Protocol):
+    """What each backend implements. The functions below check the arguments before they call it."""
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
+        total: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def rope_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def rope_to(self, q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> Tensor: ...
+
+    def combine(self, routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor: ...
+
+
+class Int8Backend(Protocol):
+    """The same for the operators that quantise their rows."""
+
+    def rms_norm_int8(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
+        total: Tensor | None,
+    ) -> Int8Rows: ...  # fmt: skip
+
+    def silu_mul_int8(self, gate_up: Tensor, out: Int8Rows) -> Int8Rows: ...
+
+    def quantize_int8(self, x: Tensor, out: Int8Rows) -> Int8Rows: ...
+
+
+def _backend(x: Tensor) -> RowwiseBackend:
+    if x.is_cuda:
+        return _triton()
+    return reference if native.usable(x) is None else native_rowwise
+
+
+def _int8_backend(x: Tensor) -> Int8Backend:
+    if x.is_cuda:
+        return _triton_int8()
+    return reference if native.usable(x) is None else native_rowwise
+
+
+@functools.cache
+def _triton() -> RowwiseBackend:
+    from penstock.kernels.triton import rowwise  # Triton is not installed on every machine
+
+    return rowwise
+
+
+@functools.cache
+def _triton_int8() -> Int8Backend:
+    from penstock.kernels.triton import rowwise_quant  # as above
+
+    return rowwise_quant
 
 
 @overload
@@ -60,15 +113,7 @@ def rms_norm(
     if residual is not None and total is None:
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
-    if x.is_cuda:
-        from penstock.kernels.triton import rowwise as rowwise_triton
-
-        return rowwise_triton.rms_norm(x, weight, eps, residual, out, total)
-    lib = native.usable(x)
-    if lib is not None:
-        _native_rms_norm(lib, x, weight, eps, residual, out, total)
-        return out if total is None else (out, total)
-    return _torch_rms_norm(x, weight, eps, residual, out, total)
+    return _backend(x).rms_norm(x, weight, eps, residual, out, total)
 
 
 def rms_norm_int8(
@@ -92,17 +137,7 @@ def rms_norm_int8(
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if out is None:
         out = _new_rows(x, x.shape[1])
-    if x.is_cuda:
-        from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
-
-        return rowwise_quant_triton.rms_norm_int8(x, weight, eps, residual, out, total)
-    lib = native.usable(x)
-    if lib is not None:
-        _native_rms_norm(lib, x, weight, eps, residual, out, total)
-        return out
-    if residual is None or total is None:
-        return _quantize(rms_norm(x, weight, eps), out)
-    return _quantize(rms_norm(x, weight, eps, residual=residual, total=total)[0], out)
+    return _int8_backend(x).rms_norm_int8(x, weight, eps, residual, out, total)
 
 
 def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
@@ -114,35 +149,14 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     assert gate_up.stride(-1) == 1
     if out is None:
         out = _new_rows(gate_up, gate_up.shape[1] // 2)
-    if gate_up.is_cuda:
-        from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
-
-        return rowwise_quant_triton.silu_mul_int8(gate_up, out)
-    lib = native.usable(gate_up)
-    if lib is not None:
-        _native_silu_mul(lib, gate_up, out)
-        return out
-    return _quantize(silu_mul(gate_up), out)
+    return _int8_backend(gate_up).silu_mul_int8(gate_up, out)
 
 
 def quantize_int8(x: Tensor, out: Int8Rows | None = None) -> Int8Rows:
     """The rows of `x` [T, D] as `quantize_rows_int8` makes them, for linears that share them."""
     if out is None:
         out = _new_rows(x, x.shape[1])
-    if x.is_cuda:
-        from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
-
-        rowwise_quant_triton.quantize_rows(x, out.codes, out.scales)
-        return out
-    lib = native.usable(x)
-    if lib is None:
-        return _quantize(x, out)
-    assert x.stride(1) == 1
-    lib.pk_quantize(QUANTIZE.pack(
-        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, torch.get_num_threads(),
-        *_codes_args(out),
-    ))  # fmt: skip
-    return out
+    return _int8_backend(x).quantize_int8(x, out)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -152,17 +166,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     from rot on stay. q and k may be views of one fused projection (any stride over T). fp32 inside.
     """
     assert rows_are_dense(q) and rows_are_dense(k)
-    if q.is_cuda:
-        from penstock.kernels.triton import rowwise as rowwise_triton
-
-        rowwise_triton.rope_(q, k, cos, sin)
-        return
-    lib = native.usable(q)
-    if lib is not None:
-        _native_rope(lib, q, k, cos, sin)
-    else:
-        q.copy_(rope_reference(q, cos, sin))
-        k.copy_(rope_reference(k, cos, sin))
+    _backend(q).rope_(q, k, cos, sin)
 
 
 def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
@@ -173,14 +177,7 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """
     assert rows_are_dense(q) and rows_are_dense(out)
     assert out.shape == q.shape and out.dtype == q.dtype
-    if q.is_cuda:
-        from penstock.kernels.triton import rowwise as rowwise_triton
-
-        return rowwise_triton.rope_to(q, cos, sin, out)
-    lib = native.usable(q)
-    if lib is not None:
-        return _native_rope_to(lib, q, cos, sin, out)
-    return out.copy_(rope_reference(q, cos, sin))
+    return _backend(q).rope_to(q, cos, sin, out)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -191,89 +188,18 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     assert gate_up.stride(-1) == 1
     if out is None:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    if gate_up.is_cuda:
-        from penstock.kernels.triton import rowwise as rowwise_triton
+    return _backend(gate_up).silu_mul(gate_up, out)
 
-        return rowwise_triton.silu_mul(gate_up, out)
-    lib = native.usable(gate_up)
-    if lib is not None:
-        _native_silu_mul(lib, gate_up, out)
-        return out
-    return out.copy_(silu_mul_reference(gate_up))
+
+def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """sum_k weights[t, k] * routed[places[t, k]], k ascending and in fp32, into `out` [T, d].
+
+    `routed` [R, d] and `out` are dense; `places` int64 and `weights` are [T, k].
+    """
+    assert out.is_contiguous() and routed.is_contiguous()
+    return _backend(routed).combine(routed, places, weights.float().contiguous(), out)
 
 
 def _new_rows(x: Tensor, num_columns: int) -> Int8Rows:
     codes = torch.empty(x.shape[0], num_columns, dtype=torch.int8, device=x.device)
     return Int8Rows(codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.dtype)
-
-
-def _quantize(x: Tensor, out: Int8Rows) -> Int8Rows:
-    codes, scales = quantize_rows_int8(x)
-    out.codes.copy_(codes)
-    out.scales.copy_(scales)
-    return out
-
-
-def _codes_args(out: Int8Rows) -> tuple[int, int, int]:
-    assert out.codes.stride(1) == 1 and out.scales.stride(0) == 1
-    return out.codes.data_ptr(), out.codes.stride(0), out.scales.data_ptr()
-
-
-def _native_rms_norm(
-    lib: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
-    out: Tensor | Int8Rows, total: Tensor | None,
-) -> None:  # fmt: skip
-    heads = x.shape[1] if x.dim() == 3 else 1
-    assert residual is None or (heads == 1 and residual.dtype == x.dtype)
-    if isinstance(out, Int8Rows):
-        to, codes = (0, 0, 0), _codes_args(out)
-    else:
-        to, codes = (out.data_ptr(), out.stride(0), out.stride(-2)), (0, 0, 0)
-    lib.pk_rms_norm(RMS_NORM.pack(
-        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
-        0 if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0),
-        weight.data_ptr(), *to, 0 if total is None else total.data_ptr(), x.shape[0], heads,
-        x.shape[-1], eps, torch.get_num_threads(), *codes,
-    ))  # fmt: skip
-
-
-def _native_rope(lib: ctypes.CDLL, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    assert cos.dtype == sin.dtype == torch.float32 and k.dtype == q.dtype
-    cos, sin = cos.contiguous(), sin.contiguous()
-    lib.pk_rope(ROPE.pack(
-        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0),
-        cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], q.shape[2],
-        cos.shape[1], torch.get_num_threads(),
-    ))  # fmt: skip
-
-
-def _native_rope_to(lib: ctypes.CDLL, q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    assert cos.dtype == sin.dtype == torch.float32
-    cos, sin = cos.contiguous(), sin.contiguous()
-    lib.pk_rope_to(ROPE_TO.pack(
-        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
-        cos.data_ptr(), sin.data_ptr(), *q.shape, cos.shape[1], torch.get_num_threads(),
-    ))  # fmt: skip
-    return out
-
-
-def _native_silu_mul(lib: ctypes.CDLL, gate_up: Tensor, out: Tensor | Int8Rows) -> None:
-    if isinstance(out, Int8Rows):
-        to, codes = (0, 0), _codes_args(out)
-    else:
-        to, codes = (out.data_ptr(), out.stride(0)), (0, 0, 0)
-    lib.pk_silu_mul(SILU_MUL.pack(
-        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), *to, *out.shape,
-        torch.get_num_threads(), *codes,
-    ))  # fmt: skip
-
-
-def _torch_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
-    total: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    if residual is None or total is None:
-        return out.copy_(rms_norm_reference(x, weight, eps))
-    torch.add(x, residual, out=total)
-    return out.copy_(rms_norm_reference(total, weight, eps)), total

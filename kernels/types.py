@@ -1,5 +1,5 @@
-"""Types that the operators and all their backends share: rolled contexts, KV scales, packed
-linears, and the parameters of sampling.
+"""Types that the operators and all their backends share: the sequences of a batch, rolled contexts,
+the paged KV cache, packed linears, and the parameters of sampling.
 """
 
 from __future__ import annotations
@@ -9,6 +9,48 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Where the contexts of a decode batch lie: one query a sequence. Built once a step, and the
+    same for all layers. Raises AssertionError if the tensors do not fit together.
+
+    A context length counts the current token (and the tokens that a rolled sequence dropped). Only
+    the entries of a block table that the context needs are read.
+    """
+
+    block_tables: Tensor  # int32 [B, max_blocks], any stride over B
+    context_lens: Tensor  # int32 [B]
+    max_context_len: int  # >= every length; sizes the launch on a GPU
+
+    def __post_init__(self) -> None:
+        _check_tables(self.block_tables, self.context_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Where the contexts of a prefill batch lie: a chunk of queries a sequence. As `DecodeBatch`.
+
+    Chunk b is rows [query_starts[b], query_starts[b+1]) of the queries, and ends at position
+    context_lens[b]: the length counts the chunk.
+    """
+
+    block_tables: Tensor  # int32 [B, max_blocks], any stride over B
+    query_starts: Tensor  # int32 [B + 1]
+    context_lens: Tensor  # int32 [B]
+    max_query_len: int  # >= the length of every chunk; sizes the launch on a GPU
+
+    def __post_init__(self) -> None:
+        _check_tables(self.block_tables, self.context_lens)
+        assert self.query_starts.dtype == torch.int32 and self.query_starts.is_contiguous()
+        assert self.query_starts.numel() == self.context_lens.numel() + 1
+
+
+def _check_tables(tables: Tensor, lens: Tensor) -> None:
+    assert tables.dtype == lens.dtype == torch.int32
+    assert tables.size(0) == lens.numel() and lens.is_contiguous()
+    assert tables.stride(1) == 1 or not tables.numel()
 
 
 @dataclass(frozen=True)
@@ -200,6 +242,9 @@ Layout = Literal["native", "onednn", "plain", "triton"]
 
 
 LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8"]
+FLOAT_FORMATS: dict[torch.dtype, LinearFormat] = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,3 +262,12 @@ class PackedLinear:
     num_bytes: int
     format: LinearFormat
     layout: Layout
+
+    @classmethod
+    def of_floats(
+        cls, payload: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout
+    ) -> PackedLinear:
+        """`payload`: what `layout` makes of the plain `weight` [N, K]."""
+        num_outputs, num_inputs = weight.shape
+        num_bytes, format = weight.numel() * weight.element_size(), FLOAT_FORMATS[weight.dtype]
+        return cls(payload, bias, num_inputs, num_outputs, num_bytes, format, layout)

@@ -1,7 +1,7 @@
 """The argument structs of the native library: named fields, of which the packed formats are made.
 
 Every function of the library takes one pointer to a struct of 8-byte fields. Each struct is listed
-here, field by field, and again in C++ (`LAYOUT` in csrc/*.h, where the compiler supplies the
+here, field by field, and again in C++ (`LAYOUT` in csrc, where the compiler supplies the
 offsets); `declare` compares the two when the library is loaded. If a field was added, removed,
 moved or given another type on one side only, that is a LayoutError, and no function is ever called.
 """

@@ -6,14 +6,12 @@ The parameters mean what they mean in `kernels/attention.py`, which chooses this
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu.arguments import ATTENTION, ROPE_WRITE_KV, WRITE_KV
-from penstock.kernels.types import QUANTISED, PagedKv, Rolling
+from penstock.kernels.types import QUANTISED, DecodeBatch, PagedKv, PrefillBatch, Rolling
 
 
 def suits(x: Tensor, kv: PagedKv) -> bool:
@@ -28,41 +26,33 @@ def suits(x: Tensor, kv: PagedKv) -> bool:
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> None:
-    _library().pk_write_kv(WRITE_KV.pack(*_write_values(k, v, kv, slots)))
+    native.bound.library.pk_write_kv(WRITE_KV.pack(*_write_values(k, v, kv, slots)))
 
 
 def rope_write_kv(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: PagedKv, slots: Tensor
 ) -> None:
     cos, sin = cos.contiguous(), sin.contiguous()
-    _library().pk_rope_write_kv(ROPE_WRITE_KV.pack(
+    native.bound.library.pk_rope_write_kv(ROPE_WRITE_KV.pack(
         *_write_values(k, v, kv, slots),
         q.data_ptr(), q.stride(0), q.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1],
     ))  # fmt: skip
 
 
 def decode_attention(
-    q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, scale: float, window: int | None,
-    max_context_len: int, out: Tensor, rolling: Rolling | None = None,
+    q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
+    rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
-    _library().pk_decode(_attention_bytes(q, kv, tables, 0, lens, scale, window, rolling, out))
+    native.bound.library.pk_decode(_attention_bytes(q, kv, batch, scale, window, rolling, out))
     return out
 
 
 def prefill_attention(
-    q: Tensor, kv: PagedKv, tables: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    window: int | None, max_query_len: int, out: Tensor, rolling: Rolling | None = None,
+    q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
+    rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
-    _library().pk_prefill(
-        _attention_bytes(q, kv, tables, starts.data_ptr(), lens, scale, window, rolling, out)
-    )
+    native.bound.library.pk_prefill(_attention_bytes(q, kv, batch, scale, window, rolling, out))
     return out
-
-
-def _library() -> Any:
-    lib = native.library()
-    assert lib is not None
-    return lib
 
 
 def _write_values(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> tuple[int, ...]:
@@ -73,9 +63,11 @@ def _write_values(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> tuple[int
 
 
 def _attention_bytes(
-    q: Tensor, kv: PagedKv, tables: Tensor, starts: int, lens: Tensor, scale: float,
-    window: int | None, rolling: Rolling | None, out: Tensor,
+    q: Tensor, kv: PagedKv, batch: DecodeBatch | PrefillBatch, scale: float, window: int | None,
+    rolling: Rolling | None, out: Tensor,
 ) -> bytes:  # fmt: skip
+    tables, lens = batch.block_tables, batch.context_lens
+    starts = batch.query_starts.data_ptr() if isinstance(batch, PrefillBatch) else 0
     rolled = (0, 0, 0, 0, 0, 0) if rolling is None else (
         rolling.q_sink.data_ptr(), rolling.q_sink.stride(0), rolling.sink_ends.data_ptr(),
         rolling.window_starts.data_ptr(), rolling.sink_blocks.data_ptr(), rolling.bases.data_ptr(),

@@ -1,25 +1,29 @@
-"""Quantised linears on the CPU: by the native library, or in plain PyTorch without it."""
+"""Linears on the CPU by the native library: packs weights, and the arguments of its functions.
+
+The parameters mean what they mean in `kernels/matmul.py`, which chooses this backend only if
+`suits` is true.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu import huge_pages, native
-from penstock.kernels.cpu.arguments import LINEAR_CODES, LINEAR_INT8, PACK_CODES, PACK_INT8
-from penstock.kernels.quant import (
-    NF4_VALUES,
-    Int8Rows,
-    QuantizedWeight,
-    WeightFormat,
-    dequantize_weight,
-    quantize_rows_fp8,
-    quantize_rows_int8,
+from penstock.kernels.cpu.arguments import (
+    LINEAR,
+    LINEAR_CODES,
+    LINEAR_INT8,
+    PACK,
+    PACK_CODES,
+    PACK_INT8,
 )
+from penstock.kernels.quant import NF4_VALUES, Int8Rows, QuantizedWeight, WeightFormat
+from penstock.kernels.types import PackedLinear
 
-_EXACT = 1024  # products of int8 codes whose sum fp32 holds exactly: 1024 * 127 * 127 < 2 ** 24
 _MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds
 
 _TABLES = {"int4": torch.arange(-8.0, 8.0), "nf4": torch.tensor(NF4_VALUES)}
@@ -42,11 +46,63 @@ class NativeWeight:
     group: int
 
 
-def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight | None:
-    """None without the library, or if the int32 sum over all inputs could overflow."""
-    lib = native.library() if quantized.codes.is_cpu else None
-    if lib is None or (quantized.format == "int8" and quantized.in_features > _MAX_DEPTH):
-        return None
+def suits(weight: Tensor | QuantizedWeight) -> bool:
+    """Whether the library is available for the dtype of `weight`; int8 sums must fit into int32."""
+    if isinstance(weight, Tensor):
+        return native.usable(weight) is not None
+    fits = weight.format != "int8" or weight.in_features <= _MAX_DEPTH
+    return fits and weight.codes.is_cpu and native.bound.library is not None
+
+
+def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+    if isinstance(weight, QuantizedWeight):
+        return PackedLinear(
+            _pack_codes(weight, bias), bias, weight.in_features, weight.out_features,
+            weight.num_bytes, weight.format, "native",
+        )  # fmt: skip
+    num_outputs, num_inputs = weight.shape
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    packed = huge_pages.empty(packed_shape(num_outputs, num_inputs, weight.dtype), weight.dtype)
+    native.bound.library.pk_pack(PACK.pack(
+        native.DTYPES[weight.dtype], weight.data_ptr(), weight.stride(0), packed.data_ptr(),
+        num_outputs, num_inputs, torch.get_num_threads(),
+    ))  # fmt: skip
+    bias = None if bias is None else bias.contiguous()
+    return PackedLinear.of_floats(packed, weight, bias, "native")
+
+
+def packed_linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None) -> Tensor:
+    if isinstance(packed.payload, NativeWeight):
+        return _quantised_linear(x, packed.payload, out)
+    assert isinstance(x, Tensor), f"{packed.format} weights take plain activations"
+    assert x.dtype == packed.payload.dtype and x.shape[1] == packed.in_features
+    num_rows, depth = x.shape[0], packed.payload.shape[1]
+    if depth != x.shape[1]:
+        x = F.pad(x, (0, 1))  # bf16 is read in pairs
+    elif x.stride(1) != 1:
+        x = x.contiguous()
+    if out is None:
+        out = x.new_empty(num_rows, packed.out_features)
+    assert out.stride(1) == 1 and out.dtype == x.dtype
+    bias = packed.bias
+    native.bound.library.pk_linear(LINEAR.pack(
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), packed.payload.data_ptr(),
+        0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), num_rows,
+        packed.out_features, packed.in_features, torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
+
+
+def packed_shape(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Panels, input features (bf16 is read in pairs), output features of a panel."""
+    panel = native.bound.library.pk_panel()
+    depth = num_inputs + num_inputs % 2 if dtype == torch.bfloat16 else num_inputs
+    return -(-num_outputs // panel), depth, panel
+
+
+def _pack_codes(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight:
+    lib = native.bound.library
     num_outputs, depth = quantized.out_features, quantized.in_features
     panel, threads = lib.pk_panel(), torch.get_num_threads()
     num_panels = -(-num_outputs // panel)
@@ -77,21 +133,21 @@ def pack_native(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
     return NativeWeight(quantized.format, packed, scales, shifts, bias, depth, num_outputs, group)
 
 
-def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None) -> Tensor:
-    """`matmul.linear` for a weight of `pack_native`; fp16 rows are computed in fp32."""
+def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None) -> Tensor:
+    """fp16 rows are computed in fp32."""
     if x.dtype not in native.DTYPES:
         if isinstance(x, Int8Rows):
-            y = native_linear(Int8Rows(x.codes, x.scales), weight, None)
+            y = _quantised_linear(Int8Rows(x.codes, x.scales), weight, None)
         else:
-            y = native_linear(x.float(), weight, None)
+            y = _quantised_linear(x.float(), weight, None)
         return y.to(x.dtype) if out is None else out.copy_(y)
     rows = x.codes if isinstance(x, Int8Rows) else x
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if out is None:
         out = torch.empty(rows.shape[0], weight.out_features, dtype=x.dtype)
-    lib = native.library()
-    assert lib is not None and out.stride(1) == 1 and out.dtype == x.dtype
+    lib = native.bound.library
+    assert out.stride(1) == 1 and out.dtype == x.dtype
     assert rows.shape[1] == weight.in_features and out.shape[0] == rows.shape[0]
     source = (native.DTYPES[x.dtype], rows.data_ptr(), rows.stride(0))
     bias, threads = 0 if weight.bias is None else weight.bias.data_ptr(), torch.get_num_threads()
@@ -115,32 +171,5 @@ def native_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None
 
 def _by_panel(values: Tensor, panel: int) -> Tensor:
     """fp32 [N, G] -> [panels, G, panel], padded with zeros."""
-    values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % panel))
+    values = F.pad(values, (0, 0, 0, -values.shape[0] % panel))
     return values.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
-
-
-def plain_linear(x: Tensor | Int8Rows, quantized: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """`matmul.linear` in plain PyTorch, with the weight unpacked at every call."""
-    if quantized.format == "int8":
-        rows = x if isinstance(x, Int8Rows) else Int8Rows(*quantize_rows_int8(x), x.dtype)
-        y = _exact_product(rows.codes, quantized.codes).float()
-        y *= rows.scales[:, None] * quantized.scales
-    else:
-        assert isinstance(x, Tensor), f"{quantized.format} weights take plain activations"
-        if quantized.format == "fp8":
-            codes, scales = quantize_rows_fp8(x)
-            y = codes.float() @ quantized.codes.float().T
-            y *= scales[:, None] * quantized.scales
-        else:
-            y = x.float() @ dequantize_weight(quantized).T
-    if bias is not None:
-        y += bias.float()
-    return y.to(x.dtype)
-
-
-def _exact_product(rows: Tensor, codes: Tensor) -> Tensor:
-    """int8 [M, K] times int8 [N, K] -> the sums, int32 [M, N]."""
-    total = torch.zeros(rows.shape[0], codes.shape[0], dtype=torch.int32, device=rows.device)
-    for some, others in zip(rows.split(_EXACT, dim=1), codes.split(_EXACT, dim=1)):
-        total += (some.float() @ others.float().T).to(torch.int32)
-    return total

@@ -39,8 +39,6 @@ FLAGS = [
 COMPILERS = ("g++", "c++", "clang++")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
-_thread = threading.local()
-
 
 class BuildError(RuntimeError):
     """The library could not be compiled here. The message holds the compiler's output."""
@@ -65,24 +63,33 @@ def loaded() -> ctypes.CDLL | None:
         return None
 
 
-def library() -> Any | None:
-    """What operators call: `loaded()`, or the stand-in of this thread (see `instead`)."""
-    return getattr(_thread, "instead", None) or loaded()
+class _Bound(threading.local):
+    """The library of each thread, bound at its first use: an operator reads an attribute, and
+    makes no call to find its function."""
+
+    @functools.cached_property
+    def library(self) -> Any:
+        """What operators call: `loaded()`, or a stand-in (see `instead`); None without either."""
+        return loaded()
+
+
+bound = _Bound()
 
 
 @contextmanager
 def instead(other: Any) -> Iterator[None]:
-    """Within the block, `library()` returns `other` in this thread (replay.py records calls so)."""
-    _thread.instead = other
+    """Within the block, `bound.library` is `other` in this thread (replay.py records calls so)."""
+    before = bound.library
+    bound.library = other
     try:
         yield
     finally:
-        del _thread.instead
+        bound.library = before
 
 
 def usable(tensor: torch.Tensor) -> Any | None:
     """The library if `tensor` is on the CPU in a dtype that it supports, else None."""
-    return library() if tensor.is_cpu and tensor.dtype in DTYPES else None
+    return bound.library if tensor.is_cpu and tensor.dtype in DTYPES else None
 
 
 def find_compiler() -> str | None:
@@ -119,7 +126,7 @@ def _compile(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made, parts = Path(scratch, target.name), [Path(scratch, f"{name}.o") for name in SOURCES]
         _run_all(
-            [compiler, *FLAGS, "-c", str(FOLDER / name), "-o", str(part)]
+            [compiler, *FLAGS, f"-I{FOLDER}", "-c", str(FOLDER / name), "-o", str(part)]
             for name, part in zip(SOURCES, parts, strict=True)
         )
         _run_all([[compiler, *FLAGS, "-shared", *map(str, parts), *openmp, "-o", str(made)]])
@@ -146,7 +153,8 @@ def _cache_folder() -> Path:
 def _digest(compiler: str) -> str:
     """A hash of all that the result depends on: sources, compiler, flags, torch, and this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    sources = [path.read_bytes() for path in sorted(FOLDER.iterdir())]
+    files = sorted(path for path in FOLDER.rglob("*") if path.is_file())
+    sources = [(path.relative_to(FOLDER).as_posix(), path.read_bytes()) for path in files]
     parts = (sources, compiler, version.stdout, FLAGS, torch.__version__, _cpu())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

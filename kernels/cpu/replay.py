@@ -95,7 +95,7 @@ def record() -> Iterator[Recording | None]:
     The memory in the arguments must outlive the program, and PyTorch may only make views of it
     inside the block: `Recording.computed` names every other operator.
     """
-    library = native.loaded()
+    library = native.bound.library
     if library is None:
         yield None
         return

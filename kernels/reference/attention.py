@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import dequantize_kv, quantize_kv
-from penstock.kernels.types import PagedKv, Rolling
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch, Rolling
 
 
 def write_kv(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> None:
@@ -41,26 +41,27 @@ def _indexable(x: Tensor) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, scale: float, window: int | None,
-    max_context_len: int, out: Tensor, rolling: Rolling | None = None,
+    q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
+    rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    return prefill_attention(q, kv, tables, starts, lens, scale, window, 1, out, rolling)
+    chunks = PrefillBatch(batch.block_tables, starts, batch.context_lens, 1)
+    return prefill_attention(q, kv, chunks, scale, window, out, rolling)
 
 
 def prefill_attention(
-    q: Tensor, kv: PagedKv, tables: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    window: int | None, max_query_len: int, out: Tensor, rolling: Rolling | None = None,
+    q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
+    rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     """A sequence at a time: gather the visible blocks, then two products per group of heads."""
-    (_, num_kv_heads, block_size, _), bounds = kv.k.shape, starts.tolist()
+    (_, num_kv_heads, block_size, _), bounds = kv.k.shape, batch.query_starts.tolist()
     keys, values = _side(kv, 0), _side(kv, 1)
-    for b, context in enumerate(lens.tolist()):
+    for b, context in enumerate(batch.context_lens.tolist()):
         rows = slice(bounds[b], bounds[b + 1])
         all_scores, all_values = [], []
         for queries, begins, ends in _visible_parts(q, rows, context, window, rolling):
             oldest, end = int(begins.min()), int(ends.max())
-            slots = _find(tables[b], b, oldest, end, block_size, rolling)
+            slots = _find(batch.block_tables[b], b, oldest, end, block_size, rolling)
             k = _stored(keys, *slots)  # [KV, S, D]
             grouped = queries.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores = grouped.flatten(1, 2) @ k.transpose(1, 2) * scale  # [KV, G * Q, S]
@@ -142,15 +143,13 @@ def _gather(cache: Tensor, scratch: Tensor | None, blocks: Tensor, slots: slice)
 def attention_reference(
     q: Tensor,
     kv: PagedKv,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
+    batch: PrefillBatch,
     *,
     scale: float,
     window: int | None = None,
     rolling: Rolling | None = None,
 ) -> Tensor:
-    """The reference for decode (query_starts = 0, 1, 2, ...) and prefill, in fp32.
+    """The reference for prefill, and for decode as chunks of one query, in fp32.
 
     Slow on purpose, a token and a head at a time: it finds each key by its slot and shares no step
     with the paths above.
@@ -158,10 +157,10 @@ def attention_reference(
     (num_blocks, num_kv_heads, block_size, _) = kv.k.shape
     group = q.shape[1] // num_kv_heads
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    starts = query_starts.tolist()
-    tables = block_tables.tolist()
+    starts = batch.query_starts.tolist()
+    tables = batch.block_tables.tolist()
     sides = _side(kv, 0), _side(kv, 1)
-    for b, context in enumerate(context_lens.tolist()):
+    for b, context in enumerate(batch.context_lens.tolist()):
         for row in range(starts[b], starts[b + 1]):
             position = context - starts[b + 1] + row
             oldest = 0 if window is None else max(0, position - window + 1)

@@ -1,9 +1,65 @@
-"""Row-wise operators in plain PyTorch: the reference of `kernels/rowwise.py`."""
+"""Row-wise operators in plain PyTorch: the backend of a CPU without the native library, and the
+formulas that every backend is compared with (`*_reference`).
+
+The parameters mean what they mean in `kernels/rowwise.py`.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from penstock.kernels.quant import Int8Rows, quantize_rows_int8
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
+    total: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    if residual is None or total is None:
+        return out.copy_(rms_norm_reference(x, weight, eps))
+    torch.add(x, residual, out=total)
+    return out.copy_(rms_norm_reference(total, weight, eps)), total
+
+
+def rms_norm_int8(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
+    total: Tensor | None,
+) -> Int8Rows:  # fmt: skip
+    normed = torch.empty_like(x)
+    rms_norm(x, weight, eps, residual, normed, total)
+    return quantize_int8(normed, out)
+
+
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    q.copy_(rope_reference(q, cos, sin))
+    k.copy_(rope_reference(k, cos, sin))
+
+
+def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(rope_reference(q, cos, sin))
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(silu_mul_reference(gate_up))
+
+
+def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
+    return quantize_int8(silu_mul_reference(gate_up), out)
+
+
+def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
+    codes, scales = quantize_rows_int8(x)
+    out.codes.copy_(codes)
+    out.scales.copy_(scales)
+    return out
+
+
+def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    total = torch.zeros(places.shape[0], routed.shape[1], device=routed.device)
+    for rank in range(places.shape[1]):
+        total += weights[:, rank, None] * routed[places[:, rank]].float()
+    return out.copy_(total)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.triton import attention_kernels as programs
 from penstock.kernels.triton.kv_write import find_blocks, rope_write_kv, scales_of, write_kv
-from penstock.kernels.types import PagedKv, Rolling
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch, Rolling
 
 __all__ = ["decode_attention", "prefill_attention", "rope_write_kv", "write_kv"]
 
@@ -22,22 +22,23 @@ SPLIT = 256
 
 
 def decode_attention(
-    q: Tensor, kv: PagedKv, tables: Tensor, lens: Tensor, scale: float, window: int | None,
-    max_context_len: int, out: Tensor, rolling: Rolling | None = None,
+    q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
+    rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
-    batch, num_heads, head_dim = q.shape
+    num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
-    if not batch:
+    if not num_rows:
         return out
-    num_splits = _num_splits(max_context_len, window, rolling)
+    tables, lens = batch.block_tables, batch.context_lens
+    num_splits = _num_splits(batch.max_context_len, window, rolling)
     group = num_heads // num_kv_heads
-    shape = (batch, num_heads, num_splits)
+    shape = (num_rows, num_heads, num_splits)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)  # top, total
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     q_sink, q_sink_stride, sink_ends, window_starts, sink_blocks, bases = _rolled(rolling)
     k_cache, v_cache = _readable(kv.k), _readable(kv.v)
-    programs._decode_kernel[(batch, num_kv_heads, num_splits)](
+    programs._decode_kernel[(num_rows, num_kv_heads, num_splits)](
         q, q_sink, k_cache, v_cache, tables, lens,
         sink_ends, window_starts, sink_blocks, bases, partial, stats[0], stats[1],
         *scales_of(kv), q.stride(0), q_sink_stride,
@@ -48,7 +49,7 @@ def decode_attention(
         KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(kv, head_dim, dim_tile),
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    programs._merge_kernel[(batch, num_heads)](
+    programs._merge_kernel[(num_rows, num_heads)](
         partial, stats[0], stats[1], lens, sink_ends, window_starts, out,
         window or 0, num_splits,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, SPLIT_KEYS=SPLIT, num_warps=1,
@@ -57,13 +58,14 @@ def decode_attention(
 
 
 def prefill_attention(
-    q: Tensor, kv: PagedKv, tables: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    window: int | None, max_query_len: int, out: Tensor, rolling: Rolling | None = None,
+    q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
+    rolling: Rolling | None = None,
 ) -> Tensor:  # fmt: skip
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
-    batch = lens.shape[0]
-    if not batch or not max_query_len:
+    tables, starts, lens = batch.block_tables, batch.query_starts, batch.context_lens
+    num_chunks, max_query_len = lens.shape[0], batch.max_query_len
+    if not num_chunks or not max_query_len:
         return out
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     # As wide as registers allow without a spill (looked up in the cubins for sm_80 and sm_90), but
@@ -72,7 +74,7 @@ def prefill_attention(
     query_tile = max(16, min(widest, triton.next_power_of_2(max_query_len)))
     q_sink, q_sink_stride, *rolled = _rolled(rolling)
     k_cache, v_cache = _readable(kv.k), _readable(kv.v)
-    programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, batch)](
+    programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, num_chunks)](
         q, q_sink, k_cache, v_cache, tables, starts, lens, *rolled, out,
         *scales_of(kv), q.stride(0), q_sink_stride,
         *find_blocks(kv),

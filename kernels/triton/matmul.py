@@ -17,6 +17,7 @@ from penstock.kernels.quant import NF4_VALUES, Int8Rows, QuantizedWeight, unpack
 from penstock.kernels.triton import matmul_kernels as programs
 from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton.matmul_tiles import GpuFormat, Tiles, choose_tiles
+from penstock.kernels.types import PackedLinear
 
 SLAB = 128  # inputs that one step takes, of a 4-bit weight with groups of no fewer
 _REDUCE_TILE = 512
@@ -73,6 +74,19 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
     return GpuWeight(
         quantized.format, codes, scales, zeros, bias, num_inputs, num_outputs, group, step
     )
+
+
+def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+    """Of a quantised weight; `kernels/matmul.py` leaves plain ones to PyTorch."""
+    assert isinstance(weight, QuantizedWeight)
+    return PackedLinear(
+        pack(weight, bias), bias, weight.in_features, weight.out_features, weight.num_bytes,
+        weight.format, "triton",
+    )  # fmt: skip
+
+
+def packed_linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None) -> Tensor:
+    return linear(x, packed.payload, out)
 
 
 def pack_plain(weight: Tensor, bias: Tensor | None = None) -> GpuWeight:

@@ -48,6 +48,11 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
     return out
 
 
+def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
+    quantize_rows(x, out.codes, out.scales)
+    return out
+
+
 def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Fills `codes` [M, K], int8, or uint8 for the bits of E4M3, and `scales` fp32 [M].
 

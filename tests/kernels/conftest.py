@@ -24,13 +24,13 @@ def native_path() -> None:
     """The compiled operators. A machine without any compiler skips these tests, with a message."""
     if native.find_compiler() is None:
         pytest.skip("no C++ compiler on this machine")
-    assert native.library() is not None, "a compiler is here, so the library must build"
+    assert native.bound.library is not None, "a compiler is here, so the library must build"
 
 
 @pytest.fixture
 def torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain PyTorch, as on a machine without a compiler."""
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native.bound, "library", None)
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import dequantize_kv, quantize_kv
-from penstock.kernels.types import KvScales, PagedKv
+from penstock.kernels.types import DecodeBatch, KvScales, PagedKv, PrefillBatch
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -46,6 +46,16 @@ class Paged:
     @property
     def max_len(self) -> int:
         return int(self.lens.max())
+
+    def decode(self, rows: slice = slice(None)) -> DecodeBatch:
+        """One query a sequence, of all or of some."""
+        return DecodeBatch(self.tables[rows], self.lens[rows], self.max_len)
+
+    def prefill(self, query_lens: Sequence[int], lens: Tensor | None = None) -> PrefillBatch:
+        """The last `query_lens` tokens of each sequence; `lens`: other lengths than its own."""
+        starts = starts_of(query_lens, str(self.lens.device))
+        lens = self.lens if lens is None else lens
+        return PrefillBatch(self.tables[: len(lens)], starts, lens, max(query_lens))
 
 
 def paged(

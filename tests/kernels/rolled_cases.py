@@ -57,7 +57,7 @@ def rolled_paged(
     Only keys that some row sees are written; every other slot, in listed blocks too, is NaN. Table
     entries that no visible key needs are random integers. The last `num_scratch` blocks of each
     sequence (so far as it has them) lie in scratch. q_sink is unrelated to any q, so that a key
-    asked by the wrong one shows.
+    read with the wrong query shows.
     """
     pages, bases, sink_blocks, ends, starts, seen = [], [], [], [], [], []
     for context, num_queries, roll in zip(lens, query_lens, rolls, strict=True):

@@ -8,7 +8,7 @@ import torch
 from penstock.kernels import attention
 from penstock.kernels.cpu import native
 from penstock.kernels.reference import attention as attention_torch
-from penstock.kernels.types import PagedKv
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from tests.kernels.kernel_cases import assert_close, dense_attention, paged, starts_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -40,10 +40,8 @@ def decode(q: torch.Tensor, case, **options) -> torch.Tensor:
     return attention.decode_attention(
         q,
         case.kv,
-        case.tables,
-        case.lens,
+        case.decode(),
         scale=0.125,
-        max_context_len=case.max_len,
         **options,
     )
 
@@ -52,11 +50,8 @@ def prefill(q: torch.Tensor, case, query_lens: list[int], **options) -> torch.Te
     return attention.prefill_attention(
         q,
         case.kv,
-        case.tables,
-        starts_of(query_lens),
-        case.lens,
+        case.prefill(query_lens),
         scale=0.125,
-        max_query_len=max(query_lens),
         **options,
     )
 
@@ -69,9 +64,7 @@ def test_the_reference_is_right(window):
     y = attention_torch.attention_reference(
         q,
         case.kv,
-        case.tables,
-        starts_of(query_lens),
-        case.lens,
+        case.prefill(query_lens),
         scale=0.125,
         window=window,
     )
@@ -150,11 +143,9 @@ def test_decode_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtyp
         alone = attention.decode_attention(
             q[b : b + 1],
             case.kv,
-            case.tables[b : b + 1],
-            case.lens[b : b + 1],
+            DecodeBatch(case.tables[b : b + 1], case.lens[b : b + 1], lens[b]),
             scale=0.125,
             window=window,
-            max_context_len=lens[b],
         )
         assert torch.equal(alone[0], together[b]), b
 
@@ -174,12 +165,9 @@ def test_prefill_rows_do_not_depend_on_chunks_batch_or_threads(native_path, dtyp
             alone = attention.prefill_attention(
                 q[first:last],
                 case.kv,
-                case.tables[:1],
-                starts_of([last - first]),
-                torch.tensor([last], dtype=torch.int32),
+                case.prefill([last - first], torch.tensor([last], dtype=torch.int32)),
                 scale=0.125,
                 window=window,
-                max_query_len=last - first,
             )
             assert torch.equal(alone, together[first:last]), (chunk, first)
 
@@ -210,15 +198,9 @@ def test_blocks_past_two_to_the_31_elements(cpu_path):
     attention.write_kv(near.keys[0], near.values[0], kv, slots)
     q = torch.randn(1, 4, 16).to(BF16)
     for y in (
-        attention.decode_attention(q, kv, table, near.lens, scale=0.125, max_context_len=50),
+        attention.decode_attention(q, kv, DecodeBatch(table, near.lens, 50), scale=0.125),
         attention.prefill_attention(
-            q,
-            kv,
-            table,
-            starts_of([1]),
-            near.lens,
-            scale=0.125,
-            max_query_len=1,
+            q, kv, PrefillBatch(table, starts_of([1]), near.lens, 1), scale=0.125
         ),
     ):
         assert_close(y, dense_attention(q, near, [1], 0.125, None))

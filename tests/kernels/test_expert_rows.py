@@ -54,19 +54,19 @@ def test_products(cpu_path, dtype):
 
 
 def test_experts_that_are_handed_out(cpu_path):
-    """In any order, with the same bits; those without tokens are not asked for."""
+    """In any order, with the same bits; those without tokens are not requested."""
     experts = [
-        tuple(map(pack_linear, (torch.randn(48, 40), torch.randn(40, 24)))) for _ in range(6)
+        (pack_linear(torch.randn(48, 40)), pack_linear(torch.randn(40, 24))) for _ in range(6)
     ]
     weights, ids = torch.rand(9, 6).topk(2, dim=-1)
     ids[ids == 3] = 5
-    asked = []
+    requested = []
 
     def visit(used):
-        asked.append(used)
+        requested.append(used)
         yield from ((expert, experts[expert], None) for expert in reversed(used))
 
     x = torch.randn(9, 40)
     y = moe_mlp(x, ids, weights, visit, num_experts=6, inner=torch.empty(9, 48))
     assert torch.equal(y, moe_mlp(x, ids, weights, experts))
-    assert asked == [sorted(set(ids.flatten().tolist()))] and 3 not in asked[0]
+    assert requested == [sorted(set(ids.flatten().tolist()))] and 3 not in requested[0]

@@ -7,6 +7,7 @@ import torch
 
 from penstock.kernels import matmul
 from penstock.kernels.cpu import native
+from penstock.kernels.reference import matmul as reference
 from tests.kernels.kernel_cases import assert_close
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -18,9 +19,9 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "native":
         request.getfixturevalue("native_path")
     else:
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native.bound, "library", None)
     if request.param == "plain":
-        monkeypatch.setattr(matmul, "_onednn_packs", lambda weight: False)
+        monkeypatch.setattr(reference, "onednn_packs", lambda weight: False)
     elif request.param == "onednn" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     return str(request.param)
@@ -32,7 +33,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(layout, dtype, num_outputs, num_inputs, with_bias):
-    if layout == "onednn" and not matmul._onednn_packs(torch.zeros(1, 1, dtype=dtype)):
+    if layout == "onednn" and not reference.onednn_packs(torch.zeros(1, 1, dtype=dtype)):
         pytest.skip("oneDNN has no bf16 on this CPU")
     weight = (torch.randn(num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
     bias = torch.randn(num_outputs).to(dtype) if with_bias else None

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.kernels.matmul import pack_linear
-from penstock.kernels.moe import moe_mlp, moe_reference
+from penstock.kernels.moe import moe_mlp
+from penstock.kernels.reference.moe import moe_reference
 from tests.kernels.kernel_cases import assert_close
 
 FP32, BF16 = torch.float32, torch.bfloat16

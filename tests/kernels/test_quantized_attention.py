@@ -14,7 +14,7 @@ from penstock.kernels import attention
 from penstock.kernels.quant import quantize_kv
 from penstock.kernels.rowwise import rope_
 from penstock.kernels.types import KvScales, PagedKv
-from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
+from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged
 from tests.kernels.rolled_cases import Roll, RolledPaged, dense_rolled_attention, rolled_paged
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -62,10 +62,8 @@ def decode(q: Tensor, case: Paged, rows: slice = slice(None), **options) -> Tens
     return attention.decode_attention(
         q[rows],
         case.kv,
-        case.tables[rows],
-        case.lens[rows],
+        case.decode(rows),
         scale=SCALE,
-        max_context_len=case.max_len,
         **options,
     )
 
@@ -74,11 +72,8 @@ def prefill(q: Tensor, case: Paged, query_lens: list[int], **options) -> Tensor:
     return attention.prefill_attention(
         q,
         case.kv,
-        case.tables,
-        starts_of(query_lens),
-        options.pop("lens", case.lens),
+        case.prefill(query_lens, options.pop("lens", None)),
         scale=SCALE,
-        max_query_len=max(query_lens),
         **options,
     )
 
@@ -111,11 +106,10 @@ def test_rolled_contexts_and_scratch(cpu_path, shape):
             group=group,
         )  # fmt: skip
         q = torch.randn(sum(query_lens), heads * num_kv_heads, head_dim).to(dtype)
-        more = {"rolling": case.rolling}
         expected = dense_rolled_attention(q, case, SCALE)
-        assert_close(prefill(q, case, query_lens, **more), expected)
+        assert_close(prefill(q, case, query_lens, rolling=case.rolling), expected)
         if max(query_lens) == 1:
-            assert_close(decode(q, case, **more), expected)
+            assert_close(decode(q, case, rolling=case.rolling), expected)
             assert isinstance(case, RolledPaged)
 
 
@@ -224,6 +218,8 @@ def test_a_cache_of_codes_needs_scales():
     case, num_heads = build(SHAPES[0], [5])
     with pytest.raises(AssertionError):
         attention.decode_attention(
-            torch.randn(1, num_heads, 64), replace(case.kv, scales=None), case.tables, case.lens,
-            scale=1.0, max_context_len=5,
-        )  # fmt: skip
+            torch.randn(1, num_heads, 64),
+            replace(case.kv, scales=None),
+            case.decode(),
+            scale=1.0,
+        )

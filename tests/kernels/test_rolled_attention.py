@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.kernels import attention
 from penstock.kernels.reference import attention as attention_torch
-from penstock.kernels.types import PagedKv, Rolling
-from tests.kernels.kernel_cases import assert_close, dense_attention, paged, starts_of
+from penstock.kernels.types import DecodeBatch, PagedKv, Rolling
+from tests.kernels.kernel_cases import assert_close, dense_attention, paged
 from tests.kernels.rolled_cases import (
     INT32,
     Roll,
@@ -73,10 +73,8 @@ def decode(q: Tensor, case: RolledPaged, **options) -> Tensor:
     return attention.decode_attention(
         q,
         case.kv,
-        case.tables,
-        case.lens,
+        case.decode(),
         scale=SCALE,
-        max_context_len=case.max_len,
         **options,
     )
 
@@ -86,11 +84,8 @@ def prefill(q: Tensor, case: RolledPaged, **options) -> Tensor:
     return attention.prefill_attention(
         q,
         case.kv,
-        case.tables,
-        starts_of(case.query_lens),
-        case.lens,
+        case.prefill(case.query_lens),
         scale=SCALE,
-        max_query_len=max(case.query_lens),
         **options,
     )
 
@@ -148,9 +143,7 @@ def test_the_reference_is_right():
         y = attention_torch.attention_reference(
             q,
             case.kv,
-            case.tables,
-            starts_of(case.query_lens),
-            case.lens,
+            case.prefill(case.query_lens),
             scale=SCALE,
             window=window,
             rolling=case.rolling,
@@ -254,15 +247,15 @@ def test_an_endless_sequence_costs_its_visible_keys(cpu_path, position):
     # Its keys, as an ordinary sequence that has only them: the sinks' with their own query.
     keys = torch.cat((near.keys[0][:sinks], near.keys[0][-visible:])).double()
     values = torch.cat((near.values[0][:sinks], near.values[0][-visible:])).double()
-    asked = torch.cat((rolling.q_sink.expand(sinks, -1, -1), q.expand(visible, -1, -1))).double()
+    queries = torch.cat((rolling.q_sink.expand(sinks, -1, -1), q.expand(visible, -1, -1))).double()
     wide = keys.repeat_interleave(3, 1)
-    weights = ((asked * wide).sum(-1) * SCALE).softmax(0)[..., None]
+    weights = ((queries * wide).sum(-1) * SCALE).softmax(0)[..., None]
     expected = (weights * values.repeat_interleave(3, 1)).sum(0, keepdim=True).float()
-    options = {"scale": SCALE, "rolling": rolling}
-    cache = (near.kv, near.tables)
-    y = attention.decode_attention(q, *cache, lens, max_context_len=position + 1, **options)
+    decoded = DecodeBatch(near.tables, lens, position + 1)
+    y = attention.decode_attention(q, near.kv, decoded, scale=SCALE, rolling=rolling)
     assert_close(y, expected)
-    y = attention.prefill_attention(q, *cache, starts_of([1]), lens, max_query_len=1, **options)
+    chunk = near.prefill([1], lens)
+    y = attention.prefill_attention(q, near.kv, chunk, scale=SCALE, rolling=rolling)
     assert_close(y, expected)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from penstock.kernels.sampling import sample, sample_reference
+from penstock.kernels.reference.sampling import sample_reference
+from penstock.kernels.sampling import sample
 from penstock.kernels.types import SamplingRows
 
 FILTERS = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import attention, rowwise
-from penstock.kernels.types import PagedKv, Rolling
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch, Rolling
 from tests.kernels.kernel_cases import assert_close, starts_of
 from tests.kernels.rolled_cases import INT32, Roll
 
@@ -36,8 +36,8 @@ def streaming_llm(q: Tensor, k: Tensor, v: Tensor, policy: Roll, first_block: in
             head = policy.sinks
         inside = torch.arange(len(keys))
         turned = rotate(keys, inside)
-        asked = rotate(q[t : t + 1], inside[-1:])[0]
-        weights = (torch.einsum("hd,shd->hs", asked, turned) * SCALE).softmax(-1)
+        rotated_q = rotate(q[t : t + 1], inside[-1:])[0]
+        weights = (torch.einsum("hd,shd->hs", rotated_q, turned) * SCALE).softmax(-1)
         out.append(torch.einsum("hs,shd->hd", weights, values.double()))
     return torch.stack(out)
 
@@ -61,7 +61,8 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
     for chunk in (1, 50):
         cache = torch.full((2, 40, heads, bs, dim), float("nan"))
         kv = PagedKv(cache[0], cache[1])
-        free, table, base, y = list(range(40)), [], 0, torch.empty_like(q)
+        free, base, y = list(range(40)), 0, torch.empty_like(q)
+        table: list[int] = []
         for first in range(0, length, chunk):
             last = min(length, first + chunk)
             for _ in range(edges[first][1] // bs - 1 - base):  # whole pages before the window
@@ -84,14 +85,14 @@ def test_two_queries_are_streaming_llm(cpu_path, roll):
                 max_visible_len=last - edges[first][1],
             )
             tables, lens = torch.tensor([table], dtype=INT32), torch.tensor([last], dtype=INT32)
-            options = {"scale": SCALE, "rolling": rolling}
             if chunk == 1:
+                token = DecodeBatch(tables, lens, last)
                 y[first] = attention.decode_attention(
-                    q[first:last], kv, tables, lens, max_context_len=last, **options
+                    q[first:last], kv, token, scale=SCALE, rolling=rolling
                 )[0]
             else:
+                chunk_of = PrefillBatch(tables, starts_of([last - first]), lens, last - first)
                 y[first:last] = attention.prefill_attention(
-                    q[first:last], kv, tables, starts_of([last - first]), lens,
-                    max_query_len=last - first, **options,
-                )  # fmt: skip
+                    q[first:last], kv, chunk_of, scale=SCALE, rolling=rolling
+                )
         assert_close(y, expected)

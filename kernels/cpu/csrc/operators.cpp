@@ -8,15 +8,15 @@
 //   share the work: reductions are written out with explicit vectors, and work is cut at absolute
 //   positions, never by batch size or thread count.
 // - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements. A KV cache
-//   may be of codes and fp16 scales (kv_codes.h).
+//   may be of codes and fp16 scales (attention/kv_codes.h).
 
-#include "attention_decode.h"
-#include "expert_rows.h"
+#include "attention/decode.h"
+#include "matmul/expert_rows.h"
 #include "export.h"
-#include "attention_prefill.h"
+#include "attention/prefill.h"
 #include "rowwise.h"
 #include "sampling.h"
-#include "kv_write.h"
+#include "attention/kv_write.h"
 
 OPERATOR(write_kv, WriteArgs)
 OPERATOR(decode, AttentionArgs)

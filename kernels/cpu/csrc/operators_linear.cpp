@@ -1,9 +1,10 @@
 // Products with packed weights, with the C interface of operators.cpp, whose rules apply here too.
 
-#include "amx_int4.h"
-#include "linear.h"
-#include "linear_lut.h"
-#include "linear_int8.h"
+#include "matmul/amx_int4.h"
+#include "matmul/linear.h"
+#include "matmul/linear_lut.h"
+#include "matmul/linear_int8.h"
+#include "matmul/pack_codes.h"
 #include "export.h"
 
 OPERATOR(pack, PackArgs)

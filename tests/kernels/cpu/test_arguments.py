@@ -44,7 +44,7 @@ def test_any_difference_in_any_field_is_refused(name, native_path, monkeypatch):
             poisoned.append([*fields[:i], fields[i + 1], field, *fields[i + 2 :]])
         for each in poisoned:
             monkeypatch.setattr(
-                arguments, "FUNCTIONS", FUNCTIONS | {name: Arguments(" ".join(each))}
+                arguments, "FUNCTIONS", {**FUNCTIONS, name: Arguments(" ".join(each))}
             )
             with pytest.raises(LayoutError, match=f"pk_{name} differ"):
                 arguments.declare(library)
@@ -53,7 +53,7 @@ def test_any_difference_in_any_field_is_refused(name, native_path, monkeypatch):
 def test_a_library_with_other_arguments_is_not_loaded(native_path, monkeypatch):
     """The error reaches the caller: plain PyTorch must not hide a mistake of ours."""
     swapped = Arguments("count calls")
-    monkeypatch.setattr(arguments, "FUNCTIONS", FUNCTIONS | {"run": swapped})
+    monkeypatch.setattr(arguments, "FUNCTIONS", {**FUNCTIONS, "run": swapped})
     with pytest.raises(LayoutError, match="Python packs count:0:q where C\\+\\+ reads calls:0:q"):
         native.loaded.__wrapped__()
 

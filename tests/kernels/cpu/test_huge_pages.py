@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ def test_pieces_are_apart_and_aligned():
 def test_a_slab_goes_with_its_last_piece():
     one, two = (huge_pages.empty((100_000,), torch.uint8) for _ in range(2))
     assert two.data_ptr() - one.data_ptr() == 100_096
+    assert huge_pages._current is not None
     mapping = huge_pages._current._mapping
     view = two[5:]
     del one, two
@@ -55,8 +57,8 @@ def test_a_system_without_huge_pages(monkeypatch):
     def refuses(*_):
         raise OSError("not supported")
 
-    class Mapping(huge_pages.mmap.mmap):
+    class Mapping(mmap.mmap):
         madvise = refuses
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Mapping)
+    monkeypatch.setattr(mmap, "mmap", Mapping)
     assert huge_pages.empty((100_000,), torch.uint8).fill_(1).sum() == 100_000

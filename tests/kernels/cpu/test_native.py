@@ -8,6 +8,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,29 @@ def test_processes_that_start_together_build_once(native_path, tmp_path):
     assert library.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("name", ["operators.cpp", "attention/decode.h", "matmul/amx.h"])
+def test_a_changed_source_is_another_library(native_path, name, tmp_path, monkeypatch):
+    compiler = native.find_compiler()
+    assert compiler is not None
+    before = native._digest(compiler)
+    folder = shutil.copytree(native.FOLDER, tmp_path / "csrc")
+    monkeypatch.setattr(native, "FOLDER", folder)
+    assert native._digest(compiler) == before
+    (folder / name).write_text((folder / name).read_text() + "\n")
+    assert native._digest(compiler) != before
+
+
+def test_a_wheel_holds_all_sources():
+    """In folders, too: without one header there is no library on the user's machine."""
+    root = native.FOLDER.resolve().parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["penstock.kernels.cpu"]
+    packed = {path for pattern in patterns for path in native.FOLDER.parent.glob(pattern)}
+    sources = {path for path in native.FOLDER.rglob("*") if path.is_file()}
+    assert sources <= packed
+    assert {path.name for path in sources} >= {*native.SOURCES, "decode.h", "amx.h"}
+
+
 def test_one_openmp_runtime(native_path):
     maps = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in maps if "gomp" in line or "iomp" in line}
@@ -56,7 +80,7 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "build", lambda: built)
     lesser = native.loaded.__wrapped__()
     assert isinstance(lesser, ctypes.CDLL)
-    monkeypatch.setattr(native, "library", lambda: lesser)
+    monkeypatch.setattr(native.bound, "library", lesser)
     for dtype in native.DTYPES:
         weight = (torch.randn(70, 51) / 7).to(dtype)
         packed = matmul.pack_linear(weight)
@@ -73,21 +97,16 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         y = attention.decode_attention(
             q,
             case.kv,
-            case.tables,
-            case.lens,
+            case.decode(),
             scale=0.2,
-            max_context_len=300,
         )
         assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, None))
         y = attention.prefill_attention(
             q,
             case.kv,
-            case.tables,
-            torch.arange(4, dtype=torch.int32),
-            case.lens,
+            case.prefill([1, 1, 1]),
             scale=0.2,
             window=40,
-            max_query_len=1,
         )
         assert_close(y, dense_attention(q, case, [1, 1, 1], 0.2, 40))
         rolled = rolled_paged(
@@ -98,11 +117,8 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         y = attention.prefill_attention(
             q,
             rolled.kv,
-            rolled.tables,
-            torch.tensor([0, 50, 53], dtype=torch.int32),
-            rolled.lens,
+            rolled.prefill([50, 3]),
             scale=0.2,
-            max_query_len=50,
             rolling=rolled.rolling,
         )
         assert_close(y, dense_rolled_attention(q, rolled, 0.2))
@@ -116,24 +132,23 @@ def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, mo
     serves at any number of rows."""
     if "amx_int8" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no matrix unit (AMX)")
-    unit = native.library()
+    unit = native.bound.library
     assert unit.pk_matrix_unit() == 1
     without = ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
     monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, *without])
     built = native.build(tmp_path)
     monkeypatch.setattr(native, "build", lambda: built)
     vectors = native.loaded.__wrapped__()
-    assert vectors.pk_matrix_unit() == 0
-    for dtype, format, inputs in itertools.product(
-        native.DTYPES, ("int8", "int4"), (51, 400, 8300)
-    ):
+    assert vectors is not None and vectors.pk_matrix_unit() == 0
+    formats: tuple[quant.WeightFormat, ...] = ("int8", "int4")
+    for dtype, format, inputs in itertools.product(native.DTYPES, formats, (51, 400, 8300)):
         weight, x = torch.randn(70, inputs) / 7, torch.randn(300, inputs).to(dtype)
         x[7], x[9, 3] = 0, 1e4
         packed = matmul.pack_linear(quant.quantize_weight(weight, format), torch.randn(70))
         for num_rows in (1, 3, 4, 8, 17, 129, 300):
             found = []
             for library in (unit, vectors):
-                monkeypatch.setattr(native, "library", lambda library=library: library)
+                monkeypatch.setattr(native.bound, "library", library)
                 found.append(matmul.linear(x[:num_rows], packed))
             assert torch.equal(*found), (dtype, format, inputs, num_rows)
 

@@ -17,7 +17,7 @@ from penstock.kernels.reference.rowwise import (
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import attention_kernels as attention_triton_kernels
 from penstock.kernels.triton import rowwise as rowwise_triton
-from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
+from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
 FP32, FP16 = torch.float32, torch.float16
@@ -48,24 +48,13 @@ def test_it_runs_interpreted_or_compiled():
 
 def decode(q: torch.Tensor, case: Paged, window: int | None) -> torch.Tensor:
     out = torch.full_like(q.contiguous(), float("nan"))
-    return attention_triton.decode_attention(
-        q, case.kv, case.tables, case.lens, 0.125, window, case.max_len, out
-    )
+    return attention_triton.decode_attention(q, case.kv, case.decode(), 0.125, window, out)
 
 
 def prefill(q: torch.Tensor, case: Paged, query_lens: list[int], window: int | None):
     out = torch.full_like(q.contiguous(), float("nan"))
-    return attention_triton.prefill_attention(
-        q,
-        case.kv,
-        case.tables,
-        starts_of(query_lens, DEVICE),
-        case.lens,
-        0.125,
-        window,
-        max(query_lens),
-        out,
-    )
+    chunks = case.prefill(query_lens)
+    return attention_triton.prefill_attention(q, case.kv, chunks, 0.125, window, out)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -93,7 +82,7 @@ def test_decode_of_many_rows():
     together = decode(q, case, None)
     assert_close(together, dense_attention(q, case, [1] * 17, 0.125, None))
     for b in (0, 15, 16):
-        alone = Paged(case.kv, case.tables[b:], case.lens[b : b + 1], [], [])
+        alone = Paged(case.kv, case.tables[b : b + 1], case.lens[b : b + 1], [], [])
         assert torch.equal(decode(q[b : b + 1], alone, None)[0], together[b])
 
 
@@ -139,6 +128,7 @@ def test_rms_norm(dtype, shape):
     x[0] *= 1e-3  # where eps counts
     weight = torch.randn(shape[1]).to(DEVICE, dtype)
     y = rowwise_triton.rms_norm(x, weight, 1e-5, None, torch.empty_like(x))
+    assert isinstance(y, torch.Tensor)
     assert_close(y, rms_norm_reference(x, weight, 1e-5))
     y, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
     assert_close(total, x + residual)

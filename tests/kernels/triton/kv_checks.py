@@ -6,6 +6,7 @@ Run by test_triton.py, in a process of its own like checks.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from penstock.kernels.reference.rowwise import rope_reference
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import kv_write as kv_triton
 from penstock.kernels.types import KvScales, PagedKv
-from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged, starts_of
+from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged
 from tests.kernels.rolled_cases import Roll, dense_rolled_attention, rolled_paged
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
+Case = TypeVar("Case", bound=Paged)
 FP32, INT8, FP8 = torch.float32, torch.int8, torch.float8_e4m3fn
 SCALE = 0.125
 
@@ -50,7 +52,7 @@ def quantised(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor
     return wide[0].view(dtype), wide[1]
 
 
-def quantise(case: Paged, dtype: torch.dtype, group: int) -> Paged:
+def quantise(case: Case, dtype: torch.dtype, group: int) -> Case:
     """The case with quantised caches, and with the keys and values that they stand for."""
     keys, values = (
         [quant.dequantize_kv(*quant.quantize_kv(x, dtype, group)) for x in rows]
@@ -69,14 +71,10 @@ def quantise_layer(kv: PagedKv, dtype: torch.dtype, group: int) -> PagedKv:
 
 def attend(q: Tensor, case: Paged, query_lens: list[int], window: int | None) -> Tensor:
     rest = (torch.full_like(q.contiguous(), float("nan")), getattr(case, "rolling", None))
-    cache = (case.kv, case.tables)
     if max(query_lens) == 1:
-        return attention_triton.decode_attention(
-            q, *cache, case.lens, SCALE, window, case.max_len, *rest
-        )
-    return attention_triton.prefill_attention(
-        q, *cache, starts_of(query_lens, DEVICE), case.lens, SCALE, window, max(query_lens), *rest
-    )
+        return attention_triton.decode_attention(q, case.kv, case.decode(), SCALE, window, *rest)
+    chunks = case.prefill(query_lens)
+    return attention_triton.prefill_attention(q, case.kv, chunks, SCALE, window, *rest)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 9, 18]], ids=["decode", "prefill"])
@@ -197,6 +195,7 @@ def test_rope_write_kv(stored, group):
 def test_a_lost_key_makes_no_number():
     """A group that was not finite has the scale NaN, and so has all that attends to it."""
     case = quantise(paged([20, 20], num_kv_heads=1, head_dim=16, device=DEVICE), INT8, 8)
+    assert case.kv.scales is not None
     case.kv.scales.k[int(case.tables[1, 0]), 0, 5, 1] = float("nan")
     y = attend(torch.randn(2, 2, 16).to(DEVICE), case, [1, 1], None)
     assert y[0].isfinite().all() and y[1].isnan().all()

@@ -14,7 +14,7 @@ import torch
 
 from penstock.kernels import matmul, moe, quant
 from penstock.kernels.quant import Int8Rows, QuantizedWeight, WeightFormat
-from penstock.kernels.sampling import sample_reference
+from penstock.kernels.reference.sampling import sample_reference
 from penstock.kernels.triton import matmul as matmul_triton
 from penstock.kernels.triton import moe as moe_triton
 from penstock.kernels.triton import rowwise as rowwise_triton
@@ -136,7 +136,8 @@ def test_linear(format, dtype, rows, outputs, inputs, splits):
 def test_rows_that_are_quantised_already():
     quantized, x = make_weight("int8", 20, 96), torch.randn(3, 96).to(DEVICE, HALF)
     packed = matmul_triton.pack(quantized)
-    rows = Int8Rows(*(part.to(DEVICE) for part in quant.quantize_rows_int8(x.cpu())), x.dtype)
+    codes, scales = quant.quantize_rows_int8(x.cpu())
+    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), x.dtype)
     outer = PackedLinear(packed, None, 96, 20, packed.num_bytes, "int8", "triton")
     assert torch.equal(matmul.linear(rows, outer), matmul_triton.linear(x, packed))
     with pytest.raises(ValueError, match="nf4 weights"):
@@ -204,11 +205,10 @@ def test_routed_experts(monkeypatch, format, dtype, num_inner):
         for _ in range(num_experts)
     ]
     experts = [[packed_expert(format, weight) for weight in pair] for pair in weights]
-    packed = moe.GroupedExperts((gate_up[0], down[0]) for gate_up, down in experts)
+    plain = moe.GroupedExperts((gate_up[0], down[0]) for gate_up, down in experts)
     if format == "plain":  # on a CPU these would stay as they are
-        packed.table = moe_triton.expert_table(packed)
-    else:
-        packed = moe.pack_experts(packed)
+        plain.table = moe_triton.expert_table(plain)
+    packed = plain if format == "plain" else moe.pack_experts(plain)
     x, gains = torch.randn(num_tokens, dim).to(DEVICE, dtype), torch.rand(num_tokens, 2).to(DEVICE)
     ids = torch.stack([torch.randperm(num_experts)[:2] for _ in range(num_tokens)]).to(DEVICE)
     ids[ids == 1] = 0

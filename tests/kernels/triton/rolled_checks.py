@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.triton import attention as attention_triton
-from penstock.kernels.types import PagedKv, Rolling
-from tests.kernels.kernel_cases import assert_close, paged, starts_of
+from penstock.kernels.types import DecodeBatch, PagedKv, Rolling
+from tests.kernels.kernel_cases import assert_close, paged
 from tests.kernels.rolled_cases import (
     INT32,
     Roll,
@@ -62,15 +62,14 @@ def queries(case: RolledPaged) -> Tensor:
 
 def decode(q: Tensor, case: RolledPaged, window: int | None = None) -> Tensor:
     return attention_triton.decode_attention(
-        q, case.kv, case.tables, case.lens, SCALE, window, case.max_len,
-        torch.full_like(q, float("nan")), case.rolling,
-    )  # fmt: skip
+        q, case.kv, case.decode(), SCALE, window, torch.full_like(q, float("nan")), case.rolling
+    )
 
 
 def prefill(q: Tensor, case: RolledPaged, window: int | None = None) -> Tensor:
     return attention_triton.prefill_attention(
-        q, case.kv, case.tables, starts_of(case.query_lens, DEVICE), case.lens,
-        SCALE, window, max(case.query_lens), torch.full_like(q, float("nan")), case.rolling,
+        q, case.kv, case.prefill(case.query_lens), SCALE, window,
+        torch.full_like(q, float("nan")), case.rolling,
     )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def test_a_full_row_has_the_bits_that_it_has_without_rolling():
         q, first = queries(case), query_lens[0]
         alone = replace(
             case,
-            rolling=None,
+            rolling=None,  # type: ignore[arg-type]  # without, on purpose
             tables=case.tables[1:],
             lens=case.lens[1:],
             query_lens=query_lens[1:],
@@ -115,9 +114,11 @@ def test_an_endless_sequence_costs_its_visible_keys():
     start = position + 1 - visible
     base = start // 16 - 1
     case = paged([visible + start % 16 + 16], num_kv_heads=1, head_dim=32, device=DEVICE)
-    ints = [torch.tensor([i], dtype=INT32, device=DEVICE) for i in (sinks, start, 1, base)]
+    sink_end, window_start, sink_blocks, dropped = (
+        torch.tensor([i], dtype=INT32, device=DEVICE) for i in (sinks, start, 1, base)
+    )
     q, q_sink = torch.randn(2, 1, 3, 32).to(DEVICE)
-    rolling = Rolling(q_sink, *ints, max_visible_len=visible)
+    rolling = Rolling(q_sink, sink_end, window_start, sink_blocks, dropped, visible)
     assert attention_triton._num_splits(position + 1, None, rolling) == 3
     assert attention_triton._num_splits(position + 1, 20, rolling) == 3
     assert attention_triton._num_splits(position + 1, 20, None) == 2
@@ -128,13 +129,11 @@ def test_an_endless_sequence_costs_its_visible_keys():
     )
     weights = (torch.cat((near, plain), -1) * SCALE).softmax(-1)
     expected = (weights @ torch.cat(values)[:, 0])[None]
-    cache, nan = (case.kv, case.tables), torch.full_like(q, float("nan"))
-    y = attention_triton.decode_attention(
-        q, *cache, lens, SCALE, None, position + 1, nan.clone(), rolling
-    )
+    decoded, nan = DecodeBatch(case.tables, lens, position + 1), torch.full_like(q, float("nan"))
+    y = attention_triton.decode_attention(q, case.kv, decoded, SCALE, None, nan.clone(), rolling)
     assert_close(y, expected)
     y = attention_triton.prefill_attention(
-        q, *cache, starts_of([1], DEVICE), lens, SCALE, None, 1, nan, rolling
+        q, case.kv, case.prefill([1], lens), SCALE, None, nan, rolling
     )
     assert_close(y, expected)
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "rowwise.h"
 
 struct WriteArgs {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "linear.h"
+#include "matmul/linear.h"
 
 struct UnpackArgs {
     int64_t dtype;

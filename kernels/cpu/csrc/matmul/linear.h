@@ -5,8 +5,9 @@
 
 #pragma once
 
-#include "amx.h"
+#include "matmul/amx.h"
 #include "export.h"
+#include "products.h"
 
 constexpr int PANEL = 2 * W;  // output features of one packed panel
 

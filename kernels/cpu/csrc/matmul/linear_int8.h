@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "amx.h"
+#include "matmul/amx.h"
 #include "export.h"
 #include "quantize_rows.h"
 

@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "tiling.h"
+#include "matmul/tiling.h"
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 #define HAVE_AMX 1

@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "linear_lut.h"
+#include "matmul/linear_lut.h"
 
 // acc + a.low * b.low + a.high * b.high, lane by lane of int16 halves.
 INLINE vi add_pairs(vi acc, vi a, vi b) {

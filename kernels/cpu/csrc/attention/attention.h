@@ -1,18 +1,12 @@
-// What decode and prefill share: their arguments, the way from a position to its row in the blocks of
-// a paged KV cache, and one step of the online softmax.
-//
-// A row of queries has one order of summation: over the head dimension by lanes, over keys by tiles of
-// 64 that stand at absolute positions of the context; decode cuts longer contexts every 256 positions
-// and merges the pieces in order. Where a context is rolled, its sinks come first, as tiles and as a
-// piece of their own. Batch, chunking and threads change nothing.
+// The arguments that decode and prefill share, and the way from a position to its row in the blocks of
+// a paged KV cache. What they compute with these rows, and in which order, is in order.h.
 
 #pragma once
 
 #include "export.h"
-#include "kv_codes.h"
+#include "attention/kv_codes.h"
 
 constexpr int KEY_TILE = 64;  // keys that share one softmax step
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 // A side of the cache, K or V: where its blocks lie, and their scales if it is quantised. Blocks with
 // ids from `Cache::num_blocks` on lie in scratch, laid out as those of the cache. Block strides are in
@@ -85,11 +79,6 @@ LAYOUT(AttentionArgs,
 template <class T>
 struct PlainRow {
     using Element = T;
-#if HAVE_DPBF16
-    using Query = std::conditional_t<sizeof(T) == 2, bf16, float>;
-#else
-    using Query = float;
-#endif
     const T* values;
 
     INLINE int64_t place(int64_t) const { return 0; }
@@ -105,7 +94,6 @@ struct PlainRow {
 template <class C, int SPAN>
 struct CodedRow {
     using Element = C;
-    using Query = float;
     const C* codes;
     const float* scales;
     int64_t shift;  // log2 of the group, or so much that all is one
@@ -139,29 +127,39 @@ struct Run {
     const uint16_t *k_scales, *v_scales;
 };
 
-// K and V rows of the keys of one tile, found first and read later.
+// K and V rows of the keys of one tile, found first and read later: entries [skip, count) of the tile.
 template <class Row>
 struct KeyRows {
-    Row keys[KEY_TILE + W], values[KEY_TILE + W];
+    Row keys[KEY_TILE], values[KEY_TILE];
+    int64_t skip, count;
     Run runs[KEY_TILE];
     int64_t num_runs;
     float* scales;  // [2][KEY_TILE][groups], of K and of V; only for a CodedRow
 
-    // Of sequence b, kv head `head`, positions [start, start + count), from entry `first` on.
-    void find(const AttentionArgs& a, int64_t b, int64_t head, int64_t start, int64_t count,
-              int64_t first = 0) {
+    // Of sequence b, kv head `head`: those of [begin, end) in the tile at `start`. The other entries repeat
+    // one of these, so that they can be read with them.
+    void find(const AttentionArgs& a, int64_t b, int64_t head, int64_t start, int64_t begin,
+              int64_t end) {
         const Cache& c = a.cache;
         const int32_t* table = a.tables + b * a.table_stride;
         const int64_t sink_blocks = a.bases ? a.sink_blocks[b] : 0, base = a.bases ? a.bases[b] : 0;
+        skip = std::max<int64_t>(0, begin - start);
+        count = std::min<int64_t>(KEY_TILE, end - start);
         num_runs = 0;
-        for (int64_t j = 0; j < count;) {
+        for (int64_t j = skip; j < count;) {
             const int64_t page = (start + j) / c.block_size, offset = (start + j) % c.block_size;
             const int64_t block = table[page < sink_blocks ? page : page - base];
             const int64_t run = std::min(c.block_size - offset, count - j);
-            place(c, block, head * c.block_size + offset, first + j, run);
+            place(c, block, head * c.block_size + offset, j, run);
             j += run;
         }
+        if (is_empty()) return;
+        std::fill_n(keys, skip, keys[skip]);
+        std::fill_n(values, skip, values[skip]);
+        std::fill(keys + count, keys + KEY_TILE, keys[skip]);
+        std::fill(values + count, values + KEY_TILE, values[skip]);
     }
+    bool is_empty() const { return skip >= count; }
     // Before a row is read.
     void prepare(const Cache& c) {
         if constexpr (is_coded) {
@@ -223,44 +221,4 @@ INLINE void with_rows(const Cache& c, Body&& body) {
         coded(int8{});
     else
         coded(fp8{});
-}
-
-// One step of the online softmax on a row of scores. Entries outside [begin, end) count as -inf.
-// Returns the factor for what was accumulated before.
-INLINE float soften(float* scores, int64_t width, int64_t begin, int64_t end, float scale,
-                    float& top, float& total) {
-    for (int64_t j = 0; j < begin; ++j) scores[j] = HIDDEN;
-    for (int64_t j = end; j < width; ++j) scores[j] = HIDDEN;
-    vf best = splat(HIDDEN);
-    for (int64_t j = 0; j < width; j += W) {
-        const vf scaled = load(scores + j) * scale;
-        store(scores + j, scaled);
-        best = vmax(scaled, best);
-    }
-    const float new_top = std::max(top, max_lanes(best));
-    if (new_top == HIDDEN) {  // nothing seen so far
-        std::memset(scores, 0, width * sizeof(float));
-        return 1.0f;
-    }
-    const float keep = std::exp(top - new_top);
-    vf sums = {};
-    for (int64_t j = 0; j < width; j += W) {
-        const vf weight = vexp(load(scores + j) - new_top);
-        store(scores + j, weight);
-        sums += weight;
-    }
-    top = new_top;
-    total = total * keep + sum_lanes(sums);
-    return keep;
-}
-
-template <class T>
-INLINE void widen(const T* from, float* to, int64_t count, int64_t padded) {
-    for (int64_t d = 0; d < count; d += W) store(to + d, load_up_to(from + d, count - d));
-    for (int64_t d = (count + W - 1) / W * W; d < padded; ++d) to[d] = 0;
-}
-template <class T>
-INLINE void narrow(const float* from, float scale, T* to, int64_t count) {
-    for (int64_t d = 0; d < count; d += W)
-        store_up_to(to + d, load(from + d) * scale, count - d);
 }

@@ -10,9 +10,9 @@
 #pragma once
 
 #include "export.h"
-#include "weight_codes.h"
+#include "matmul/weight_codes.h"
 #include "quantize_rows.h"
-#include "tiling.h"
+#include "matmul/tiling.h"
 
 constexpr int64_t SEGMENT = 128;
 
@@ -33,17 +33,6 @@ LAYOUT(CodesLinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(packed) FIELD(table) FIELD(scales) FIELD(shifts)
        FIELD(bias) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
        FIELD(threads) FIELD(is_int4))
-
-struct CodesPackArgs {
-    int64_t nibbles;       // 4-bit, else bytes
-    const uint8_t* codes;  // [columns][stride], as kernels/quant.py has them
-    int64_t stride;
-    uint8_t* packed;
-    int64_t columns, depth, group, threads;
-};
-LAYOUT(CodesPackArgs,
-       FIELD(nibbles) FIELD(codes) FIELD(stride) FIELD(packed) FIELD(columns) FIELD(depth) FIELD(group)
-       FIELD(threads))
 
 // The rows of a block in fp32, [padded K][rows of the tile], tile after tile.
 struct CodesBlock {
@@ -273,31 +262,4 @@ void linear_codes(const CodesLinearArgs& a) {
         linear_codes<T, Nibbles>(a);
     else
         linear_codes<T, E4m3>(a);
-}
-
-INLINE void pack_codes(const CodesPackArgs& a) {
-    const int64_t panels = (a.columns + PANELC - 1) / PANELC;
-    const int64_t groups = (a.depth + a.group - 1) / a.group;
-    const int64_t run = a.nibbles ? 8 : 1, padded = (a.group + run - 1) / run * run;
-#pragma omp parallel for num_threads((int)a.threads) schedule(static)
-    for (int64_t p = 0; p < panels; ++p) {
-        uint8_t* to = a.packed + p * groups * padded * PANELC / (a.nibbles ? 2 : 1);
-        const auto code = [&](int64_t column, int64_t k) -> uint32_t {
-            const int64_t at = k / padded * a.group + k % padded;
-            if (column >= a.columns || k % padded >= a.group || at >= a.depth) return 0;
-            const uint8_t* row = a.codes + column * a.stride;
-            return a.nibbles ? row[at / 2] >> (at % 2 * 4) & 15 : row[at];
-        };
-        for (int64_t k = 0; k < groups * padded; k += run)
-            for (int64_t column = p * PANELC; column < (p + 1) * PANELC; ++column) {
-                if (!a.nibbles) {
-                    *to++ = (uint8_t)code(column, k);
-                    continue;
-                }
-                uint32_t word = 0;
-                for (int j = 0; j < 8; ++j) word |= code(column, k + j) << (4 * j);
-                std::memcpy(to, &word, 4);
-                to += 4;
-            }
-    }
 }

@@ -4,8 +4,8 @@
 
 #pragma once
 
-#include "amx.h"
-#include "linear_int4.h"
+#include "matmul/amx.h"
+#include "matmul/linear_int4.h"
 
 #if HAVE_AMX
 constexpr int64_t INT4_AMX_FROM = 8;  // rows

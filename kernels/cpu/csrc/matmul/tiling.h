@@ -8,7 +8,7 @@
 
 #include <atomic>
 
-#include "vectors.h"
+#include "products.h"
 
 constexpr int64_t BLOCK = 8 * MAX_ROWS;  // rows of x that are laid out at once
 

@@ -1,0 +1,144 @@
+// The order of summation of attention, one for decode and prefill, and the steps that keep it.
+//
+// The score of a query and a key is the sum of four chains of fused multiply-adds, one after the other:
+// chain i takes the head dimensions i, i + 4, i + 8 and so on. (One chain suits prefill, where a vector is of many
+// keys; as many as a vector has lanes suit decode, which reads the dimensions of one key. Four cost
+// neither much.)
+// Keys are taken in tiles of 64 that stand at multiples of 64 of the context: an online softmax step a
+// tile, whose weights are summed by lanes, and whose values are added one key after the other. Every
+// 256 positions a piece ends; a row's pieces are merged in ascending order. The sinks of a rolled
+// context are a piece of their own, the first. A key that a row does not see weighs 0, which changes no
+// sum. So a row has the same bits as a decode row and in a chunk of any length, whatever the batch, the
+// blocks and the threads. What could be compiled in two ways is compiled once: functions that are not
+// inlined.
+
+#pragma once
+
+#include "attention/attention.h"
+#include "products.h"
+
+constexpr int CHAINS = 4;   // of a score
+constexpr int SPLIT = 256;  // positions of a piece; a multiple of KEY_TILE
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+
+// to[d][i] = keys[i][d] for W keys, zeros past `dim`; `ld` floats from one dimension to the next.
+template <class Row>
+INLINE void transpose_keys(const Row* keys, int64_t dim, int64_t padded, float* to, int64_t ld) {
+    for (int64_t d = 0; d < padded; d += W) {
+        const int64_t at = keys[0].place(d);
+        vf square[W];
+        UNROLL for (int i = 0; i < W; ++i) square[i] = keys[i].up_to(d, at, dim - d);
+        transpose(square);
+        UNROLL for (int i = 0; i < W; ++i) store(to + (d + i) * ld, square[i]);
+    }
+}
+
+// scores[R][N W] = queries[R][dim] . keys[dim][N W]. The registers hold the sums of one chain at a time.
+template <int R, int N>
+INLINE void score_rows(const float* queries, int64_t ldq, const float* keys, int64_t ldk, int64_t dim,
+                       float* scores) {
+    for (int chain = 0; chain < CHAINS; ++chain) {
+        vf acc[R][N] = {};
+        for (int64_t d = chain; d < dim; d += CHAINS) {
+            vf column[N];
+            UNROLL for (int n = 0; n < N; ++n) column[n] = load(keys + d * ldk + n * W);
+            UNROLL for (int r = 0; r < R; ++r) {
+                const float value = queries[r * ldq + d];
+                UNROLL for (int n = 0; n < N; ++n)
+                    acc[r][n] = multiply_add(value, column[n], acc[r][n]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n) {
+                float* to = scores + r * KEY_TILE + n * W;
+                store(to, chain ? load(to) + acc[r][n] : acc[r][n]);
+            }
+    }
+}
+
+// The same for any number of rows and columns, of which there is a multiple of W.
+inline __attribute__((noinline)) void score_tile(const float* queries, int64_t ldq, const float* keys,
+                                                 int64_t ldk, int64_t rows, int64_t dim,
+                                                 int64_t columns, float* scores) {
+    const int tile = rows_per_tile(rows);
+    for (int64_t column = 0; column < columns; column += 2 * W)
+        for (int64_t row = 0; row < rows; row += tile)
+            with_constant<MAX_ROWS>((int)std::min<int64_t>(tile, rows - row), [&](auto count) {
+                constexpr int R = count.value;
+                const float *q = queries + row * ldq, *k = keys + column;
+                float* to = scores + row * KEY_TILE + column;
+                if (columns - column > W) score_rows<R, 2>(q, ldq, k, ldk, dim, to);
+                else score_rows<R, 1>(q, ldq, k, ldk, dim, to);
+            });
+}
+
+// The state of an online softmax of `rows` queries: unnormalised sums [rows][padded], the largest score
+// and the sum of weights of each.
+struct Partial {
+    float *out, *top, *total;
+    static int64_t size(int64_t rows, int64_t padded) { return rows * (padded + 2); }
+    Partial(float* at, int64_t rows, int64_t padded)
+        : out(at), top(at + rows * padded), total(at + rows * (padded + 1)) {}
+
+    void clear(int64_t rows, int64_t padded) const {
+        std::fill_n(out, rows * padded, 0.0f);
+        std::fill_n(top, rows, HIDDEN);
+        std::fill_n(total, rows, 0.0f);
+    }
+};
+
+// One step of the online softmax on a row of scores before they are scaled. Entries outside [begin, end)
+// count as -inf. Returns the factor for what was accumulated before.
+inline __attribute__((noinline)) float soften(float* scores, int64_t width, int64_t begin, int64_t end,
+                                              float scale, float& top, float& total) {
+    for (int64_t j = 0; j < begin; ++j) scores[j] = HIDDEN;
+    for (int64_t j = end; j < width; ++j) scores[j] = HIDDEN;
+    vf best = splat(HIDDEN);
+    for (int64_t j = 0; j < width; j += W) best = vmax(load(scores + j), best);
+    const float before = top, now = std::max(before, max_lanes(best) * scale);
+    if (now == HIDDEN) {  // nothing seen so far
+        std::memset(scores, 0, width * sizeof(float));
+        return 1.0f;
+    }
+    const float keep = before == now ? 1.0f : std::exp(before - now);
+    const vf shift = splat(-now);
+    vf sums = {};
+    for (int64_t j = 0; j < width; j += W) {
+        const vf weight = vexp(multiply_add(scale, load(scores + j), shift));
+        store(scores + j, weight);
+        sums += weight;
+    }
+    top = now;
+    total = total * keep + sum_lanes(sums);
+    return keep;
+}
+
+// Adds to the pieces of `rows` queries, merged so far, the next one.
+inline __attribute__((noinline)) void merge(const Partial& all, const Partial& next, int64_t rows,
+                                            int64_t padded) {
+    for (int64_t r = 0; r < rows; ++r) {
+        if (next.top[r] == HIDDEN) continue;
+        const float before = all.top[r], now = std::max(before, next.top[r]);
+        const float keep = before == now ? 1.0f : std::exp(before - now);
+        const float weight = next.top[r] == now ? 1.0f : std::exp(next.top[r] - now);
+        all.top[r] = now;
+        all.total[r] = all.total[r] * keep + next.total[r] * weight;
+        float* out = all.out + r * padded;
+        const float* more = next.out + r * padded;
+        for (int64_t d = 0; d < padded; d += W)
+            store(out + d, load(out + d) * keep + load(more + d) * weight);
+    }
+}
+
+template <class T>
+INLINE void widen(const T* from, float* to, int64_t count, int64_t padded) {
+    for (int64_t d = 0; d < count; d += W) store(to + d, load_up_to(from + d, count - d));
+    for (int64_t d = (count + W - 1) / W * W; d < padded; ++d) to[d] = 0;
+}
+// The result of a row from its sums; 0 of a row that saw no key.
+template <class T>
+INLINE void finish(const Partial& done, int64_t row, int64_t padded, T* to, int64_t dim) {
+    const float norm = done.top[row] == HIDDEN ? 0.0f : 1.0f / done.total[row];
+    for (int64_t d = 0; d < dim; d += W)
+        store_up_to(to + d, load(done.out + row * padded + d) * norm, dim - d);
+}

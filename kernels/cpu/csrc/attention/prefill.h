@@ -1,0 +1,165 @@
+// Prefill attention: chunks of queries, a tile of queries against a tile of keys at a time.
+
+#pragma once
+
+#include "attention/order.h"
+
+constexpr int ROW_TILE = 72;  // (query, head) rows of one item, about
+
+struct Range {  // of absolute positions
+    int64_t begin, end;
+};
+
+template <class Row>
+struct Workspace {  // of one thread, all fp32
+    std::vector<float> queries, keys, values, scales, scores, keep, pieces;
+    std::vector<Range> seen;  // a query
+    Partial all, piece;       // the pieces merged so far, and the one at hand
+    KeyRows<Row> found;
+    Workspace(const Cache& c, int64_t rows, int64_t padded)
+        : queries(rows * padded), keys(padded * KEY_TILE), values(KEY_TILE * padded),
+          scales(KeyRows<Row>::room(c, 1)), scores(rows * KEY_TILE), keep(rows),
+          pieces(2 * Partial::size(rows, padded)), seen(rows), all(pieces.data(), rows, padded),
+          piece(pieces.data() + Partial::size(rows, padded), rows, padded) {
+        found.scales = scales.data();
+    }
+};
+
+// K of one tile transposed to [dim][KEY_TILE], V as [KEY_TILE][padded].
+template <class Row>
+INLINE void load_tile(const KeyRows<Row>& tile, int64_t dim, int64_t padded, float* keys,
+                      float* values) {
+    for (int64_t j = 0; j < tile.count; j += W)
+        transpose_keys(tile.keys + j, dim, padded, keys + j, KEY_TILE);
+    for (int64_t j = 0; j < tile.count; ++j)
+        for (int64_t d = 0; d < padded; d += W)
+            store(values + j * padded + d,
+                  tile.values[j].up_to(d, tile.values[j].place(d), dim - d));
+}
+
+// What the steps of a tile need to know of the cache: nothing of its number format, so that they are
+// compiled only once.
+struct TileView {
+    const float *queries, *keys, *values;
+    float *scores, *keep;
+    const Range* seen;
+};
+
+// `rows` queries over `count` keys, of which the first has position `tile`; query i of `group` rows
+// sees those in seen[i].
+inline __attribute__((noinline)) void attend_tile(const TileView& at, const Partial& piece,
+                                                  int64_t rows, int64_t group, int64_t tile,
+                                                  int64_t count, int64_t dim, int64_t padded,
+                                                  float scale) {
+    const int64_t width = (count + W - 1) / W * W;
+    score_tile(at.queries, padded, at.keys, KEY_TILE, rows, dim, width, at.scores);
+    for (int64_t r = 0; r < rows; ++r) {
+        const Range& seen = at.seen[r / group];
+        at.keep[r] = soften(at.scores + r * KEY_TILE, width,
+                            std::clamp<int64_t>(seen.begin - tile, 0, width),
+                            std::clamp<int64_t>(seen.end - tile, 0, width), scale, piece.top[r],
+                            piece.total[r]);
+    }
+    multiply_tile(at.scores, KEY_TILE, at.values, padded, rows, count, padded, at.keep, piece.out,
+                  padded);
+}
+
+// One piece of the context: the queries in `ws` over the keys [begin, end) of sequence b. Keys before
+// `begin` may be gone: their block may serve another sequence by now.
+template <class Row>
+void attend(const AttentionArgs& a, int64_t b, int64_t head, int64_t queries, int64_t begin,
+            int64_t end, int64_t padded, bool is_first, Workspace<Row>& ws) {
+    const int64_t group = a.group(), dim = a.cache.dim, rows = queries * group;
+    const TileView view{ws.queries.data(), ws.keys.data(), ws.values.data(),
+                        ws.scores.data(), ws.keep.data(), ws.seen.data()};
+    const Partial& piece = is_first ? ws.all : ws.piece;
+    piece.clear(rows, padded);
+    for (int64_t tile = begin / KEY_TILE * KEY_TILE; tile < end; tile += KEY_TILE) {
+        ws.found.find(a, b, head, tile, begin, end);
+        ws.found.prepare(a.cache);
+        load_tile(ws.found, dim, padded, ws.keys.data(), ws.values.data());
+        attend_tile(view, piece, rows, group, tile, ws.found.count, dim, padded, (float)a.scale);
+    }
+    if (!is_first) merge(ws.all, ws.piece, rows, padded);
+}
+
+// All query heads of one kv head for `queries` rows of q [*, heads, dim], widened into `to`.
+template <class T>
+INLINE void take_queries(const AttentionArgs& a, const void* q, int64_t stride, int64_t row,
+                         int64_t head, int64_t queries, int64_t padded, float* to) {
+    const int64_t group = a.group(), dim = a.cache.dim;
+    const T* from = (const T*)q + row * stride + head * group * dim;
+    for (int64_t r = 0; r < queries * group; ++r)
+        widen(from + r / group * stride + r % group * dim, to + r * padded, dim, padded);
+}
+
+// Queries [first, last) of sequence b, all query heads of one kv head: the sinks, then the window.
+// Query i stands at absolute position `offset + i`; its row in the flat batch is `row0 + i`.
+template <class T, class Row>
+void prefill_item(const AttentionArgs& a, int64_t b, int64_t head, int64_t row0, int64_t offset,
+                  int64_t first, int64_t last, int64_t padded, Workspace<Row>& ws) {
+    const int64_t group = a.group(), dim = a.cache.dim;
+    const int64_t queries = last - first, rows = queries * group, row = row0 + first;
+    bool is_first = true;
+    if (a.sink_ends) {
+        int64_t end = 0;
+        for (int64_t i = 0; i < queries; ++i) {
+            ws.seen[i] = {0, std::min<int64_t>(a.sink_ends[row + i], offset + first + i + 1)};
+            end = std::max(end, ws.seen[i].end);
+        }
+        if (end > 0) {
+            take_queries<T>(a, a.q_sink, a.q_sink_stride, row, head, queries, padded,
+                            ws.queries.data());
+            attend<Row>(a, b, head, queries, 0, end, padded, is_first, ws);
+            is_first = false;
+        }
+    }
+    const int64_t end = offset + last;  // the last query sees itself
+    int64_t oldest = end;
+    for (int64_t i = 0; i < queries; ++i) {
+        const int64_t at = offset + first + i, start = a.window_starts ? a.window_starts[row + i] : 0;
+        ws.seen[i] = {std::max(start, a.window ? at - a.window + 1 : 0), at + 1};
+        oldest = std::min(oldest, ws.seen[i].begin);
+    }
+    if (oldest < end)
+        take_queries<T>(a, a.q, a.q_stride, row, head, queries, padded, ws.queries.data());
+    for (int64_t begin = oldest, next; begin < end; begin = next, is_first = false) {
+        next = std::min(end, (begin / SPLIT + 1) * SPLIT);
+        attend<Row>(a, b, head, queries, begin, next, padded, is_first, ws);
+    }
+    if (is_first) ws.all.clear(rows, padded);  // no query saw a key
+    T* out = (T*)a.out + (row * a.heads + head * group) * dim;
+    for (int64_t r = 0; r < rows; ++r)
+        finish(ws.all, r, padded, out + (r / group * a.heads + r % group) * dim, dim);
+}
+
+template <class T, class Row>
+void prefill_rows(const AttentionArgs& a) {
+    struct Item {
+        int64_t b, first, last;
+    };
+    const int64_t group = a.group(), kv_heads = a.cache.kv_heads;
+    const int64_t padded = (a.cache.dim + W - 1) / W * W;
+    const int64_t tile = std::max<int64_t>(1, ROW_TILE / group);
+    std::vector<Item> items;
+    for (int64_t b = 0; b < a.batch; ++b)  // the longest contexts of a chunk first
+        for (int64_t last = a.starts[b + 1] - a.starts[b]; last > 0; last -= tile)
+            items.push_back({b, std::max<int64_t>(0, last - tile), last});
+    const int64_t count = (int64_t)items.size() * kv_heads;
+#pragma omp parallel num_threads((int)a.threads) if (count > 1)
+    {
+        Workspace<Row> ws(a.cache, tile * group, padded);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; ++i) {
+            const Item& item = items[i / kv_heads];
+            const int64_t offset = a.lens[item.b] - (a.starts[item.b + 1] - a.starts[item.b]);
+            prefill_item<T, Row>(a, item.b, i % kv_heads, a.starts[item.b], offset, item.first,
+                                 item.last, padded, ws);
+        }
+    }
+}
+
+template <class T>
+void prefill(const AttentionArgs& a) {
+    with_rows<T>(a.cache, [&](auto row) { prefill_rows<T, decltype(row)>(a); });
+}

@@ -1,0 +1,44 @@
+// Packs a weight of 4-bit codes or of E4M3 into the panels that linear_lut.h describes.
+
+#pragma once
+
+#include "export.h"
+#include "matmul/weight_codes.h"
+
+struct CodesPackArgs {
+    int64_t nibbles;       // 4-bit, else bytes
+    const uint8_t* codes;  // [columns][stride], as kernels/quant.py has them
+    int64_t stride;
+    uint8_t* packed;
+    int64_t columns, depth, group, threads;
+};
+LAYOUT(CodesPackArgs,
+       FIELD(nibbles) FIELD(codes) FIELD(stride) FIELD(packed) FIELD(columns) FIELD(depth) FIELD(group)
+       FIELD(threads))
+
+INLINE void pack_codes(const CodesPackArgs& a) {
+    const int64_t panels = (a.columns + PANELC - 1) / PANELC;
+    const int64_t groups = (a.depth + a.group - 1) / a.group;
+    const int64_t run = a.nibbles ? 8 : 1, padded = (a.group + run - 1) / run * run;
+#pragma omp parallel for num_threads((int)a.threads) schedule(static)
+    for (int64_t p = 0; p < panels; ++p) {
+        uint8_t* to = a.packed + p * groups * padded * PANELC / (a.nibbles ? 2 : 1);
+        const auto code = [&](int64_t column, int64_t k) -> uint32_t {
+            const int64_t at = k / padded * a.group + k % padded;
+            if (column >= a.columns || k % padded >= a.group || at >= a.depth) return 0;
+            const uint8_t* row = a.codes + column * a.stride;
+            return a.nibbles ? row[at / 2] >> (at % 2 * 4) & 15 : row[at];
+        };
+        for (int64_t k = 0; k < groups * padded; k += run)
+            for (int64_t column = p * PANELC; column < (p + 1) * PANELC; ++column) {
+                if (!a.nibbles) {
+                    *to++ = (uint8_t)code(column, k);
+                    continue;
+                }
+                uint32_t word = 0;
+                for (int j = 0; j < 8; ++j) word |= code(column, k + j) << (4 * j);
+                std::memcpy(to, &word, 4);
+                to += 4;
+            }
+    }
+}

@@ -1,0 +1,105 @@
+"""Row-wise operators on the CPU by the native library: packs the arguments of its functions.
+
+The parameters mean what they mean in `kernels/rowwise.py`, which chooses this backend only for
+tensors that the library supports (`native.usable`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import native
+from penstock.kernels.cpu.arguments import COMBINE, QUANTIZE, RMS_NORM, ROPE, ROPE_TO, SILU_MUL
+from penstock.kernels.quant import Int8Rows
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
+    total: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    to = out.data_ptr(), out.stride(0), out.stride(-2)
+    _rms_norm(x, weight, eps, residual, to, total, (0, 0, 0))
+    return out if total is None else (out, total)
+
+
+def rms_norm_int8(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
+    total: Tensor | None,
+) -> Int8Rows:  # fmt: skip
+    _rms_norm(x, weight, eps, residual, (0, 0, 0), total, _codes_args(out))
+    return out
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, to: tuple[int, int, int],
+    total: Tensor | None, codes: tuple[int, int, int],
+) -> None:  # fmt: skip
+    heads = x.shape[1] if x.dim() == 3 else 1
+    assert residual is None or (heads == 1 and residual.dtype == x.dtype)
+    native.bound.library.pk_rms_norm(RMS_NORM.pack(
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(), *to, 0 if total is None else total.data_ptr(), x.shape[0], heads,
+        x.shape[-1], eps, torch.get_num_threads(), *codes,
+    ))  # fmt: skip
+
+
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    assert cos.dtype == sin.dtype == torch.float32 and k.dtype == q.dtype
+    cos, sin = cos.contiguous(), sin.contiguous()
+    native.bound.library.pk_rope(ROPE.pack(
+        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0),
+        cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], q.shape[2],
+        cos.shape[1], torch.get_num_threads(),
+    ))  # fmt: skip
+
+
+def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    assert cos.dtype == sin.dtype == torch.float32
+    cos, sin = cos.contiguous(), sin.contiguous()
+    native.bound.library.pk_rope_to(ROPE_TO.pack(
+        native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
+        cos.data_ptr(), sin.data_ptr(), *q.shape, cos.shape[1], torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
+    native.bound.library.pk_silu_mul(SILU_MUL.pack(
+        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(),
+        out.stride(0), *out.shape, torch.get_num_threads(), 0, 0, 0,
+    ))  # fmt: skip
+    return out
+
+
+def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
+    native.bound.library.pk_silu_mul(SILU_MUL.pack(
+        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), 0, 0, *out.shape,
+        torch.get_num_threads(), *_codes_args(out),
+    ))  # fmt: skip
+    return out
+
+
+def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
+    assert x.stride(1) == 1
+    native.bound.library.pk_quantize(QUANTIZE.pack(
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), *x.shape, torch.get_num_threads(),
+        *_codes_args(out),
+    ))  # fmt: skip
+    return out
+
+
+def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    num_tokens, num_ranks = places.shape
+    native.bound.library.pk_combine(COMBINE.pack(
+        native.DTYPES[routed.dtype], routed.data_ptr(), places.data_ptr(), weights.data_ptr(),
+        out.data_ptr(), num_tokens, num_ranks, routed.shape[1], torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
+
+
+def _codes_args(out: Int8Rows) -> tuple[int, int, int]:
+    assert out.codes.stride(1) == 1 and out.scales.stride(0) == 1
+    return out.codes.data_ptr(), out.codes.stride(0), out.scales.data_ptr()
