@@ -111,9 +111,10 @@ class SinkWindow:
         beyond = np.maximum(0, positions + 1 - first - self.window)
         starts = first + self.roll * -(-beyond // self.roll)
         rolled = starts > first
+        # A row before the first roll has no sinks of its own, as in a step in which no row is
+        # rolled: the keys would be the same, but summed in another order.
         evicted = np.where(rolled, starts - self.sinks, 0)
-        sink_ends = np.where(rolled, self.sinks, np.minimum(first, positions + 1))
-        return sink_ends, starts, positions - evicted
+        return np.where(rolled, self.sinks, 0), np.where(rolled, starts, 0), positions - evicted
 
 
 FULL = FullContext()

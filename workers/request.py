@@ -5,12 +5,22 @@ No text: a prompt is token ids, and stop strings are kept only for the ingress, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from penstock.workers.config import CONTEXT_POLICIES
+from penstock.workers.parameters import (
+    EVERY_API,
+    FROM_0,
+    FROM_1,
+    MOST_APIS,
+    SHAPED_APIS,
+    WIDE_APIS,
+    Bounds,
+    parameter,
+    parameters_of,
+)
 from penstock.workers.structured_spec import StructuredSpec
 
 
@@ -37,6 +47,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this request failed; `Delta.error` has the catalogue code
 
 
+DECLINED = "declined"  # an error code that no client sees: the ingress tries another worker
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -46,23 +57,12 @@ LEAST_REPETITION_PENALTY = 0.01  # a logit divided by next to nothing is infinit
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 64
 MAX_SINKS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The range of a numeric parameter, inclusive but for `low` where `open_low`."""
-
-    low: float
-    high: float
-    open_low: bool = False
-
-
-def bounded(default: Any, low: float, high: float, *, open_low: bool = False) -> Any:
-    """A field of SamplingParams with its range, which `check` enforces and OpenAPI states."""
-    return field(default=default, metadata={"bounds": Bounds(low, high, open_low)})
-
-
-MAX_INT32 = 2**31 - 1
+LOGIT_BIAS_BOUNDS = Bounds(-100, 100)
+INT64 = Bounds(-(2**63), 2**63 - 1)
+CONTEXT_POLICY_HELP = (
+    "which earlier tokens a token attends to: full, or sink_window, which allows endless answers; "
+    "default: as the server is configured"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +70,71 @@ class SamplingParams:
     """How the next token is chosen and when to stop. Each request carries its own, on every step.
 
     temperature 0 means greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. With a `seed`
-    the draw for token i depends on (seed, i) alone, whatever else is in the batch.
+    the draw for token i depends on (seed, i) alone, whatever else is in the batch. The metadata of
+    each field has its help, bounds and APIs.
     """
 
-    temperature: float = bounded(1.0, 0, 100)
-    top_k: int = bounded(0, 0, MAX_INT32)
-    top_p: float = bounded(1.0, 0, 1, open_low=True)
-    min_p: float = bounded(0.0, 0, 1)
-    seed: int | None = bounded(None, -(2**63), 2**63 - 1)
-    max_tokens: int | None = bounded(None, 1, MAX_INT32)  # None: up to the model's context
-    min_tokens: int = bounded(0, 0, MAX_INT32)  # before, end and stop tokens are masked
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # checked at the ingress, where text exists
-    stop_token_ids: tuple[int, ...] = ()
-    # Divides the positive logits of tokens of the prompt and the answer.
-    repetition_penalty: float = bounded(1.0, LEAST_REPETITION_PENALTY, 100)
-    presence_penalty: float = bounded(0.0, -2, 2)  # subtracted once for a token of the answer
-    frequency_penalty: float = bounded(0.0, -2, 2)  # subtracted for each time that it occurred
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    allowed_token_ids: tuple[int, ...] = ()  # nothing else may come; empty: everything may
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    # The number of likeliest alternatives of each token; 0: only the token's own logprob.
-    logprobs: int | None = bounded(None, 0, MAX_LOGPROBS)
-    prompt_logprobs: int | None = bounded(None, 0, MAX_LOGPROBS)  # for the tokens of the prompt
-    structured: StructuredSpec | None = None  # the shape that the answer must have
-    context_policy: str | None = None  # "full" or "sink_window"; None: the model's default
-    sinks: int | None = bounded(None, 1, MAX_SINKS)  # sink_window: first tokens that stay
-    window: int | None = bounded(None, 1, MAX_INT32)  # sink_window: newest tokens that are seen
-    roll: int | None = bounded(None, 1, MAX_INT32)  # sink_window: tokens per move of the window
-    moe_mode: str | None = None  # of cached experts; None: the model's default
+    temperature: float = parameter(1.0, EVERY_API, "0 is greedy", Bounds(0, 100))
+    top_k: int = parameter(0, EVERY_API, "this many of the likeliest tokens; 0: all", FROM_0)
+    top_p: float = parameter(
+        1.0, EVERY_API, "likeliest tokens of this total probability", Bounds(0, 1, open_low=True)
+    )
+    min_p: float = parameter(
+        0.0, MOST_APIS, "least probability, relative to the likeliest token", Bounds(0, 1)
+    )
+    seed: int | None = parameter(
+        None, MOST_APIS, "64 bits, signed; the same seed draws the same tokens", INT64
+    )
+    max_tokens: int | None = parameter(None, EVERY_API, "most tokens of the answer", FROM_1)
+    min_tokens: int = parameter(0, MOST_APIS, "nothing ends the answer before", FROM_0)
+    ignore_eos: bool = parameter(False, MOST_APIS, "continue after the end-of-sequence token")
+    # Checked at the ingress, where text exists.
+    stop: tuple[str, ...] = parameter(
+        (), EVERY_API, f"up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARS} characters"
+    )
+    stop_token_ids: tuple[int, ...] = parameter(
+        (), WIDE_APIS, f"up to {MAX_STOP_TOKEN_IDS} tokens that end the answer"
+    )
+    repetition_penalty: float = parameter(
+        1.0, MOST_APIS, "divides logits of earlier tokens", Bounds(LEAST_REPETITION_PENALTY, 100)
+    )
+    presence_penalty: float = parameter(
+        0.0, MOST_APIS, "subtracted from the logit of a token of the answer", Bounds(-2, 2)
+    )
+    frequency_penalty: float = parameter(
+        0.0, MOST_APIS, "subtracted for each time that a token occurred", Bounds(-2, 2)
+    )
+    logit_bias: tuple[tuple[int, float], ...] = parameter(
+        (),
+        WIDE_APIS,
+        f"{LOGIT_BIAS_BOUNDS} to add to the logit, by token id; up to {MAX_LOGIT_BIAS}",
+    )
+    allowed_token_ids: tuple[int, ...] = parameter(
+        (), WIDE_APIS, "no other tokens may come; empty: all may"
+    )
+    bad_words_ids: tuple[tuple[int, ...], ...] = parameter(
+        (), WIDE_APIS, "token sequences that must not be completed"
+    )
+    logprobs: int | None = parameter(
+        None, WIDE_APIS, "return logprobs, with this many alternatives", Bounds(0, MAX_LOGPROBS)
+    )
+    prompt_logprobs: int | None = parameter(
+        None, WIDE_APIS, "the same for the tokens of the prompt", Bounds(0, MAX_LOGPROBS)
+    )
+    structured: StructuredSpec | None = parameter(
+        None, SHAPED_APIS, "the shape that the answer must have"
+    )
+    context_policy: str | None = parameter(None, WIDE_APIS, CONTEXT_POLICY_HELP)
+    sinks: int | None = parameter(
+        None, WIDE_APIS, "sink_window: first tokens, which stay visible", Bounds(1, MAX_SINKS)
+    )
+    window: int | None = parameter(None, WIDE_APIS, "sink_window: newest visible tokens", FROM_1)
+    roll: int | None = parameter(
+        None, WIDE_APIS, "sink_window: tokens by which the window moves at once", FROM_1
+    )
+    moe_mode: str | None = parameter(
+        None, WIDE_APIS, "of cached experts: exact, or the mode of the server, the default"
+    )
 
     @property
     def edits_logits(self) -> bool:
@@ -133,27 +169,20 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+        _at_most(MAX_STOP_STRINGS, "strings", "stop", self.stop)
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise RequestError(
                     f"each stop string has 1 to {MAX_STOP_CHARS} characters", param="stop"
                 )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids"
-            )
+        _at_most(MAX_STOP_TOKEN_IDS, "ids", "stop_token_ids", self.stop_token_ids)
         _ids_in_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
         self._check_edits(vocab_size)
         if self.structured is not None and (problem := self.structured.problem()) is not None:
             raise RequestError(f"{self.structured.param} {problem}", param=self.structured.param)
 
     def _check_edits(self, vocab_size: int) -> None:
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", param="logit_bias"
-            )
+        _at_most(MAX_LOGIT_BIAS, "tokens", "logit_bias", self.logit_bias)
         _ids_in_vocabulary("logit_bias", [each[0] for each in self.logit_bias], vocab_size)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, LOGIT_BIAS_BOUNDS)
@@ -162,8 +191,7 @@ class SamplingParams:
                 "allowed_token_ids is longer than the vocabulary", param="allowed_token_ids"
             )
         _ids_in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        if len(self.bad_words_ids) > MAX_BAD_WORDS:
-            raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} words", param="bad_words")
+        _at_most(MAX_BAD_WORDS, "words", "bad_words", self.bad_words_ids)
         for word in self.bad_words_ids:
             if not 1 <= len(word) <= MAX_BAD_WORD_IDS:
                 raise RequestError(
@@ -177,10 +205,8 @@ class SamplingParams:
             )
 
 
-LOGIT_BIAS_BOUNDS = Bounds(-100, 100)
-PARAMETER_BOUNDS: dict[str, Bounds] = {
-    each.name: each.metadata["bounds"] for each in fields(SamplingParams) if each.metadata
-}
+PARAMETERS = parameters_of(SamplingParams)
+PARAMETER_BOUNDS = {name: each.bounds for name, each in PARAMETERS.items() if each.bounds}
 _MESSAGES = {  # where the range alone would be less clear
     "top_k": "top_k must be 0 (off) or a positive integer",
     "seed": "seed must fit in a signed 64-bit integer",
@@ -258,14 +284,16 @@ class Delta:
     engine: str = ""  # address of the worker, where there are several
 
 
+def _at_most(most: int, noun: str, name: str, values: Sized) -> None:
+    if len(values) > most:
+        raise RequestError(f"{name} takes at most {most} {noun}", param=name)
+
+
 def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
     if any(not 0 <= token_id < vocab_size for token_id in ids):
         raise RequestError(f"{name}: token ids must lie in [0, {vocab_size})", param=name)
 
 
 def _in_range(name: str, value: float, bounds: Bounds) -> None:
-    above = bounds.low < value if bounds.open_low else bounds.low <= value
-    if not (above and value <= bounds.high):  # false for NaN, too; an int may exceed any float
-        bracket = "(" if bounds.open_low else "["
-        message = f"{name} must lie in {bracket}{bounds.low:.10g}, {bounds.high:.10g}]"
-        raise RequestError(_MESSAGES.get(name, message), param=name)
+    if not bounds.has(value):
+        raise RequestError(_MESSAGES.get(name, f"{name} must lie in {bounds}"), param=name)

@@ -30,12 +30,14 @@ def option(
     min: float | None = None,
     max: float | None = None,
     above: float | None = None,
+    is_range: bool = False,
 ) -> Any:
     """A dataclass field that is a setting.
 
     `min` and `max` are allowed values, `above` is not. Choices are the field's `Literal` type.
+    `is_range`: a whole number, or a text MIN:MAX of two, of which the first may be 0.
     """
-    bounds = {"min": min, "max": max, "above": above}
+    bounds = {"min": min, "max": max, "above": above, "is_range": is_range}
     return field(default=default, metadata={"help": help, **bounds})
 
 
@@ -53,6 +55,7 @@ class Setting:
     min: float | None
     max: float | None
     above: float | None
+    is_range: bool = False  # MIN:MAX is a value, too
 
     @property
     def bounds(self) -> str:
@@ -68,6 +71,9 @@ class Setting:
     def check(self, value: Any) -> None:
         """Raise ConfigError unless `value` is one of the choices and within the bounds."""
         if value is None and self.optional:
+            return
+        if self.is_range and isinstance(value, str):
+            self._check_range(value)
             return
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
@@ -96,7 +102,20 @@ class Setting:
             if isinstance(value, str | int | float) and not isinstance(value, bool):
                 return str(value)
             raise ConfigError(f"{self.name} must be text; got {value!r}")
+        if self.is_range and isinstance(value, str) and ":" in value:
+            low, _, high = value.partition(":")
+            return f"{self._number(low)}:{self._number(high)}"
         return self._number(value)
+
+    def _check_range(self, value: str) -> None:
+        """Raise ConfigError unless `value` is MIN:MAX, with 0 <= MIN <= MAX and MAX in bounds."""
+        try:
+            low, high = (int(part) for part in value.split(":"))
+        except ValueError:
+            raise ConfigError(f"{self.name} must be N or MIN:MAX, as 1:8; got {value!r}") from None
+        if low < 0 or low > high:
+            raise ConfigError(f"{self.name}: MIN must lie in 0 ... MAX; got {value!r}")
+        dataclasses.replace(self, is_range=False).check(high)
 
     def _number(self, value: Any) -> int | float:
         number = None
@@ -109,6 +128,8 @@ class Setting:
         if number is not None and abs(number - round(number)) < 1e-6:
             return round(number)
         what = "a whole number, as 4096, 25.6k or 2M" if self.kind is int else "a number"
+        if self.is_range:
+            what = "a whole number, or MIN:MAX, as 1:8"
         raise ConfigError(f"{self.name} must be {what}; got {value!r}")
 
 

@@ -29,6 +29,14 @@ class WorkerInfo:
     max_model_len: int  # prompt + answer, in tokens
     weights: str = ""  # their number format
     weight_bytes: int = 0  # all of them, as they lie in memory
+    node: str = ""  # of the cluster, on which it runs
+    is_draining: bool = False  # it finishes its requests, and accepts no new one
+    model_digest: str = ""  # of the model's files (weights/model_digest.py); empty: unknown
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """The part of `model_digest` on which the meaning of token ids depends."""
+        return self.model_digest.partition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,21 @@ from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.stats import WorkerInfo
+from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.model_digest import model_digest
 
 if TYPE_CHECKING:
     from penstock.workers.engine.thread import EngineThread
     from penstock.workers.experts.routed import RoutedExperts
 
-MAX_STALL_S = 60.0  # without the end of a step, although there is work: the engine hangs
+# An ingress without a connection to this worker learns of the drain from the registry, at its next
+# heartbeat: two heartbeats of an ingress, and the time of a message.
+DRAIN_NOTICE_S = 1.5
 
 
 class Worker:
-    """A loaded model that serves requests: `load`, `check_health` every few seconds, `stop`."""
+    """A loaded model that serves requests: `load`, `check_health` every few seconds, `drain`,
+    `stop`."""
 
     def __init__(
         self, channel: ChannelServer, engine_thread: EngineThread, routed: RoutedExperts | None
@@ -67,10 +72,13 @@ class Worker:
             announce,
             weights=model.weights.format,
             weight_bytes=model.weights.num_bytes,
+            model_digest=model_digest(resolve_model(config.model)),
         )
         # If the engine fails, its requests end at once; Serve's health check, which replaces this
         # worker, comes later.
-        engine_thread = thread_for(engine, channel.deliver, on_failure=channel.break_off)
+        engine_thread = thread_for(
+            engine, channel.deliver, on_failure=channel.break_off, on_accepted=channel.accepted
+        )
         # Objects made while loading live as long as the worker; scanning them would delay steps.
         gc.collect()
         gc.freeze()
@@ -86,9 +94,10 @@ class Worker:
             raise RuntimeError("the engine thread has ended")
         if not self._channel.alive:
             raise RuntimeError("the channel's thread has ended")
-        if self._engine_thread.stalled_s > MAX_STALL_S:
+        if self._engine_thread.is_stuck:
             raise RuntimeError(
-                f"no engine step has ended for {MAX_STALL_S:.0f} s, although there is work"
+                f"no token was computed for {self._engine_thread.stalled_s:.0f} s, although there "
+                "is work"
             )
 
     def hottest_experts(self, at_most: int) -> list[tuple[int, int, int]]:
@@ -106,10 +115,21 @@ class Worker:
             cache = self._routed.cache
             cache.use_source(cache.copier.source.at(manifest))
 
-    def stop(self, drain_s: float = 0.0) -> None:
-        """Wait at most `drain_s` seconds for requests to end, drop the rest, and stop."""
-        deadline_s = time.monotonic() + drain_s
-        while self._channel.num_requests and time.monotonic() < deadline_s:
+    def drain(self, at_most_s: float) -> int:
+        """Accept no new request; return when all requests have ended, or after `at_most_s`.
+
+        Blocks. Returns the number of unfinished requests.
+        """
+        self._channel.drain()
+        began_s = time.monotonic()
+        notice_s = min(DRAIN_NOTICE_S, at_most_s)
+        while (waited_s := time.monotonic() - began_s) < at_most_s:
+            if waited_s >= notice_s and not self._channel.num_requests:
+                break
             time.sleep(0.05)
+        return self._channel.num_requests
+
+    def stop(self) -> None:
+        """Drop all requests, and stop."""
         self._channel.stop()
         self._engine_thread.stop()

@@ -1,8 +1,9 @@
-"""What an engine answers to requests that come at once."""
+"""What an engine answers to requests that come at once; memory that is poisoned on release."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from penstock.workers.engine.engine import Engine
 from penstock.workers.request import Delta, Request
@@ -27,3 +28,15 @@ def answers(
 def ids_of(deltas: Sequence[Delta]) -> list[int]:
     """All tokens of one answer."""
     return [token for delta in deltas for token in delta.token_ids]
+
+
+def poison_released(engine: Any) -> None:
+    """From now on each block that no sequence holds any more is filled with NaN."""
+    pool, release = engine.pool, engine.pool.release
+
+    def release_and_poison(block_id: int) -> None:
+        release(block_id)
+        if block_id in pool._free:
+            engine.arena.block(block_id).fill_(0xFF)
+
+    pool.release = release_and_poison

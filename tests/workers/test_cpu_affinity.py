@@ -47,23 +47,23 @@ def test_a_thread_is_kept_for_a_while():
     assert allowed_cores() == before
 
 
-def test_the_engine_computes_there_and_nobody_else_is_moved():
+def test_the_engine_computes_there_and_no_other_thread_is_moved():
     before = allowed_cores()
     one = {max(before)}
     model = load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
     engine = Engine(EngineConfig(num_blocks=20, block_size=8, max_num_seqs=2), model)
-    seen, told = [], threading.Event()
+    seen, was_called = [], threading.Event()
 
     def deliver(_):
         seen.append(set(os.sched_getaffinity(0)))
-        told.set()
+        was_called.set()
 
     thread = EngineThread(engine, deliver, num_threads=1, cores=one)
     thread.start()
     try:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         thread.submit(Request("r", tuple(random_prompt(5, 0)), params))
-        assert told.wait(60)
+        assert was_called.wait(60)
     finally:
         thread.stop()
     assert seen == [one]

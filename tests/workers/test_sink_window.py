@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
 from penstock.workers.scheduling.ridge import Decision
 from tests.workers import streaming_reference as slow
+from tests.workers.answers import poison_released
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_model
 
 NUM_ROLLS = 20
@@ -43,14 +46,7 @@ def make_engine(model, **settings):
     given = {"num_blocks": 96, "block_size": BLOCK_SIZE, **settings}
     engine = Engine(EngineConfig(**given), model)
     engine.arena.storage.fill_(0xFF)
-    pool, release = engine.pool, engine.pool.release
-
-    def release_and_poison(block_id):
-        release(block_id)
-        if block_id in pool._free:
-            engine.arena.block(block_id).fill_(0xFF)
-
-    pool.release = release_and_poison
+    poison_released(engine)
     return engine
 
 
@@ -71,7 +67,8 @@ def run(engine, requests):
     """Ids and last delta of each request; the block ledger is checked on every step."""
     for request in requests:
         engine.add(request)
-    ids, last = {r.request_id: [] for r in requests}, {}
+    ids: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    last = {}
     while engine.has_work():
         for delta in engine.step():
             ids[delta.request_id] += delta.token_ids
@@ -147,7 +144,7 @@ def mixed_truth(models):
     return truth
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
     "starved": {"num_blocks": 26, "prefix_cache": False},
@@ -298,9 +295,8 @@ def test_the_default_of_the_model(models):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     requests = [
         Request("rolling", tuple(prompt), params),
-        Request("full", tuple(prompt), SamplingParams(**{
-            "temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "context_policy": "full"})),
-    ]  # fmt: skip
+        Request("full", tuple(prompt), replace(params, context_policy="full")),
+    ]
     ids, last = run(engine, requests)
     shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
     assert ids["rolling"] == slow.greedy(reference, prompt, 8, shape)
@@ -325,8 +321,8 @@ def test_stored_values_are_what_is_read(models, monkeypatch):
     prompt = random_prompt(70, seed=31)
     shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
     want = slow.greedy(reference, prompt, 40, shape, round_kv=lambda k, v: (rounded(k), rounded(v)))
-    for settings in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 2},
-                     SCHEDULES["always deferred"]):  # fmt: skip
+    chunks: dict[str, Any] = {"max_num_batched_tokens": 7, "max_num_seqs": 2}
+    for settings in ({}, chunks, SCHEDULES["always deferred"]):
         engine = make_engine(model, **settings)
         requests = [Request("r", tuple(prompt), rolling_params(4, 24, 8, 40))]
         assert run(engine, requests)[0]["r"] == want
@@ -368,4 +364,4 @@ def test_defaults_fit_every_context():
         assert settings.max_total_tokens(SamplingParams()) == max_len
         if max_len > 16:
             made = settings.context(SamplingParams(context_policy="sink_window"))
-            assert made.full_tokens <= max_len
+            assert made.full_tokens is not None and made.full_tokens <= max_len

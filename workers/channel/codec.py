@@ -59,6 +59,19 @@ def submit_message(
     )
 
 
+def submit_bytes(
+    request: Request,
+    stream_id: int,
+    expected_tokens: int,
+    epoch: int,
+    *,
+    may_decline: bool = False,
+) -> bytes:
+    """`submit_message` in the message that goes to the worker of `epoch`."""
+    submit = submit_message(request, stream_id, expected_tokens, may_decline=may_decline)
+    return pb.UpMessage(epoch=epoch, submit=submit).SerializeToString()
+
+
 def request_from(submit: pb.Submit, request_id: str) -> Request:
     """The request for the engine, under `request_id`, which is unique in this worker."""
     return Request(

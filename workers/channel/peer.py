@@ -1,18 +1,33 @@
-"""What a worker's channel keeps for each connected ingress, and for each of its requests."""
+"""The state of each connected ingress in a worker's channel: its requests, and unsent deltas.
+
+The channel sends one message a step, or one for several steps if the ingress reads slowly: while
+the socket has no room, the deltas of later steps are merged here, those of one request into one. So
+a slow reader delays no other reader and costs bounded memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.channel.codec import step_bytes
 from penstock.workers.channel.framing import MessageConnection
-from penstock.workers.channel.outbox import Outbox
 from penstock.workers.request import Delta
 
+log = logging.getLogger("penstock.worker")
+
 MAX_HELLO_BYTES = 4096
+MAX_PENDING_TOKENS = 1 << 20
+_LISTS = ("token_ids", "logprobs", "prompt_logprobs")
+_COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
+_OF_FIRST = ("request_id", "times", "engine")
+_OF_LAST = tuple(
+    each.name for each in fields(Delta) if each.name not in (*_LISTS, *_COUNTS, *_OF_FIRST)
+)
 
 
 @dataclass(slots=True)
@@ -25,13 +40,75 @@ class RequestRoute:
     num_prompt: int
     max_tokens: int  # 0: not given
     num_expected: int  # predicted tokens still to compute
-    num_generated: int = 0
+    num_generated: int = 0  # tokens of its answer, with those that it began with
+    is_begun: bool = False
 
     def count(self, delta: Delta) -> None:
-        # With the first delta, the whole prompt has been computed.
-        num_computed = len(delta.token_ids) + (self.num_prompt if not self.num_generated else 0)
+        num_computed = len(delta.token_ids)
+        if not self.is_begun:  # all that was known of it has been computed
+            num_computed += self.num_prompt + self.num_generated
+        self.is_begun = True
         self.num_expected = max(0, self.num_expected - num_computed)
         self.num_generated += len(delta.token_ids)
+
+
+class Outbox:
+    """The deltas on their way over one connection, by stream id.
+
+    An ingress that has not read more than `max_pending_tokens` is disconnected.
+    """
+
+    def __init__(
+        self,
+        connection: MessageConnection,
+        epoch: int,
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
+    ):
+        """`epoch`: of the worker. The connection's `on_room` must call `flush`."""
+        self._connection = connection
+        self._epoch = epoch
+        self._max_pending_tokens = max_pending_tokens
+        self._pending: dict[int, Delta] = {}
+        self._num_pending_tokens = 0
+
+    def push(self, deltas: list[tuple[int, Delta]]) -> None:
+        """Send the deltas of one step, or keep them until there is room. Never blocks."""
+        with self._connection.lock:
+            for stream_id, delta in deltas:
+                self._num_pending_tokens += len(delta.token_ids)
+                earlier = self._pending.get(stream_id)
+                self._pending[stream_id] = delta if earlier is None else joined(earlier, delta)
+            self.flush()
+            if self._num_pending_tokens > self._max_pending_tokens:
+                self._drop("it did not read what was sent to it")
+
+    def flush(self) -> None:
+        """Send what is pending, if there is room; with the connection's lock held."""
+        if not self._pending or self._connection.is_stuck:
+            return
+        pending, self._pending, self._num_pending_tokens = self._pending, {}, 0
+        try:
+            message = step_bytes(pending, self._epoch)
+        except Exception:  # ends one connection; this is the engine's thread, which serves others
+            log.exception("the deltas of a step could not be encoded")
+            self._drop("the deltas of a step could not be encoded")
+        else:
+            self._connection.send(message)
+
+    def _drop(self, why: str) -> None:
+        self._pending, self._num_pending_tokens = {}, 0
+        self._connection.end_soon(why)
+
+
+def joined(earlier: Delta, later: Delta) -> Delta:
+    """`earlier` with `later` appended: as if one step had produced both."""
+    for name in _LISTS:
+        getattr(earlier, name).extend(getattr(later, name))
+    for name in _COUNTS:
+        setattr(earlier, name, max(getattr(earlier, name), getattr(later, name)))
+    for name in _OF_LAST:
+        setattr(earlier, name, getattr(later, name))
+    return earlier
 
 
 class IngressPeer:

@@ -15,6 +15,9 @@ def report_message(
     peer: IngressPeer,
     number: int,
     step_s: float,
+    *,
+    is_draining: bool = False,
+    is_stalled: bool = False,
 ) -> pb.Report:
     """The report for `peer`. `number` grows with each report of a worker."""
     others = sum(route.num_expected for route in routes if route.peer is not peer)
@@ -34,6 +37,8 @@ def report_message(
         generated=[route.num_generated for route in routes],
         prompt_tokens=[route.num_prompt for route in routes],
         max_tokens=[route.max_tokens for route in routes],
+        is_draining=is_draining,
+        is_stalled=is_stalled,
     )
 
 

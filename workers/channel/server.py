@@ -7,6 +7,7 @@ sends the steps. Knows an engine only as EngineLike, so that tests and the ingre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import logging
@@ -22,10 +23,9 @@ from typing import Protocol
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import request_from
 from penstock.workers.channel.framing import MAX_MESSAGE_BYTES, listening
-from penstock.workers.channel.outbox import MAX_PENDING_TOKENS
-from penstock.workers.channel.peer import IngressPeer, RequestRoute
+from penstock.workers.channel.peer import MAX_PENDING_TOKENS, IngressPeer, RequestRoute
 from penstock.workers.channel.reports import StepTimeAverage, report_message
-from penstock.workers.request import Delta, Request
+from penstock.workers.request import DECLINED, Delta, FinishReason, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 log = logging.getLogger("penstock.worker")
@@ -45,6 +45,8 @@ class EngineLike(Protocol):
     def submit(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stats(self) -> EngineStats: ...
+    @property
+    def is_stalled(self) -> bool: ...
 
 
 class ChannelServer:
@@ -64,6 +66,7 @@ class ChannelServer:
         *,
         weights: str = "",
         weight_bytes: int = 0,
+        model_digest: str = "",
     ):
         self._host = host
         self._announce = announce
@@ -77,6 +80,7 @@ class ChannelServer:
         self._num_changes = 0  # requests that arrived or ended
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
+        self._heartbeat_due = asyncio.Event()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="penstock-channel", daemon=True)
         self.info = WorkerInfo(
@@ -88,6 +92,7 @@ class ChannelServer:
             max_model_len=max_model_len,
             weights=weights,
             weight_bytes=weight_bytes,
+            model_digest=model_digest,
         )
 
     def start(self, engine: EngineLike) -> None:
@@ -101,6 +106,14 @@ class ChannelServer:
         if self._thread.is_alive():
             self.break_off()
             self._thread.join(timeout_s)
+
+    def drain(self) -> None:
+        """Accept no new request from now on; running requests continue. From any thread.
+
+        Ingresses get a report and the registry a heartbeat at once. A request that an ingress has
+        sent before its report is declined, and the ingress sends it to another worker.
+        """
+        self._loop.call_soon_threadsafe(self._begin_drain)
 
     def break_off(self) -> None:
         """Have the port and every connection closed at once; from any thread, never blocks.
@@ -134,6 +147,16 @@ class ChannelServer:
         for peer, addressed in by_peer.items():
             peer.outbox.push(addressed)
 
+    def accepted(self, request_ids: list[str]) -> None:
+        """Tell their ingresses that the engine computes these requests now; on its thread."""
+        by_peer: dict[IngressPeer, list[int]] = {}
+        for request_id in request_ids:
+            route = self._routes.get(request_id)
+            if route is not None:
+                by_peer.setdefault(route.peer, []).append(route.stream_id)
+        for peer, stream_ids in by_peer.items():
+            self._send(peer, pb.DownMessage(step=pb.Step(accepted=stream_ids)))
+
     def _take(self, peer: IngressPeer, data: bytes) -> None:
         """Handle a message of an ingress. One for another epoch ends the connection."""
         message = pb.UpMessage.FromString(data)
@@ -142,6 +165,9 @@ class ChannelServer:
             self._greet(peer, message)
         elif message.epoch != self.info.epoch:
             peer.connection.end("it addressed an earlier epoch of this worker")
+        elif message.HasField("submit") and self.info.is_draining:
+            name, stream_id = message.submit.request_id, message.submit.stream_id
+            peer.outbox.push([(stream_id, Delta(name, [], FinishReason.ERROR, error=DECLINED))])
         elif message.HasField("submit"):
             submit = message.submit
             request = request_from(submit, peer.request_id(submit))
@@ -152,6 +178,7 @@ class ChannelServer:
                 len(request.prompt_ids),
                 request.params.max_tokens or 0,
                 submit.expected_tokens,
+                len(request.emitted_ids),
             )
             self._num_changes += 1
             self._engine.submit(request)
@@ -166,6 +193,13 @@ class ChannelServer:
             self._cancel(request_id)
         if peer.name:
             log.info("ingress %s left (%s); %d requests cancelled", peer.name, why, len(left))
+
+    def _begin_drain(self) -> None:
+        self.info = replace(self.info, is_draining=True)
+        for peer in list(self._peers):
+            if peer.name:  # its report arrives before any decline
+                self._send(peer, pb.DownMessage(report=self._report(peer)))
+        self._heartbeat_due.set()
 
     def _greet(self, peer: IngressPeer, message: pb.UpMessage) -> None:
         """Accept an ingress that has the token and addresses this epoch; refuse any other."""
@@ -199,7 +233,15 @@ class ChannelServer:
     def _report(self, peer: IngressPeer) -> pb.Report:
         routes = list(self._routes.values())
         number, step_s = next(self._report_numbers), self._step_time.step_s
-        return report_message(self._engine.stats(), routes, peer, number, step_s)
+        return report_message(
+            self._engine.stats(),
+            routes,
+            peer,
+            number,
+            step_s,
+            is_draining=self.info.is_draining,
+            is_stalled=self._engine.is_stalled,
+        )
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -280,7 +322,10 @@ class ChannelServer:
             await asyncio.sleep(BUSY_REPORT_S)
 
     async def _announce_forever(self) -> None:
-        """Send a heartbeat to the registry every REPORT_S; without it, streams continue."""
+        """Send a heartbeat to the registry every REPORT_S, and at once when this worker drains.
+
+        Without the registry, streams continue.
+        """
         is_reachable = True
         while self._announce is not None:
             try:
@@ -290,4 +335,6 @@ class ChannelServer:
                 if is_reachable:
                     log.warning("the registry is unreachable: %s", type(error).__name__)
                 is_reachable = False
-            await asyncio.sleep(REPORT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._heartbeat_due.wait(), REPORT_S)
+            self._heartbeat_due.clear()

@@ -19,7 +19,7 @@ from penstock.workers.execution.cuda_graphs import Capture
 from penstock.workers.execution.step import StepInFlight, StepResult
 from penstock.workers.execution.timing import StepTimes
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.request import Delta, FinishReason, Request, RequestError
+from penstock.workers.request import DECLINED, Delta, FinishReason, Request, RequestError
 from penstock.workers.scheduling.deferral import Rule
 from penstock.workers.scheduling.plan import Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
@@ -28,7 +28,6 @@ from penstock.workers.structured.grammar import GrammarMatcher
 
 log = logging.getLogger("penstock.engine")
 
-DECLINED = "declined"  # an error code that no client sees: the ingress tries another worker
 LOAD_WAIT_S = 0.01  # for a KV load, where nothing else can run; then `step` returns
 
 
@@ -78,7 +77,7 @@ class Engine:
             raise RequestError("this request id is already running", code="internal_error")
         checked = self.validator.check(request, matcher)
         if request.may_decline and not self.scheduler.has_room_for(
-            len(request.prompt_ids), checked.context
+            len(request.prompt_ids) + len(request.emitted_ids), checked.context
         ):
             raise RequestError("this worker has no room for it now", code=DECLINED)
         if len(self.scheduler.waiting) >= self.config.max_waiting:

@@ -49,7 +49,10 @@ def load_engine(
 
 
 def thread_for(
-    engine: Engine, deliver: Callable[[list[Delta]], None], on_failure: Callable[[], None]
+    engine: Engine,
+    deliver: Callable[[list[Delta]], None],
+    on_failure: Callable[[], None],
+    on_accepted: Callable[[list[str]], None] | None = None,
 ) -> EngineThread:
     """A thread, not started, that runs `engine`. The callables are those of EngineThread."""
     config, model = engine.config, engine.model.config
@@ -65,4 +68,5 @@ def thread_for(
         cores=config.cores,
         grammars=grammars,
         on_failure=on_failure,
+        on_accepted=on_accepted,
     )

@@ -24,6 +24,8 @@ from penstock.workers.structured.grammar import GrammarCompiler
 log = logging.getLogger("penstock.engine")
 
 IDLE_CHECK_S = 1.0  # of idleness, after which the engine checks its invariants once
+STALL_S = 5.0  # without a token, although there is work
+MAX_STALL_S = 60.0
 STATS_S = 0.01  # between snapshots while it runs; one takes a few percent of a fast step
 
 
@@ -56,18 +58,22 @@ class EngineThread:
         cores: Collection[int] | None = None,
         grammars: GrammarCompiler | None = None,
         on_failure: Callable[[], None] | None = None,
+        on_accepted: Callable[[list[str]], None] | None = None,
     ):
         """`grammars`: closed by `stop`; without it, requests with `structured` are refused.
 
         `num_threads`: CPU threads of torch; None: torch's default. `cores`: this thread and its
         helpers run there only; None: on all allowed ones. `on_failure` is called on the engine
         thread, at most once, when the engine has failed: no request gets a delta after that.
+        `on_accepted` is called there with the ids of requests before their first step.
         """
         self._engine = engine
         self._deliver = deliver
         self._num_threads = num_threads
         self._cores = cores
         self._on_failure = on_failure
+        self._on_accepted = on_accepted
+        self._accepted: list[str] = []  # since the last step
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._compile_queue = (
             None if grammars is None else GrammarCompileQueue(grammars, self._inbox.put)
@@ -76,6 +82,8 @@ class EngineThread:
         self._stats = engine.stats()
         self._last_progress_s = self._stats_s = time.monotonic()
         self._busy = False
+        self._progress = 0  # tokens computed and requests ended, in all
+        self._longest_step_s = 0.0  # of late
         self._failed = False
 
     def start(self) -> None:
@@ -113,8 +121,18 @@ class EngineThread:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the last step ended, while there is work; else 0."""
+        """Seconds since a step last computed a token, while there is work; else 0."""
         return time.monotonic() - self._last_progress_s if self._busy else 0.0
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether that is too long, by what steps took of late: requests go elsewhere."""
+        return self.stalled_s > max(STALL_S, min(3.0 * self._longest_step_s, MAX_STALL_S))
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether that is too long, whatever steps took: this worker must be replaced."""
+        return self.stalled_s > MAX_STALL_S
 
     def _run(self) -> None:
         if self._cores is not None:
@@ -145,22 +163,35 @@ class EngineThread:
                 self._add(message, deltas)
             message = None
         has_work = engine.has_work()
+        if self._accepted and self._on_accepted is not None:
+            self._on_accepted(self._accepted)
+        self._accepted = []
         if has_work:
             deltas += engine.step()
-        self._last_progress_s = time.monotonic()
+            self._note_progress()
         # A reader that sees a request end must find it counted; other tokens do not wait for stats.
         if any(delta.finish_reason is not None for delta in deltas):
             self._renew_stats()
         if deltas:
             self._deliver(deltas)
-        if self._last_progress_s - self._stats_s >= STATS_S:
+        if time.monotonic() - self._stats_s >= STATS_S:
             self._renew_stats()
         if has_work:
             engine.mark_delivered()
         return True
 
+    def _note_progress(self) -> None:
+        """A step has ended: it is progress if it computed tokens, or ended a request."""
+        totals, now_s = self._engine.totals, time.monotonic()
+        progress = totals.num_prompt_tokens + totals.num_generated_tokens
+        progress += sum(totals.num_finished.values())
+        if progress != self._progress:
+            step_s = now_s - self._last_progress_s
+            self._longest_step_s = max(0.99 * self._longest_step_s, step_s)
+            self._progress, self._last_progress_s = progress, now_s
+
     def _renew_stats(self) -> None:
-        self._stats, self._stats_s = self._engine.stats(), self._last_progress_s
+        self._stats, self._stats_s = self._engine.stats(), time.monotonic()
 
     def _wait(self) -> _Message:
         """Block until a message arrives; after an idle second, check the engine's invariants."""
@@ -182,6 +213,7 @@ class EngineThread:
             if compiled.refusal is not None:
                 raise compiled.refusal
             self._engine.add(request, compiled.matcher)
+            self._accepted.append(request.request_id)
         except RequestError as refusal:
             deltas.append(
                 Delta(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence
@@ -19,7 +20,7 @@ Put = Callable[[NDArray[np.generic]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBatch:
-    """Decode rows first, then prefill chunks; fields as in `AttentionInputs`."""
+    """Decode rows first, then prefill chunks; the fields become those of `AttentionInputs`."""
 
     token_ids: Ints  # [T]; 0 in rows of `unread`
     positions: Ints  # [T]
@@ -38,14 +39,17 @@ class HostBatch:
         return AttentionInputs(
             slots=put(self.slots),
             num_decode=len(self.decode_lens),
-            decode_tables=put(self.decode_tables),
-            decode_lens=put(self.decode_lens),
-            max_decode_len=int(self.decode_lens.max(initial=0)),
-            prefill_tables=put(self.prefill_tables),
-            prefill_starts=put(self.prefill_starts),
-            prefill_lens=put(self.prefill_lens),
-            max_prefill_chunk=self.max_prefill_chunk,
-            max_prefill_len=int(self.prefill_lens.max(initial=0)),
+            decode=DecodeBatch(
+                put(self.decode_tables),
+                put(self.decode_lens),
+                max_context_len=int(self.decode_lens.max(initial=0)),
+            ),
+            prefill=PrefillBatch(
+                put(self.prefill_tables),
+                put(self.prefill_starts),
+                put(self.prefill_lens),
+                self.max_prefill_chunk,
+            ),
             rolling=None if self.rolling is None else self.rolling.inputs(put),
         )
 

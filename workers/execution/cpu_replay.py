@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.replay import Program, record
-from penstock.kernels.types import PagedKv
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
@@ -27,7 +27,8 @@ log = logging.getLogger("penstock.engine")
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     program: Program
-    workspace: Workspace  # the program holds addresses in it
+    inputs: AttentionInputs  # the program holds addresses in them
+    workspace: Workspace  # and in it
     threads: int
 
 
@@ -51,8 +52,10 @@ class DecodeReplay:
 
     def suits(self, inputs: AttentionInputs) -> bool:
         """Whether a step can be replayed: decode rows only, and within the limits."""
-        num_rows, num_blocks = inputs.decode_tables.shape
-        fits = num_rows <= self._max_rows and num_blocks <= self._inputs.decode_tables.shape[1]
+        num_rows, num_blocks = inputs.decode.block_tables.shape
+        fits = (
+            num_rows <= self._max_rows and num_blocks <= self._inputs.decode.block_tables.shape[1]
+        )
         return self._is_possible and fits and num_rows == len(inputs.slots)
 
     def run_layers(self, inputs: AttentionInputs, workspace: Workspace) -> None:
@@ -61,7 +64,6 @@ class DecodeReplay:
         For a given number of rows, `workspace` should be the same object at the same addresses:
         with another one the step is recorded again.
         """
-        fixed = self._fill(inputs)
         key = (inputs.num_decode, inputs.rolling is not None)
         known = self._recorded.get(key)
         if (
@@ -69,8 +71,11 @@ class DecodeReplay:
             and known.workspace is workspace
             and known.threads == torch.get_num_threads()
         ):
+            _copy_inputs(inputs, known.inputs)
             known.program.run()
             return
+        fixed = _first_rows(self._inputs, inputs.num_decode, inputs)
+        _copy_inputs(inputs, fixed)
         with record() as recording:
             self._model.run_layers(fixed, self._kv_layers, workspace)
         program = None if recording is None else recording.program()
@@ -80,19 +85,18 @@ class DecodeReplay:
             log.info("decode steps are not replayed: PyTorch computes in them (%s)", computed)
             self._recorded.clear()
             return
-        self._recorded[key] = _Recorded(program, workspace, torch.get_num_threads())
+        self._recorded[key] = _Recorded(program, fixed, workspace, torch.get_num_threads())
 
-    def _fill(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Copy the inputs to their fixed addresses."""
-        num_rows, num_blocks = inputs.decode_tables.shape
-        fixed = _first_rows(self._inputs, num_rows, inputs)
-        fixed.slots.copy_(inputs.slots)
-        fixed.decode_lens.copy_(inputs.decode_lens)
-        fixed.decode_tables[:, :num_blocks] = inputs.decode_tables
-        if inputs.rolling is not None and fixed.rolling is not None:
-            for name in ("sink_ends", "window_starts", "sink_blocks", "bases"):
-                getattr(fixed.rolling, name).copy_(getattr(inputs.rolling, name))
-        return fixed
+
+def _copy_inputs(inputs: AttentionInputs, fixed: AttentionInputs) -> None:
+    """Copy `inputs` to the addresses of `fixed`, which has as many rows."""
+    num_blocks = inputs.decode.block_tables.shape[1]
+    fixed.slots.copy_(inputs.slots)
+    fixed.decode.context_lens.copy_(inputs.decode.context_lens)
+    fixed.decode.block_tables[:, :num_blocks] = inputs.decode.block_tables
+    if inputs.rolling is not None and fixed.rolling is not None:
+        for name in ("sink_ends", "window_starts", "sink_blocks", "bases"):
+            getattr(fixed.rolling, name).copy_(getattr(inputs.rolling, name))
 
 
 def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
@@ -110,20 +114,15 @@ def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
     return AttentionInputs(
         slots=numbers(max_rows, dtype=torch.int64),
         num_decode=max_rows,
-        decode_tables=numbers(max_rows, max_blocks),
-        decode_lens=numbers(max_rows),
-        max_decode_len=0,
-        prefill_tables=numbers(0, 0),
-        prefill_starts=numbers(1),
-        prefill_lens=numbers(0),
-        max_prefill_chunk=0,
-        max_prefill_len=0,
+        decode=DecodeBatch(numbers(max_rows, max_blocks), numbers(max_rows), max_context_len=0),
+        prefill=PrefillBatch(numbers(0, 0), numbers(1), numbers(0), max_query_len=0),
         rolling=rolling,
     )
 
 
 def _first_rows(fixed: AttentionInputs, num_rows: int, inputs: AttentionInputs) -> AttentionInputs:
-    """Views of the first rows; maximum lengths are those of `inputs`."""
+    """Views of the first rows; maximum lengths are those of `inputs`, and size no launch on a CPU:
+    a recorded program may keep them."""
     rolling = None
     if inputs.rolling is not None and fixed.rolling is not None:
         rolling = RollingInputs(
@@ -138,8 +137,10 @@ def _first_rows(fixed: AttentionInputs, num_rows: int, inputs: AttentionInputs) 
         fixed,
         slots=fixed.slots[:num_rows],
         num_decode=num_rows,
-        decode_tables=fixed.decode_tables[:num_rows],
-        decode_lens=fixed.decode_lens[:num_rows],
-        max_decode_len=inputs.max_decode_len,
+        decode=DecodeBatch(
+            fixed.decode.block_tables[:num_rows],
+            fixed.decode.context_lens[:num_rows],
+            inputs.decode.max_context_len,
+        ),
         rolling=rolling,
     )

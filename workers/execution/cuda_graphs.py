@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.moe import GroupedExperts
+from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.device_copy import copy_in
 from penstock.workers.errors import ConfigError
@@ -151,17 +152,12 @@ class DecodeGraphs:
 
     def _step(self, run: Run, rows: int, length: int) -> Callable[[], None]:
         nothing = self._lens[:0]
+        start = torch.zeros(1, dtype=torch.int32, device=nothing.device)
         inputs = AttentionInputs(
             slots=self._slots[:rows],
             num_decode=rows,
-            decode_tables=self._tables[:rows],
-            decode_lens=self._lens[:rows],
-            max_decode_len=length,
-            prefill_tables=nothing[:, None],
-            prefill_starts=torch.zeros(1, dtype=torch.int32, device=nothing.device),
-            prefill_lens=nothing,
-            max_prefill_chunk=0,
-            max_prefill_len=0,
+            decode=DecodeBatch(self._tables[:rows], self._lens[:rows], length),
+            prefill=PrefillBatch(nothing[:, None], start, nothing, max_query_len=0),
         )
         return lambda: run(self.token_ids[:rows], self._positions[:rows], inputs)
 

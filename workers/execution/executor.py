@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.types import PagedKv
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from penstock.workers.device_copy import Mark, to_device
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
@@ -156,14 +156,8 @@ class Executor:
         inputs = AttentionInputs(
             slots=nothing,
             num_decode=num_rows,
-            decode_tables=torch.zeros_like(one)[:, None],
-            decode_lens=one,
-            max_decode_len=1,
-            prefill_tables=one[:0, None],
-            prefill_starts=one[:1] - 1,
-            prefill_lens=one[:0],
-            max_prefill_chunk=0,
-            max_prefill_len=0,
+            decode=DecodeBatch(torch.zeros_like(one)[:, None], one, max_context_len=1),
+            prefill=PrefillBatch(one[:0, None], one[:1] - 1, one[:0], max_query_len=0),
         )
         with self.memory.lease(num_rows) as workspace:
             hidden = self._hidden(nothing, nothing, inputs, workspace)

@@ -97,6 +97,10 @@ class Decoder:
         """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
         eps, hidden = self.config.rms_norm_eps, ws.residual
         first, rows = self.layers[0], Int8Rows.inside(ws.normed, ws.row_scales)
+        rolled = None
+        if inputs.rolling is not None:
+            q_sink = ws.q_sink.unflatten(1, (-1, self.config.head_dim))
+            rolled = inputs.rolling.split(q_sink, inputs.num_decode)
         x: Tensor | Int8Rows
         if first.attention.takes_int8:
             x = rms_norm_int8(hidden, first.input_norm, eps, out=rows)
@@ -105,7 +109,7 @@ class Decoder:
         for layer, next_norm, next_int8, cache in zip(
             self.layers, self._next_norms, self._next_int8, kv_layers, strict=True
         ):
-            y = layer.attention(x, ws, inputs, cache)
+            y = layer.attention(x, ws, inputs, cache, rolled)
             x = self._add_norm(y, layer.post_attention_norm, ws, rows, layer.mlp.takes_int8)
             y = layer.mlp(x, ws)
             x = self._add_norm(y, next_norm, ws, rows, next_int8)

@@ -11,9 +11,18 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.moe import gated_mlp
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to
-from penstock.kernels.types import PackedLinear, PagedKv, Rolling
+from penstock.kernels.types import DecodeBatch, PackedLinear, PagedKv, PrefillBatch, Rolling
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RolledRows:
+    """The rolled contexts of one step, for the decode and the prefill kernel; for all layers."""
+
+    q_sink: Tensor  # [T, heads, head_dim], which each layer writes; both parts are views of it
+    decode: Rolling
+    prefill: Rolling
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +41,20 @@ class RollingInputs:
     bases: Tensor
     max_visible_len: int  # upper bound of the visible keys of a row after the sinks
 
-    def of(self, q_sink: Tensor, rows: slice, sequences: slice) -> Rolling:
-        """The same for some rows and their sequences; `q_sink` [T, heads, head_dim]."""
-        return Rolling(
-            q_sink[rows],
-            self.sink_ends[rows],
-            self.window_starts[rows],
-            self.sink_blocks[sequences],
-            self.bases[sequences],
-            self.max_visible_len,
+    def split(self, q_sink: Tensor, num_decode: int) -> RolledRows:
+        """The same with `q_sink` [T, heads, head_dim], for the decode rows and for the others."""
+        decode, prefill = (
+            Rolling(
+                q_sink[part],
+                self.sink_ends[part],
+                self.window_starts[part],
+                self.sink_blocks[part],
+                self.bases[part],
+                self.max_visible_len,
+            )
+            for part in (slice(num_decode), slice(num_decode, None))
         )
+        return RolledRows(q_sink, decode, prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +62,13 @@ class AttentionInputs:
     """Positions and block tables of the rows of one flat batch; the same for all layers.
 
     Rows [0, num_decode) are one token of one sequence each; the rest are prefill chunks, one after
-    the other. A context length counts the tokens up to and including the sequence's last row here.
+    the other, whose `query_starts` count from row num_decode.
     """
 
     slots: Tensor  # int64 [T]: block_id * block_size + offset of each row's K and V
     num_decode: int
-    decode_tables: Tensor  # int32 [num_decode, *]: block ids; unused entries are arbitrary
-    decode_lens: Tensor  # int32 [num_decode]: context lengths
-    max_decode_len: int
-    prefill_tables: Tensor  # int32 [P, *]
-    prefill_starts: Tensor  # int32 [P + 1]: first row of each chunk, counted from num_decode
-    prefill_lens: Tensor  # int32 [P]: context lengths, the chunk included
-    max_prefill_chunk: int
-    max_prefill_len: int
+    decode: DecodeBatch  # of num_decode sequences
+    prefill: PrefillBatch
     rolling: RollingInputs | None = None  # None: every row sees its whole context
 
 
@@ -94,10 +101,12 @@ class Attention:
         workspace: Workspace,
         inputs: AttentionInputs,
         kv: PagedKv,
+        rolled: RolledRows | None,
     ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
 
         `x` may lie in R2, which is overwritten. Int8 rows suit int8 weights only (`takes_int8`).
+        `rolled`: `inputs.rolling` split, if there is any.
         """
         num_tokens = x.shape[0]
         qkv = linear(x, self.qkv, out=workspace.qkv).view(num_tokens, -1, self.head_dim)
@@ -107,13 +116,11 @@ class Attention:
             self._norm_(k, self.qk_norms[1])
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
-        q_sink = None
-        if inputs.rolling is not None:  # evicted tokens reduce the distance to the sinks
-            q_sink = workspace.q_sink.view(q.shape)
-            rope_to(q, workspace.sink_cos, workspace.sink_sin, out=q_sink)
+        if rolled is not None:  # evicted tokens reduce the distance to the sinks
+            rope_to(q, workspace.sink_cos, workspace.sink_sin, out=rolled.q_sink)
         rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
         attended = workspace.attended
-        self._attend(q, q_sink, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
+        self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
         if self.o.format == "int8":
             rows = quantize_int8(attended, out=Int8Rows.inside(attended, workspace.row_scales))
             return linear(rows, self.o, out=workspace.projected)
@@ -127,43 +134,32 @@ class Attention:
     def _attend(
         self,
         q: Tensor,
-        q_sink: Tensor | None,
+        rolled: RolledRows | None,
         inputs: AttentionInputs,
         kv: PagedKv,
         out: Tensor,
     ) -> None:
         """Decode rows through the decode kernel, the rest through prefill: [T, heads, head_dim]."""
         num_decode = inputs.num_decode
-        parts: list[Rolling | None] = [None, None]
-        if q_sink is not None and inputs.rolling is not None:
-            parts = [
-                inputs.rolling.of(q_sink, side, side)
-                for side in (slice(num_decode), slice(num_decode, None))
-            ]
         if num_decode:
             decode_attention(
                 q[:num_decode],
                 kv,
-                inputs.decode_tables,
-                inputs.decode_lens,
+                inputs.decode,
                 scale=self.scale,
                 window=self.window,
-                max_context_len=inputs.max_decode_len,
                 out=out[:num_decode],
-                rolling=parts[0],
+                rolling=None if rolled is None else rolled.decode,
             )
         if num_decode < q.shape[0]:
             prefill_attention(
                 q[num_decode:],
                 kv,
-                inputs.prefill_tables,
-                inputs.prefill_starts,
-                inputs.prefill_lens,
+                inputs.prefill,
                 scale=self.scale,
                 window=self.window,
-                max_query_len=inputs.max_prefill_chunk,
                 out=out[num_decode:],
-                rolling=parts[1],
+                rolling=None if rolled is None else rolled.prefill,
             )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.matmul import FLOAT_FORMATS
-from penstock.kernels.types import PackedLinear
+from penstock.kernels.types import FLOAT_FORMATS, PackedLinear
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Mlp
 

@@ -37,7 +37,7 @@ class RidgeMeasurement:
 
 
 def measure_ridge(
-    run: Callable[[int], None],
+    run: Callable[[int], object],
     sizes: Sequence[int],
     *,
     fallback: float,

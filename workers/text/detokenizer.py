@@ -228,6 +228,23 @@ def _byte_of(piece: str) -> int | None:
     return None
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte (as GPT-2 defined it)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def bytes_of_byte_level(piece: str) -> bytes:
+    """The bytes of a byte-level token; an added token outside that alphabet is plain text."""
+    if all(char in _BYTE_OF for char in piece):
+        return bytes(_BYTE_OF[char] for char in piece)
+    return piece.encode()
+
+
 class StopChecker:
     """Cuts text before the stop string that is complete first; of two, the one that began first.
 

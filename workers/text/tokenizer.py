@@ -24,6 +24,7 @@ from penstock.workers.text.detokenizer import (
     Detokenizer,
     PieceDetokenizer,
     WindowDetokenizer,
+    bytes_of_byte_level,
     bytes_of_piece,
     piece_rules,
 )
@@ -126,7 +127,7 @@ class Tokenizer:
             def token_bytes(token_id: int) -> bytes:
                 value = known.get(token_id)
                 if value is None:
-                    value = known[token_id] = _bytes_of(piece(token_id) or "")
+                    value = known[token_id] = bytes_of_byte_level(piece(token_id) or "")
                 return value
 
             return ByteLevelDetokenizer(token_bytes)
@@ -152,7 +153,7 @@ class Tokenizer:
         if token in self._special:
             return token.encode()
         if self._is_byte_level:
-            return _bytes_of(token)
+            return bytes_of_byte_level(token)
         if self._rules is not None:
             return bytes_of_piece(token, self._rules)
         return self.decode([token_id]).encode()
@@ -283,20 +284,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} should hold a JSON object")
     return value
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte (as GPT-2 defined it)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_alphabet()
-
-
-def _bytes_of(piece: str) -> bytes:
-    """The bytes of a byte-level token; an added token outside that alphabet is plain text."""
-    if all(char in _BYTE_OF for char in piece):
-        return bytes(_BYTE_OF[char] for char in piece)
-    return piece.encode()

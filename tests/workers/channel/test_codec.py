@@ -43,7 +43,7 @@ token_logprobs = st.builds(
     rank=st.integers(1, 2**31),
     top=st.lists(st.tuples(token_ids, logprobs), max_size=20).map(tuple),
 )
-NARROWED = {
+NARROWED: dict[type, dict[str, typing.Any]] = {
     SamplingParams: {
         "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
         "logit_bias": st.lists(st.tuples(token_ids, numbers)).map(tuple),
@@ -64,7 +64,7 @@ def strategy(hint):
         return st.lists(strategy(arguments[0])).map(tuple)
     if kind is list:
         return st.lists(strategy(arguments[0]))
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return st.builds(kind, **{name: strategy(each) for name, each in hints.items()})
     # On the wire an empty text is none.
@@ -136,10 +136,10 @@ def test_stop_strings_stay_at_the_ingress():
 
 
 def test_requests_survive_the_wire():
-    asked = Request("r", (1, 70_000, 3), SamplingParams(), emitted_ids=(4, 2**31), priority=-2)
-    wire = submit_message(asked, 7, 9, may_decline=True).SerializeToString()
+    submitted = Request("r", (1, 70_000, 3), SamplingParams(), emitted_ids=(4, 2**31), priority=-2)
+    wire = submit_message(submitted, 7, 9, may_decline=True).SerializeToString()
     arrived = request_from(pb.Submit.FromString(wire), "r")
-    assert arrived == dataclasses.replace(asked, num_expected=9, may_decline=True)
+    assert arrived == dataclasses.replace(submitted, num_expected=9, may_decline=True)
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])

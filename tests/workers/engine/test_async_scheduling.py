@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, Switch
 from penstock.workers.device_copy import Mark
 from penstock.workers.engine.build import wants_async_scheduling
 from penstock.workers.engine.engine import Engine
@@ -24,7 +24,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.execution.executor import Executor
 from penstock.workers.execution.step import StepInFlight, StepOutput, prepare
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import FinishReason, Request, SamplingParams
+from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from penstock.workers.scheduling.ridge import Decision
 from tests.workers.checkpoints import make_checkpoint, random_prompt
 
@@ -59,7 +59,7 @@ class LateStep(StepInFlight):
     def __init__(self, plan, step, before, executor, workspace):
         output = StepOutput(None, {}, 0.0, 0.0)
         super().__init__(plan, step.row_of, output, Mark(executor.model.device), 0.0)
-        self._given = (step, before, workspace)
+        self._given: tuple[Any, Any, Any] | None = (step, before, workspace)
         self._executor = executor
 
     @torch.inference_mode()
@@ -110,7 +110,7 @@ def step(engine, answers):
 
 def run(engine, requests):
     """The deltas of each request."""
-    answers = {}
+    answers: dict[str, list[Delta]] = {}
     for request in requests:
         engine.add(request)
     while engine.has_work():
@@ -152,7 +152,7 @@ VARIETY = {
     "bad words": replace(GREEDY, bad_words_ids=((5, 6), (7, 8, 9))),
     "window": replace(GREEDY, max_tokens=70, **WINDOW),
 }
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 5": {"max_num_batched_tokens": 5, "max_num_seqs": 4},
     "starved": {"num_blocks": 24},
@@ -210,7 +210,8 @@ def test_random_arrivals_and_aborts(
         prompt = (*stem, *random_prompt(chance.randrange(1, 12), i))
         requests.append(Request(f"r{i}", prompt, params))
     want = run(make_engine(model, "off", rule=Stays()), requests)
-    engine, answers, aborted = make_late(make_engine(model, **given)), {}, set()
+    engine, aborted = make_late(make_engine(model, **given)), set()
+    answers: dict[str, list[Delta]] = {}
     coming = list(requests)
     while coming or engine.has_work():
         if coming and chance.random() < 0.4:
@@ -313,7 +314,8 @@ def test_an_abort_in_flight_keeps_its_blocks_until_the_step_is_done(model):
 def test_nan_fails_one_request_and_no_other(model, caplog):
     requests = [Request(f"r{i}", tuple(random_prompt(9 + i, i)), GREEDY) for i in range(4)]
     want = run(make_engine(model, "off"), requests)
-    engine, answers = make_engine(model), {}
+    engine = make_engine(model)
+    answers: dict[str, list[Delta]] = {}
     for request in requests:
         engine.add(request)
     for _ in range(3):
@@ -346,7 +348,7 @@ def test_a_request_that_breaks_the_step_fails_alone(model, monkeypatch):
     begin, broken_len = model.begin, len(requests[1].prompt_ids) + at + 1
 
     def breaks(token_ids, positions, inputs, *memory):
-        if inputs.num_decode and (inputs.decode_lens == broken_len).any():
+        if inputs.num_decode and (inputs.decode.context_lens == broken_len).any():
             raise RuntimeError("a kernel failed")
         return begin(token_ids, positions, inputs, *memory)
 
@@ -360,7 +362,8 @@ def test_a_request_that_breaks_the_step_fails_alone(model, monkeypatch):
 
 
 def test_a_step_that_cannot_be_read_ends_its_requests_and_the_engine_goes_on(model, monkeypatch):
-    engine, answers = make_engine(model), {}
+    engine = make_engine(model)
+    answers: dict[str, list[Delta]] = {}
     request = Request("a", tuple(random_prompt(9, 1)), GREEDY)
     engine.add(request)
     step(engine, answers)
@@ -383,7 +386,8 @@ def test_a_step_that_cannot_be_read_ends_its_requests_and_the_engine_goes_on(mod
 
 
 def test_on_its_thread(model):
-    engine, got = make_engine(model), {}
+    engine = make_engine(model)
+    got: dict[str, list[Delta]] = {}
     requests = [Request(f"r{i}", tuple(random_prompt(5 + i, i)), GREEDY) for i in range(8)]
     want = run(make_engine(model, "off"), requests)
 
@@ -404,9 +408,12 @@ def test_on_its_thread(model):
 
 def test_the_setting():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for setting, want in {"auto": (False, True), "on": (True, True), "off": (False, False)}.items():
+    switches: dict[Switch, tuple[bool, bool]] = {
+        "auto": (False, True), "on": (True, True), "off": (False, False),
+    }  # fmt: skip
+    for setting, want in switches.items():
         config = EngineConfig(async_scheduling=setting)
         assert (wants_async_scheduling(config, cpu), wants_async_scheduling(config, cuda)) == want
         assert not wants_async_scheduling(config, cuda, is_routed=True)
     with pytest.raises(ConfigError, match="async_scheduling must be one of auto, on, off"):
-        EngineConfig(async_scheduling="yes")
+        EngineConfig(async_scheduling="yes")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ def run(engine, requests):
     """Ids and last delta of each request; the block ledger is checked on every step."""
     for request in requests:
         engine.add(request)
-    ids, last = {r.request_id: [] for r in requests}, {}
+    ids: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    last = {}
     while engine.has_work():
         for delta in engine.step():
             ids[delta.request_id] += delta.token_ids
@@ -71,7 +73,7 @@ def requests_for(prompts, params=GREEDY):
     return [Request(f"r{i}", tuple(prompt), params) for i, prompt in enumerate(prompts)]
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
@@ -144,7 +146,7 @@ def test_late_arrivals_and_aborts_leave_the_others_alone(models):
                          max_num_seqs=6)  # fmt: skip
     rng = random.Random(1)
     waiting = requests_for(PROMPTS)
-    ids = {}
+    ids: dict[str, list[int]] = {}
     aborted = set()
     while waiting or engine.has_work():
         if waiting and rng.random() < 0.5:
@@ -233,7 +235,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=str)
-def test_refused_at_the_door(models, fields, param, code):
+def test_refused_by_add(models, fields, param, code):
     engine = make_engine(models("llama"), num_blocks=4)  # 64 tokens in all
     with pytest.raises(RequestError) as refusal:
         engine.add(Request(**{"request_id": "bad", "prompt_ids": (3, 4), **fields}))
@@ -267,7 +269,7 @@ def test_nan_ends_one_request_and_is_never_cached(models):
     engine = make_engine(model)
     for request in requests_for(PROMPTS[4:8]):
         engine.add(request)
-    ids = {f"r{i}": [] for i in range(4)}
+    ids: dict[str, list[int]] = {f"r{i}": [] for i in range(4)}
     last = {}
     for step in range(NUM_NEW + 1):
         if step == 3:
@@ -290,7 +292,7 @@ def test_a_request_that_breaks_the_step_fails_alone(models, monkeypatch):
     begin = model.begin
 
     def breaks(token_ids, positions, inputs, *memory):
-        if inputs.num_decode and (inputs.decode_lens == len(PROMPTS[6]) + 3).any():
+        if inputs.num_decode and (inputs.decode.context_lens == len(PROMPTS[6]) + 3).any():
             raise RuntimeError("a kernel failed")
         return begin(token_ids, positions, inputs, *memory)
 

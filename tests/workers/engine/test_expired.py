@@ -70,8 +70,8 @@ def test_what_expires_while_it_waits_is_dropped_unread() -> None:
     time.sleep(0.03)
     deltas += drain(engine)
     assert ids_of(deltas, "a") == ids_of(deltas, "c") == expected
-    [told] = [delta for delta in deltas if delta.request_id == "b"]
-    assert (told.finish_reason, told.error) == (FinishReason.ERROR, "deadline_exceeded")
+    [delta_of_b] = [delta for delta in deltas if delta.request_id == "b"]
+    assert (delta_of_b.finish_reason, delta_of_b.error) == (FinishReason.ERROR, "deadline_exceeded")
     stats = engine.stats()
     assert stats.num_prompt_tokens == 2 * (len(PROMPT) - 1)  # the last one is sampled from
     assert (stats.num_waiting, stats.num_live_blocks, stats.num_finished["error"]) == (0, 0, 1)
@@ -82,8 +82,8 @@ def test_all_that_waits_may_expire() -> None:
     engine = new_engine()
     engine.add(request("a", remaining_s=0.01))
     time.sleep(0.02)
-    [told] = engine.step()
-    assert told.error == "deadline_exceeded"
+    [delta] = engine.step()
+    assert delta.error == "deadline_exceeded"
     assert not engine.has_work()
     assert engine.stats().num_prompt_tokens == engine.stats().num_steps == 0
 
@@ -107,14 +107,14 @@ def test_what_was_preempted_and_expires_gives_up_its_place() -> None:
 
 
 def test_the_thread_tells_of_both() -> None:
-    told: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
-    thread = EngineThread(new_engine(max_num_seqs=1), told.put, num_threads=1)
+    received: queue.SimpleQueue[list[Delta]] = queue.SimpleQueue()
+    thread = EngineThread(new_engine(max_num_seqs=1), received.put, num_threads=1)
     for each in (request("late", remaining_s=-1.0), request("a", remaining_s=600)):
         thread.submit(each)
     thread.start()
     last: dict[str, Delta] = {}
     while len([each for each in last.values() if each.finish_reason]) < 2:
-        last |= {delta.request_id: delta for delta in told.get(timeout=20)}
+        last |= {delta.request_id: delta for delta in received.get(timeout=20)}
     thread.stop()
     assert (last["late"].error, last["a"].finish_reason) == (
         "deadline_exceeded",
@@ -124,13 +124,13 @@ def test_the_thread_tells_of_both() -> None:
 
 
 def test_a_deadline_travels_as_time_left() -> None:
-    def sent(asked: Request) -> Request:
-        wire = submit_message(asked, 1, 1).SerializeToString()
+    def sent(submitted: Request) -> Request:
+        wire = submit_message(submitted, 1, 1).SerializeToString()
         return request_from(pb.Submit.FromString(wire), "r")
 
     assert sent(request("r")).deadline_s is None
     before_s = time.monotonic()
-    asked = request("r", remaining_s=100.0)
-    got = sent(asked).deadline_s
-    assert asked.deadline_s is not None and got is not None
-    assert asked.deadline_s <= got <= asked.deadline_s + (time.monotonic() - before_s)
+    submitted = request("r", remaining_s=100.0)
+    got = sent(submitted).deadline_s
+    assert submitted.deadline_s is not None and got is not None
+    assert submitted.deadline_s <= got <= submitted.deadline_s + (time.monotonic() - before_s)

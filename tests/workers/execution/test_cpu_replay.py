@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ LENGTHS = (1, 17, 33, 5, 64)
 NUM_NEW = 20
 SINKS = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
 
-if native.library() is None:
+if native.bound.library is None:
     pytest.skip("nothing is replayed without the native library", allow_module_level=True)
 
 
@@ -35,7 +37,8 @@ def answers(engine, num_new=NUM_NEW):
             temperature=0.0, max_tokens=num_new - 3 * i, ignore_eos=True, logprobs=1
         )
         engine.add(Request(f"r{i}", tuple(random_prompt(length, i)), params))
-    ids, logprobs = {}, {}
+    ids: dict[str, list[int]] = {}
+    logprobs: dict[str, list[Any]] = {}
     while engine.has_work():
         for delta in engine.step():
             ids.setdefault(delta.request_id, []).extend(delta.token_ids)
@@ -46,7 +49,7 @@ def answers(engine, num_new=NUM_NEW):
     return ids, logprobs
 
 
-CASES = {
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "fp32", {}),
     "llama bf16": ("llama", "bf16", {}),
     "llama starved": ("llama", "fp32", {"num_blocks": 24, "prefix_cache": False}),
@@ -88,7 +91,7 @@ def test_experts_are_not_replayed(name):
 
 def test_plain_pytorch_is_not_replayed(monkeypatch):
     want = answers(engine_of("llama"))[0]
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native.bound, "library", None)
     engine = engine_of("llama")
     assert answers(engine)[0] == want
     assert len(engine.executor.replay._recorded) == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from penstock.workers.scheduling.ridge import Decision
 from tests.workers.checkpoints import make_checkpoint, random_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-WINDOW = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
+WINDOW: dict[str, Any] = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
 
 
 class Stays:
@@ -76,7 +77,8 @@ def make_engine(model, capture=None, rule=None, **given):
 
 
 def run(engine, requests, arrivals=None):
-    chance, coming, ids = random.Random(arrivals), list(requests), {}
+    chance, coming = random.Random(arrivals), list(requests)
+    ids: dict[str, list[int]] = {}
     while coming or engine.has_work():
         while coming and (arrivals is None or chance.random() < 0.4):
             engine.add(coming.pop(0))
@@ -88,7 +90,7 @@ def run(engine, requests, arrivals=None):
     return ids
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
     "a step ahead": {"async_scheduling": "on"},
     "a step ahead, starved": {"async_scheduling": "on", "num_blocks": 30},
@@ -121,12 +123,13 @@ def test_the_same_ids(models, family, schedule):
     assert 0 < stats.num_graph_steps == recorder.num_replayed < stats.num_steps
 
 
-def test_a_step_of_decode_rows_is_replayed_whoever_they_are(models):
+def test_a_step_of_decode_rows_is_replayed_for_any_sequences(models):
     """All steps but those with a prompt in them, or after an eviction."""
     engine = make_engine(models("llama"), Recorder())
+    settings: tuple[dict[str, Any], ...] = ({}, {"logprobs": 2}, {"frequency_penalty": 1.0})
     requests = [
         Request(f"r{i}", tuple(random_prompt(5, i)), replace(GREEDY, **params))
-        for i, params in enumerate(({}, {"logprobs": 2}, {"frequency_penalty": 1.0}))
+        for i, params in enumerate(settings)
     ]
     run(engine, requests)
     assert engine.stats().num_graph_steps == engine.stats().num_steps - 1 == 11
@@ -136,7 +139,7 @@ def test_a_step_of_decode_rows_is_replayed_whoever_they_are(models):
     assert engine.stats().num_graph_steps == 11 + 20 - 5
 
 
-def test_nobody_is_written_to_by_padding(models):
+def test_padding_writes_to_no_sequence(models):
     """Five rows of eight: each block that a step does not name stays as it is, to the last byte."""
     engine = make_engine(models("llama"), Recorder(), prefix_cache=False)
     for i in range(5):
@@ -160,7 +163,8 @@ def test_nan_in_one_row_stays_there(models):
     engine = make_engine(model, Recorder(), async_scheduling="on")
     for request in requests:
         engine.add(request)
-    last, ids = {}, {}
+    last = {}
+    ids: dict[str, list[int]] = {}
     for step in range(20):
         if step == 3:
             block = engine._sequences["r1"].block_table[0]
@@ -193,7 +197,7 @@ def test_sizes(max_num_seqs, max_len, block_size):
 def batch_of(lens, width=1, **more):
     num = len(lens)
     ints, narrow = np.arange(num), np.zeros(0, np.int32)
-    fields = {
+    fields: dict[str, Any] = {
         "token_ids": ints + 5, "positions": np.array(lens) - 1, "slots": ints,
         "decode_tables": np.ones((num, width), np.int32), "decode_lens": np.array(lens, np.int32),
         "prefill_tables": narrow[:, None], "prefill_starts": np.zeros(1, np.int32),
@@ -208,13 +212,13 @@ def test_the_smallest_graph_that_fits_and_its_buffers():
     seen = {}
 
     def run(token_ids, positions, inputs):
-        ran.append((len(token_ids), inputs.max_decode_len))
+        ran.append((len(token_ids), inputs.decode.max_context_len))
         for name, values in {
             "ids": token_ids,
             "at": positions,
             "slots": inputs.slots,
-            "lens": inputs.decode_lens,
-            "tables": inputs.decode_tables,
+            "lens": inputs.decode.context_lens,
+            "tables": inputs.decode.block_tables,
         }.items():
             seen[name] = values.clone()  # fmt: skip
 
@@ -254,7 +258,7 @@ def test_the_setting(models, caplog):
     with pytest.raises(ConfigError, match="cannot be on: this worker computes on a CPU"):
         make_engine(model, cuda_graphs="on")
     with pytest.raises(ConfigError, match="cuda_graphs must be one of auto, on, off"):
-        EngineConfig(cuda_graphs="yes")
+        EngineConfig(cuda_graphs="yes")  # type: ignore[arg-type]
     for setting in ("auto", "off"):
         engine = make_engine(model, cuda_graphs=setting)
         assert engine.executor.graphs is None

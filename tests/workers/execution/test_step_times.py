@@ -12,7 +12,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.execution.timing import PHASES, StepTimes
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, SamplingParams
+from penstock.workers.request import FirstTokenTimes, Request, SamplingParams
 from penstock.workers.stats import STEP_TOKENS_BOUNDS, Histogram
 
 
@@ -58,6 +58,7 @@ def test_tokens_are_counted_by_step(model):
     while engine.has_work():
         engine.step()
     seen = engine.stats().step_tokens
+    assert seen is not None
     # 20 tokens of the prompt in chunks of 12 and 8, then three decode rows
     assert seen.bounds == STEP_TOKENS_BOUNDS
     assert dict(zip(seen.bounds, seen.counts)) | {1: 3, 8: 1, 16: 1} == dict(
@@ -88,12 +89,13 @@ def test_the_first_token_says_how_long_its_request_waited(model, monkeypatch):
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     engine.add(Request("a", (5, 6), params))
     engine.add(Request("b", (5, 6), params))
-    times = {}
+    times: dict[str, list[FirstTokenTimes | None]] = {}
     while engine.has_work():
         for delta in engine.step():
             times.setdefault(delta.request_id, []).append(delta.times)
         clock.now_s += 100
     assert [None not in each[:1] and each[1:] for each in times.values()] == [[None, None]] * 2
-    assert times["a"][0].queue_s < 100  # scheduled in the first step
-    assert 300 <= times["b"][0].queue_s < 400  # in the fourth
-    assert 0 < times["b"][0].prefill_s < 100
+    a, b = times["a"][0], times["b"][0]
+    assert a is not None and a.queue_s < 100  # scheduled in the first step
+    assert b is not None and 300 <= b.queue_s < 400  # in the fourth
+    assert 0 < b.prefill_s < 100

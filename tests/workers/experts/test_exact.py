@@ -10,6 +10,7 @@ import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,17 +45,18 @@ def test_exact_is_the_plain_model(name, num_slots, prefetch, is_fair, seed):
     """Bit for bit, with any capacity, and whatever is prefetched."""
     experts = ExpertSettings(num_slots=num_slots, prefetch=prefetch != "off", is_fair=is_fair)
     model = load_model(folder_of(name), weights="fp32", progress=False, experts=experts)
+    routed: Any = model.routed  # whose parts are exchanged
     if "garbage" in prefetch:
-        model.routed.predictor = Garbage(seed)
+        routed.predictor = Garbage(seed)
     if "neurons" in prefetch:
-        model.routed.selector = types.SimpleNamespace(active=None)
-    poison(model.routed.cache)
+        routed.selector = types.SimpleNamespace(active=None)
+    poison(routed.cache)
     try:
         prompt = random_prompt(9, seed)
         got = logits_of(model, prompt, 5)
-        model.routed.cache.check()
+        routed.cache.check()
     finally:
-        model.routed.close()
+        routed.close()
     assert torch.equal(got, logits_of(plain(name), prompt, 5))
 
 
@@ -74,6 +76,7 @@ def test_ids_of_transformers(name):
     engine.close()
     for request_id, prompt in prompts.items():
         assert ids_of(got[request_id]) == reference_greedy(folder, prompt, NUM_NEW)
+    assert stats is not None
     assert stats.num_misses and stats.demand_bytes and stats.num_slots == num_slots
     assert not [t for t in threading.enumerate() if t.name == "penstock-experts"]
 
@@ -83,6 +86,7 @@ def test_built_in(weights):
     """A bf16 checkpoint: its own bytes in the expert file, whatever the model computes in."""
     experts = ExpertSettings(num_slots=5)
     model = load_model("builtin-moe", weights=weights, progress=False, experts=experts)
+    assert model.routed is not None
     poison(model.routed.cache)
     assert model.routed.cache.manifest.dtype == "bf16"
     prompt = random_prompt(13)
@@ -117,7 +121,8 @@ def test_a_corrupted_expert_ends_those_that_need_it(tmp_path, caplog):
             assert got[n].token_ids == reference_greedy(folder, prompt, 1)
     assert 0 < sum(key in routes[n] for n in prompts) < len(prompts)
     assert f"layer {key[0]}, expert {key[1]} is corrupted" in caplog.text
-    assert engine.stats().experts.num_corrupted
+    stats = engine.stats().experts
+    assert stats is not None and stats.num_corrupted
 
 
 def _routes(folder: Path, prompt: Sequence[int]) -> set[tuple[int, int]]:

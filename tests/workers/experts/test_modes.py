@@ -7,6 +7,7 @@ by the same scores, and a product over those alone.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.workers.experts.moe_cases import MOE, experts_of, plain
 from tests.workers.models.test_decoder import PagedDecoder, Tokens, folder_of
 
 CPU = torch.device("cpu")
-CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+CLOSE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 PROMPT, NUM_NEW = 7, 8
 
 
@@ -61,6 +62,7 @@ class Naive:
     def __init__(self, model, weights, mode: str):
         self.model, self.weights, self.mode = model, weights, mode
         self.rows = 0
+        self.now: Any = None  # layer, ids and rows of the call that is under way
 
     def mlp(self, layer: int, expert: int, x: torch.Tensor, is_sparse: bool) -> torch.Tensor:
         gate, up, down = self.weights[layer, expert]
@@ -169,6 +171,7 @@ def test_built_in(weights, mode):
         options = ExpertSettings(num_slots=num_slots, mode=mode, keep=0.2)
         model = load_model("builtin-moe", weights=weights, progress=False, experts=options)
         found.append(teacher_forced(model, ids, mode, PROMPT, (PROMPT, PROMPT + 1)))
+        assert model.routed is not None
         model.routed.close()
     assert torch.equal(*found)
     exact = teacher_forced(plain("builtin-moe", weights), ids, "exact", PROMPT)
@@ -200,7 +203,7 @@ def test_only_wanted_neurons_move(thresholds):
     assert counts.num_rows_wanted < 0.5 * 2 * 112 * (1 + NUM_NEW) * 3 * 2
 
 
-def serve(model, mode: MoeMode, asked: dict[str, str | None], **options):
+def serve(model, mode: MoeMode, modes: dict[str, str | None], **options):
     """Last deltas and ids of requests that run together, each in the mode that it asks for."""
     engine = Engine(
         EngineConfig(
@@ -215,7 +218,7 @@ def serve(model, mode: MoeMode, asked: dict[str, str | None], **options):
     )
     params = functools.partial(SamplingParams, max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
     prompt = tuple(random_prompt(PROMPT))
-    requests = [Request(name, prompt, params(moe_mode=wish)) for name, wish in asked.items()]
+    requests = [Request(name, prompt, params(moe_mode=wish)) for name, wish in modes.items()]
     found = answers(engine, requests)
     last = {name: deltas[-1] for name, deltas in found.items()}
     return last, {name: ids_of(deltas) for name, deltas in found.items()}
@@ -256,11 +259,11 @@ def test_modes_travel():
 def test_neurons_are_counted_once(thresholds):
     """Too few blocks: sequences are preempted and computed again, and count the same."""
     model = load("olmoe", mode="sparse", thresholds=thresholds("olmoe"), keep=0.3)
-    asked = {str(i): None for i in range(4)}
-    few, ids = serve(model, "sparse", asked, prefix_cache=False)
+    modes: dict[str, str | None] = {str(i): None for i in range(4)}
+    few, ids = serve(model, "sparse", modes, prefix_cache=False)
     one, alone = serve(model, "sparse", {"0": None})
     model.routed.close()
-    for i in asked:
+    for i in modes:
         assert ids[i] == alone["0"] and few[i].num_neurons == one["0"].num_neurons
         assert few[i].num_skipped_neurons == one["0"].num_skipped_neurons
 

@@ -163,7 +163,7 @@ def test_fused_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoints_that_somebody_quantised(layout, tmp_path):
+def test_checkpoints_that_were_quantised_elsewhere(layout, tmp_path):
     """AWQ, GPTQ and the others, with their own codes; and opened as plain numbers."""
     quantized_copy(tmp_path / "model", make_checkpoint("mixtral"), layout)
     assert_same(tmp_path / "model", "auto")
@@ -226,8 +226,8 @@ def test_neurons_of_quantised_experts_are_refused(options, tmp_path):
     quantized_copy(tmp_path / "model", make_checkpoint("mixtral"), "gptq")
     with pytest.raises(ConfigError, match=f"{who} .*checkpoint is quantised.*original checkpoint"):
         cached(tmp_path / "model", "auto", **options)
-    asked = {"moe_mode": options["mode"]} if "mode" in options else {"moe_thresholds": "/nowhere"}
-    serve = {"model": str(tmp_path / "model"), "expert_cache_gb": 1.0, **asked}
+    fields = {"moe_mode": options["mode"]} if "mode" in options else {"moe_thresholds": "/nowhere"}
+    serve = {"model": str(tmp_path / "model"), "expert_cache_gb": 1.0, **fields}
     with pytest.raises(ConfigError, match=who):
         check_before_start(config_from(serve))
     with pytest.raises(ConfigError, match="penstock calibrate"):
@@ -281,7 +281,8 @@ def test_bytes_and_back(device, format):
     """Also in a GPU's layout, which can be made without one."""
     torch.manual_seed(0)
     sizes, there = ((80, 64), (64, 40)), torch.device(device)
-    expert = tuple(pack_for(quantize_weight(torch.randn(size), format), there) for size in sizes)
+    gate_up, down = (pack_for(quantize_weight(torch.randn(size), format), there) for size in sizes)
+    expert = gate_up, down
     image = ExpertImage(expert)
     found = image.view(image.bytes_of(expert))
     for mine, theirs in zip(found, expert, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import native
-from penstock.kernels.types import PagedKv
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
@@ -128,21 +128,21 @@ def test_other_formats_too(weights):
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_half_live_tail_makes_chunks_smaller_and_changes_no_text(prefix_cache):
+def test_a_half_live_tail_makes_chunks_smaller_and_changes_no_text(prefix_cache, monkeypatch):
     """Long answers fill the pool from below until little or nothing of it is left to lend."""
     model = decoder_of("llama")
     requests = requests_for([70, 70, 70, 50, 66])
     want = run(make_engine(model, activation_memory="separate", num_blocks=400), requests)
     for num_blocks in (60, 40, 30, 20):
         engine = make_engine(model, num_blocks=num_blocks, prefix_cache=prefix_cache)
-        sizes = []
+        sizes: list[int] = []
         execute = engine.executor.launch
 
         def watched(plan, before, execute=execute, sizes=sizes):
             sizes.append(plan.num_tokens)
             return execute(plan, before)
 
-        engine.executor.launch = watched
+        monkeypatch.setattr(engine.executor, "launch", watched)
         found = run(engine, requests)
         assert ids(found) == ids(want)
         assert engine.stats().num_shortened_steps > 0
@@ -150,14 +150,15 @@ def test_a_half_live_tail_makes_chunks_smaller_and_changes_no_text(prefix_cache)
         assert num_blocks > 20 or sizes[:2] == [engine.memory.plan.rows_in(bytes_of(engine, 2))] * 2
 
 
-def test_a_live_last_block_leaves_the_reserve_and_progress():
+def test_a_live_last_block_leaves_the_reserve_and_progress(monkeypatch):
     model = decoder_of("llama")
     engine = make_engine(model, num_blocks=64, max_num_seqs=3)
     last = [engine.pool.allocate() for _ in range(64)][-1]
     for block_id in range(63):
         engine.pool.release(block_id)
-    engine.check = lambda: engine.pool.check()  # of the block above no sequence knows
-    engine.pool.give_back = lambda: pytest.fail("nothing can be lent")
+    # Of the block above no sequence knows.
+    monkeypatch.setattr(engine, "check", lambda: engine.pool.check())
+    monkeypatch.setattr(engine.pool, "give_back", lambda: pytest.fail("nothing can be lent"))
     assert engine.memory.tokens_that_fit(64) == engine.memory.reserve_tokens == 3
     requests = requests_for([40, 9])
     assert ids(run(engine, requests)) == ids(run(make_engine(model), requests))
@@ -216,14 +217,10 @@ def inputs_for(num_tokens: int, num_decode: int) -> tuple[torch.Tensor, Attentio
     return positions, AttentionInputs(
         slots=slots,
         num_decode=num_decode,
-        decode_tables=torch.arange(num_decode, dtype=torch.int32)[:, None],
-        decode_lens=ints(*[2] * num_decode),
-        max_decode_len=2,
-        prefill_tables=tables,
-        prefill_starts=ints(0, chunk),
-        prefill_lens=ints(chunk),
-        max_prefill_chunk=chunk,
-        max_prefill_len=chunk,
+        decode=DecodeBatch(
+            torch.arange(num_decode, dtype=torch.int32)[:, None], ints(*[2] * num_decode), 2
+        ),
+        prefill=PrefillBatch(tables, ints(0, chunk), ints(chunk), chunk),
     )
 
 
@@ -249,7 +246,8 @@ def test_arrays_keep_to_their_bounds_and_may_share_them(name, weights):
     """Each array alone between canaries, against the plan, in which they take turns."""
     model = decoder_of(name, weights)
     for num_tokens in (1, 2, 37):
-        guarded, views = [], {}
+        guarded = []
+        views: dict[str, torch.Tensor] = {}
         for region in model.plan.regions:
             for array in (array for phase in region for array in phase):
                 alone = BufferPlan((((array,),),))
@@ -290,7 +288,7 @@ def allocated(profile: torch.profiler.profile) -> list[int]:
 )
 def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name, weights):
     model, num_tokens = decoder_of(name, weights), 300
-    if weights != "fp32" and native.library() is None:
+    if weights != "fp32" and native.bound.library is None:
         pytest.skip("without the native library, quantised weights are unpacked for each product")
     memory = torch.empty(model.plan.bytes_for(num_tokens), dtype=torch.uint8)
     workspace = Workspace(**model.plan.views(num_tokens, memory))
@@ -317,7 +315,8 @@ def test_memory_is_flat_over_1000_mixed_steps():
     """Live bytes of torch's allocator peak no higher in later steps than in earlier ones."""
     model = decoder_of("qwen3")
     engine = make_engine(model, num_blocks=80, max_num_seqs=6)
-    rng, num_added, peaks = random.Random(0), 0, []
+    rng, num_added = random.Random(0), 0
+    peaks: list[int] = []
     live = 0
     while len(peaks) < 10:
         with torch.profiler.profile(

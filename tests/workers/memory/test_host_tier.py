@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.memory.arena import Arena, BlockLayout
-from penstock.workers.memory.copier import CopyThread, Throttle
+from penstock.workers.memory.copier import CopyThread, Throttle, Transfer
 from penstock.workers.memory.host_tier import HostTier
 
 BLOCK_BYTES = 24
@@ -56,6 +56,7 @@ def test_blocks_of_an_arena_come_back_bit_for_bit():
     assert tier.put_private("s", [arena.block(i) for i in (4, 0, 2)])
     arena.block(4).fill_(0)
     held = tier.hold_private("s")
+    assert held is not None
     tier.load(held.slots, [arena.block(i) for i in (1, 3, 5)])
     tier.release(held)
     old = before.view(6, -1)
@@ -358,7 +359,8 @@ def test_a_throttled_link_copies_and_measures_itself():
         assert link.bytes_per_s() is None
         transfer = link.submit(pairs)
         assert transfer.wait(60) and transfer.is_complete and transfer.num_done == 5
-        assert 0 < link.bytes_per_s() <= 100_000.0  # never faster than configured
+        rate = link.bytes_per_s()
+        assert rate is not None and 0 < rate <= 100_000.0  # never faster than configured
     assert all(torch.equal(source, out) for source, out in pairs)
     assert link.num_bytes == 5000
 
@@ -377,6 +379,7 @@ def test_cancelled_transfers_leave_the_rest_alone():
 
 
 def test_closing_ends_what_is_under_way():
+    before = set(threading.enumerate())  # other tests of this process may have left some
     link = CopyThread(bytes_per_s=1e-3)
     transfers = [link.submit([(block_of(1), block_of(0))]) for _ in range(3)]
     link.close()
@@ -384,12 +387,14 @@ def test_closing_ends_what_is_under_way():
     with pytest.raises(RuntimeError, match="closed"):
         link.submit([])
     link.close()  # again does no harm
-    assert not any(t.name == "penstock-copy" and t.is_alive() for t in threading.enumerate())
+    new = set(threading.enumerate()) - before
+    assert not any(t.name == "penstock-copy" and t.is_alive() for t in new)
 
 
 def test_whatever_was_accepted_ends_though_others_close():
     for _ in range(50):
-        link, accepted = CopyThread(), []
+        link = CopyThread()
+        accepted: list[Transfer] = []
 
         def submit_until_closed(link=link, accepted=accepted):
             while True:

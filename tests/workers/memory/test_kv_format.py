@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.scheduling.ridge import Decision
 from tests.workers import streaming_reference as slow
+from tests.workers.answers import poison_released
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_model
 
 BLOCK_SIZE = 8
@@ -58,21 +60,14 @@ def make_engine(model, rule=None, **settings):
     given = {"num_blocks": 96, "block_size": BLOCK_SIZE, "kv": "int8", "kv_group": "8", **settings}
     engine = Engine(EngineConfig(**given), model, rule)
     engine.arena.storage.fill_(0xFF)
-    pool, release = engine.pool, engine.pool.release
-
-    def release_and_poison(block_id):
-        release(block_id)
-        if block_id in pool._free:
-            engine.arena.block(block_id).fill_(0xFF)
-
-    pool.release = release_and_poison
+    poison_released(engine)
     return engine
 
 
 def run(engine, requests):
     for request in requests:
         engine.add(request)
-    ids = {r.request_id: [] for r in requests}
+    ids: dict[str, list[int]] = {r.request_id: [] for r in requests}
     while engine.has_work():
         for delta in engine.step():
             ids[delta.request_id] += delta.token_ids
@@ -150,7 +145,7 @@ def mixed_requests():
 def mixed_truth(models):
     """The ids of each request alone, and those of one of each kind against the slow reference."""
     model, reference = models("llama")
-    truth = {}
+    truth: dict[str, dict[str, list[int]]] = {}
     for kv in ("int8", "fp8"):
         truth[kv] = {}
         for request in mixed_requests():
@@ -175,7 +170,7 @@ class RandomDeferralRule:
 
 
 DEFERRED = {"kv_commit": "deferred", "ridge_tokens": 4096}
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
     "starved": {"num_blocks": 20, "prefix_cache": False},
@@ -266,9 +261,9 @@ def test_formats_are_chosen_and_refused():
     with pytest.raises(ConfigError, match="set kv to int8 or fp8"):
         kv_format("auto", "64", 128, torch.float32)
     with pytest.raises(ConfigError, match="kv must be one of"):
-        EngineConfig(kv="int4")
+        EngineConfig(kv="int4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_group must be one of"):
-        EngineConfig(kv="int8", kv_group="16")
+        EngineConfig(kv="int8", kv_group="16")  # type: ignore[arg-type]
 
 
 def test_the_same_bytes_admit_more(models):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -109,14 +110,17 @@ class PagedDecoder:
                 [seq.table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for seq, p in rows]
             ),
             num_decode=num_decode,
-            decode_tables=_tables([seq for seq, _ in decode]),
-            decode_lens=_int32([seq.num_computed for seq, _ in decode]),
-            max_decode_len=max((seq.num_computed for seq, _ in decode), default=0),
-            prefill_tables=_tables([seq for seq, _ in prefill]),
-            prefill_starts=_int32(starts),
-            prefill_lens=_int32([seq.num_computed for seq, _ in prefill]),
-            max_prefill_chunk=max((length for _, length in prefill), default=0),
-            max_prefill_len=max((seq.num_computed for seq, _ in prefill), default=0),
+            decode=DecodeBatch(
+                _tables([seq for seq, _ in decode]),
+                _int32([seq.num_computed for seq, _ in decode]),
+                max((seq.num_computed for seq, _ in decode), default=0),
+            ),
+            prefill=PrefillBatch(
+                _tables([seq for seq, _ in prefill]),
+                _int32(starts),
+                _int32([seq.num_computed for seq, _ in prefill]),
+                max((length for _, length in prefill), default=0),
+            ),
         )
 
     def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
@@ -214,7 +218,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_in_bf16(name: str):
 
 def test_the_variants_are_not_the_plain_model():
     """Each switch of a variant changes the logits, or the tests above would prove nothing of it."""
-    for name, plain in {
+    without: dict[str, dict[str, Any]] = {
         "mistral-window": {"sliding_window": None},
         "mixtral-window": {"sliding_window": None},
         "qwen2-window": {"use_sliding_window": False},
@@ -224,7 +228,8 @@ def test_the_variants_are_not_the_plain_model():
         "olmoe-clip": {"clip_qkv": None},
         "llama-llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "llama-yarn": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    }.items():
+    }
+    for name, plain in without.items():
         model_type, settings = ALL[name]
         ids = random_prompt(50)
         with torch.inference_mode():

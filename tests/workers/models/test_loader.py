@@ -183,7 +183,7 @@ class TestNames:
         assert resolve_model(str(folder)) == folder
 
     @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nowhere-at-all", "a/b/c"])
-    def test_a_path_that_is_not_there_is_not_asked_of_the_hub(self, name: str):
+    def test_a_missing_path_is_not_looked_up_on_the_hub(self, name: str):
         with pytest.raises(LoadError, match="is no folder"):
             resolve_model(name)
 

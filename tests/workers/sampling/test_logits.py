@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, RequestError, SamplingParams
+from penstock.workers.request import Delta, Request, RequestError, SamplingParams
 from penstock.workers.sampling.logits import LogitsEditor, LogprobRows
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_logits
 
@@ -122,7 +122,7 @@ def run(model, requests, **settings):
     engine = Engine(EngineConfig(**{"num_blocks": 256, **settings}), model)
     for request in requests:
         engine.add(request)
-    deltas = {request.request_id: [] for request in requests}
+    deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
     while engine.has_work():
         for delta in engine.step():
             deltas[delta.request_id].append(delta)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.workers.context_policy import FULL, SinkWindow
+from penstock.workers.context_policy import FULL, Context, SinkWindow
 from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.memory.copier import Transfer
 from penstock.workers.memory.host_tier import HostTier
@@ -130,7 +131,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.deferral = Deferral(
                 self.coins, deferral, min(9, max_tokens - 1), num_scratch
             )
-        self.link = None
+        self.link: Any = None  # HeldLink, with host memory
         if num_slots:
             self.add_host_memory(num_slots, restore)
         self.live: list[Sequence] = []
@@ -158,11 +159,12 @@ class Machine(RuleBasedStateMachine):
         may_stop=st.booleans(),
     )
     def add(self, prompt, num_new, shape, penalty, may_stop):
-        context = FULL
+        context: Context = FULL
+        most = len(prompt) + num_new
         if shape is not None:
             sinks, window, roll = shape
-            context = SinkWindow(sinks, window, min(roll, window), self.size)
-        most = len(prompt) + num_new if context is FULL else context.full_tokens + self.size
+            context = rolling = SinkWindow(sinks, window, min(roll, window), self.size)
+            most = rolling.full_tokens + self.size
         if self.cache.blocks_for(most) + 1 > self.pool.num_blocks:
             return
         seq = Sequence(
@@ -202,7 +204,7 @@ class Machine(RuleBasedStateMachine):
                     self.land(before)
                 elif self.live:
                     assert self.link is not None, "there is work, and nothing is done"
-                    assert not all(t.is_done for t in self.link.transfers), "nobody waits"
+                    assert not all(t.is_done for t in self.link.transfers), "no transfer is awaited"
                     self.link.arrive(len(self.link.transfers))
                 continue
             launched = self.launch(plan, borrows)

@@ -108,7 +108,8 @@ def test_everyone_finishes(
         (gap, make_seq(order, num_prompt, max_tokens, first))
         for order, (gap, num_prompt, max_tokens, first) in enumerate(arrivals)
     ]
-    alive, steps, done = {}, 0, []
+    steps, done = 0, []
+    alive: dict[int, Sequence] = {}
     while todo or alive:
         while todo and (todo[0][0] <= steps % 6 or not alive):
             seq = todo.pop(0)[1]
@@ -153,11 +154,11 @@ def test_long_prompt_is_chunked_beside_decodes():
 
 
 def test_a_short_tail_cuts_the_youngest_chunks_and_keeps_their_blocks():
+    room = 9
     scheduler = make_scheduler(64, max_seqs=4, budget=40, tokens_that_fit=lambda wanted: room)
     seqs = [make_seq(i, 12, 4, first_token=15 * i) for i in range(3)]
     for seq in seqs:
         scheduler.add(seq)
-    room = 9
     plan, _ = run_step(scheduler)
     assert [(chunk.seq.order, chunk.length) for chunk in plan.chunks] == [(0, 9)]
     assert [len(seq.block_table) for seq in seqs] == [3, 3, 3]  # admitted with all their blocks
@@ -179,8 +180,7 @@ def test_youngest_is_preempted_and_resumes():
         run_step(scheduler)
         if scheduler.num_preemptions:
             break
-    assert young.state is SequenceState.WAITING
-    assert old.state is SequenceState.RUNNING
+    assert [young.state, old.state] == [SequenceState.WAITING, SequenceState.RUNNING]
     tokens = list(young.token_ids)
     while young.state is not SequenceState.FINISHED:
         run_step(scheduler)

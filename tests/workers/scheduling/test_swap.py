@@ -68,7 +68,8 @@ def run(engine, requests, preempt_every=None):
     num_steps = 0
     for request in requests:
         engine.add(request)
-    ids, last = {r.request_id: [] for r in requests}, {}
+    ids: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    last = {}
     while engine.has_work():
         for block_id in engine.pool._free:
             engine.arena.block(block_id).fill_(0xFF)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +89,7 @@ def test_tokens_that_only_the_config_declares(tmp_path):
     assert ours.decode(ours.encode(text), skip_special_tokens=True) == "a"
 
 
-def test_without_tokenizer_json_transformers_is_asked(tmp_path):
+def test_without_tokenizer_json_transformers_is_used(tmp_path):
     """GPT-2 style files: vocab.json and merges.txt."""
     model = json.loads((checkpoint("byte_level") / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
@@ -310,7 +311,7 @@ def test_stop_checker_without_stops_holds_nothing():
 
 # Chat templates
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},
     {"role": "user", "content": "Wie geht's?\n  ", "name": None},
     {"role": "assistant", "content": "Gut.", "reasoning": "polite"},

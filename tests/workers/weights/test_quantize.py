@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
+from penstock.workers.models.moe import MoeMlp
 from penstock.workers.quantization import QUANTIZED_FORMATS, QuantizedFormat
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
@@ -144,6 +146,7 @@ def test_what_is_quantised_and_what_is_not():
     model = decoder_of("mixtral", "int4")
     layer = model.layers[0]
     assert layer.attention.qkv.format == layer.attention.o.format == "int4"
+    assert isinstance(layer.mlp, MoeMlp) and isinstance(layer.mlp.experts, Sequence)
     assert {p.format for pair in layer.mlp.experts for p in pair} == {"int4"}
     assert layer.mlp.router.format == model.lm_head.format == "fp32"
     careful = load_model(make_checkpoint("llama"), weights="int8", quantize_o=False, progress=False)
