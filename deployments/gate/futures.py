@@ -35,7 +35,15 @@ class FutureSampler:
     def demand(self, request: GateRequest, length: LengthDistribution) -> Demand:
         """`length`: how long its memory is held, in tokens."""
         name = request.request_id
-        return Demand(name, request.prompt_tokens, length, self.uniforms(name), request.ceiling)
+        return Demand(
+            name,
+            request.prompt_tokens,
+            length,
+            self.uniforms(name),
+            request.ceiling,
+            request.tokenizer,
+            request.generated,
+        )
 
     def provisional(self, request: GateRequest, max_tokens: int | None) -> Demand:
         """Of a request without a prediction: the prior distribution."""

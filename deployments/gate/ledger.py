@@ -49,6 +49,7 @@ class Ledger:
     step_s: float = 0.03  # until it reports
     headroom: Headroom = field(default_factory=Headroom)
     is_open: bool = True  # false after it declined a request, until it reports
+    is_draining: bool = False  # it finishes what it has, and gets nothing more
     _sequence: int = -1
     _num_preemptions: int = 0
     _held: dict[str, _Holding] = field(default_factory=dict)
@@ -113,9 +114,10 @@ class Ledger:
         `adopted`: demands of listed requests that the ledger lacks (the gate was restarted, or
         an ingress bypassed it). A late report, or one of another epoch, changes nothing.
         """
-        if report.epoch != self.spec.epoch or report.sequence <= self._sequence:
+        if not self.accepts(report):
             return []
-        self._sequence, self.is_open = report.sequence, True
+        self._sequence, self.is_draining = report.sequence, report.is_draining
+        self.is_open = not report.is_draining
         self._reported_at, self._forecast = now, None
         if report.step_s > 0:
             self.step_s = report.step_s
@@ -138,6 +140,10 @@ class Ledger:
             holding.lease_until = None
             holding.generated, holding.reported_at, holding.listed = each.generated, now, True
         return gone
+
+    def accepts(self, report: Report) -> bool:
+        """Whether it is of this epoch, and newer than the last one."""
+        return report.epoch == self.spec.epoch and report.sequence > self._sequence
 
     def unknown(self, report: Report) -> list[Running]:
         """Those of a report that the ledger lacks and that have not ended."""
@@ -258,7 +264,7 @@ class Ledger:
         return int((now - self._reported_at) / self.step_s)
 
     def _hold(self, demand: Demand, until: float | None) -> _Holding:
-        holding = _Holding(demand, demand.expected, until)
+        holding = _Holding(demand, demand.expected, until, demand.generated)
         self._held[demand.request_id] = holding
         self._expected += holding.expected
         self._lengths = self._forecast = None

@@ -16,12 +16,16 @@ from statistics import NormalDist
 
 import numpy as np
 
+from penstock.deployments.gate.forecast.prefix_affinity import PrefixAffinity
 from penstock.deployments.gate.forecast.sampled import Candidate
 from penstock.deployments.gate.ledger import Forecast, Ledger
-from penstock.deployments.gate.prefix_affinity import PrefixAffinity
-from penstock.deployments.gate.types import Demand, GateSettings, Wait
+from penstock.deployments.gate.types import LOWEST_PRIORITY, Demand, GateSettings, Wait
 from penstock.deployments.gate.wait_queue import Waiting
 from penstock.deployments.prediction.distribution import Floats
+
+# Of a worker's slots and memory: what requests of LOWEST_PRIORITY leave free, so that another one
+# that arrives need not wait until one of them ends.
+KEPT_SHARE = 0.125
 
 
 class Placement:
@@ -34,11 +38,29 @@ class Placement:
         self._prefixes: PrefixAffinity[tuple[str, int]] = PrefixAffinity()  # by worker and epoch
 
     def could_fit(self, demand: Demand) -> bool:
-        """Whether some worker could hold it at its longest."""
-        return any(
-            demand.longest(each.spec.block_size) <= each.spec.capacity
-            for each in self.ledgers.values()
-        )
+        """Whether some worker could hold it at its longest; True while none has its tokenizer."""
+        is_known = False
+        for each in self.ledgers.values():
+            if demand.is_for(each.spec):
+                if demand.longest(each.spec.block_size) <= each.spec.capacity:
+                    return True
+                is_known = True
+        return not is_known
+
+    def largest(self, demand: Demand) -> int:
+        """KV tokens of the largest worker with its tokenizer."""
+        specs = (each.spec for each in self.ledgers.values())
+        return max((spec.capacity for spec in specs if demand.is_for(spec)), default=0)
+
+    def lacks_tokenizer(self, demand: Demand) -> bool:
+        """Whether there are workers that take requests, and none of them has its tokenizer."""
+        is_any_open = False
+        for each in self.ledgers.values():
+            if not each.is_draining:
+                if demand.is_for(each.spec):
+                    return False
+                is_any_open = True
+        return is_any_open
 
     def candidate(self, entry: Waiting, worker: str) -> Candidate:
         return entry.candidate(self.ledgers[worker].spec.block_size)
@@ -56,9 +78,23 @@ class Placement:
             forecast = shortlist[name]
             peaks = forecast.peaks_if_admitted([self.candidate(entries[i], name) for i in indices])
             for i, peak in zip(indices, peaks):
-                if peak is not None:
-                    able[i].append((peak / forecast.capacity, name))
+                if peak is None:
+                    continue
+                share = peak / forecast.capacity
+                if entries[i].priority > LOWEST_PRIORITY or self._leaves_room(
+                    name, share, forecast
+                ):
+                    able[i].append((share, name))
         return able
+
+    def _leaves_room(self, name: str, share: float, forecast: Forecast) -> bool:
+        """Whether a request of LOWEST_PRIORITY may go there: KEPT_SHARE stays for other ones.
+
+        A worker that holds nothing takes any, or a large one would never run.
+        """
+        ledger = self.ledgers[name]
+        kept_slots = min(max(1, round(KEPT_SHARE * ledger.spec.slots)), ledger.spec.slots - 1)
+        return not len(ledger) or (share <= 1.0 - KEPT_SHARE and forecast.slots > kept_slots)
 
     def best(self, able: Sequence[tuple[float, str]], entry: Waiting) -> str:
         """The best of workers that have room."""
@@ -78,7 +114,11 @@ class Placement:
     def hits(self, prefix: Sequence[int]) -> dict[str, int]:
         """By worker: tokens of such a prompt that are probably in its prefix cache."""
         found = self._prefixes.hits(prefix) if len(self.ledgers) > 1 else {}
-        return {name: tokens for (name, _), tokens in found.items()}
+        return {
+            name: tokens
+            for (name, _), tokens in found.items()
+            if name in self.ledgers and not self.ledgers[name].is_draining
+        }
 
     def sent(self, prefix: Sequence[int], tokens: int, ledger: Ledger) -> None:
         """A request was sent there: `tokens` with its answer; its prefix will be cached."""
@@ -115,7 +155,8 @@ class Placement:
         waited = now - entry.arrived
         soonest = self.soonest(entry, shortlist)
         if soonest is None:
-            reason = "slots" if shortlist else "no_worker"
+            has_worker = bool(shortlist) and not self.lacks_tokenizer(entry.demand)
+            reason = "slots" if has_worker else "no_worker"
             return Wait(entry.request_id, entry.tenant, 0, reason, waited, None)
         steps, name = soonest
         forecast = shortlist[name]
@@ -136,9 +177,10 @@ class Placement:
         """
         found = self.soonest(first, shortlist)
         request_id, worker, at = self._reserved or ("", "", 0.0)
-        if request_id != first.request_id or worker not in self.ledgers:
+        ledger = self.ledgers.get(worker)
+        if request_id != first.request_id or ledger is None or ledger.is_draining:
             return found
-        step_s = self.ledgers[worker].step_s
+        step_s = ledger.step_s
         steps = max(round((at - now) / step_s), 0)
         if found is not None and found[0] * self.ledgers[found[1]].step_s <= steps * step_s:
             return found
@@ -176,7 +218,8 @@ class WorkerShortlist:
         """`longest_wait_s`: of the waiting requests. Without a queue caution costs nothing; with
         one it costs throughput, and the level falls."""
         self._ledgers, self._settings, self._now = ledgers, settings, now
-        self._names = list(ledgers)
+        self._names = [name for name, each in ledgers.items() if not each.is_draining]
+        self._tokenizers = {ledgers[name].spec.tokenizer for name in self._names}
         self._forecasts: dict[str, Forecast] = {}
         self._deviations = None
         self._level = settings.level_after(longest_wait_s)
@@ -198,10 +241,13 @@ class WorkerShortlist:
     def workers_for(self, demand: Demand, hits: Iterable[str] = ()) -> list[str]:
         """Workers to evaluate for this demand, in no order, including all of `hits`."""
         most = self._settings.max_choices
+        if demand.tokenizer and not self._tokenizers <= {demand.tokenizer, ""}:
+            # Another model with another tokenizer, while one replaces the other.
+            return [name for name in self._names if demand.is_for(self._ledgers[name].spec)]
         if len(self._names) <= most:
             return self._names
         if self._loads is None:
-            ledgers = self._ledgers.values()
+            ledgers = [self._ledgers[name] for name in self._names]
             self._loads = np.array([e.load if e.has_slots else np.inf for e in ledgers])
             self._capacities = np.array([each.spec.capacity for each in ledgers])
             self._places = {name: i for i, name in enumerate(self._names)}

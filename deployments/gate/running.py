@@ -4,8 +4,11 @@
 
 PROVISIONAL: on a worker without a length prediction (admitted at its worst case, admitted by an
 ingress on credit, or known only from a worker's report). ADMITTED: predicted, charged to its tenant
-and leased. A request leaves the register when it finishes, is declined, loses its lease, or when
-its worker is gone or no longer lists it.
+and leased. A request leaves the register when it finishes or is declined, and when no worker holds
+it any more: its lease ran out, its worker is gone or no longer lists it.
+
+A request may be on two workers for a while: an ingress that lost the chosen one sends it to another
+one, which lists it. The record then follows the request to the worker that still holds it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class RunningRequest:
     state: State
     worker: str | None = None  # that the gate, or the ingress with a credit, chose
     entry: Waiting | None = None  # what its tenant was charged for
-    is_elsewhere: bool = False  # a report lists it on a worker that was not chosen
+    is_elsewhere: bool = False  # a worker that was not chosen holds it, too
 
 
 class RunningRequests:
@@ -58,16 +61,16 @@ class RunningRequests:
         ledger.lease(demand, until)
         self._requests[demand.request_id] = RunningRequest(State.PROVISIONAL)
 
-    def confirm(self, entry: Waiting, ledger: Ledger, until: float) -> None:
-        """A provisional or unknown request has its prediction: ADMITTED where it already is."""
-        ledger.withdraw(entry.request_id)  # what it was held by knew less
-        self._admit(entry, ledger, until, is_elsewhere=False)
-
     def admit(self, entry: Waiting, ledger: Ledger, until: float) -> None:
-        """Bind a waiting request to a worker: ADMITTED. A report may list it somewhere already."""
-        is_elsewhere = entry.request_id in self._requests and entry.request_id not in ledger
-        ledger.withdraw(entry.request_id)
-        self._admit(entry, ledger, until, is_elsewhere)
+        """Predicted, and bound to a worker: ADMITTED. It may be on that worker, or on another one,
+        already: admitted without a prediction, or listed in a report."""
+        name = entry.request_id
+        known = self._requests.get(name)
+        is_elsewhere = known is not None and (known.is_elsewhere or name not in ledger)
+        ledger.withdraw(name)  # what it was held by knew less
+        ledger.lease(entry.demand, until)
+        self._queue.counters.charge(entry.tenant, self._queue.charge_of(entry))
+        self._requests[name] = RunningRequest(State.ADMITTED, ledger.spec.name, entry, is_elsewhere)
 
     def started(self, request_id: str, now: float) -> None:
         """The worker has the request: the lease becomes a holding."""
@@ -97,9 +100,10 @@ class RunningRequests:
         record = self._requests.pop(request_id, None)
         if record is None:
             return
-        for ledger in self._where(record):
-            if ledger.ended(request_id, now):
-                ledger.headroom.count(completions=1)
+        held = [each for each in self._where(record) if each.ended(request_id, now)]
+        if held:  # one that moved has ended where it was not sent at first
+            moved = [each for each in held if each.spec.name != record.worker]
+            (moved or held)[-1].headroom.count(completions=1)
         entry, settings = record.entry, self._queue.settings
         if entry is not None:
             owed = settings.charge(entry.tenant, entry.demand.prompt_tokens, generated)
@@ -108,13 +112,19 @@ class RunningRequests:
     def report(
         self, ledger: Ledger, report: Report, now: float, demand_of: Callable[[Running], Demand]
     ) -> None:
-        """Take over what a worker lists. `demand_of` makes demands for unregistered requests."""
+        """Take over what a worker lists. `demand_of` makes demands for requests that its ledger
+        lacks. A late report, or one of another epoch, changes nothing."""
+        if not ledger.accepts(report):
+            return
         adopted = {each.request_id: demand_of(each) for each in ledger.unknown(report)}
         for name in adopted:
-            record = self._requests.setdefault(name, RunningRequest(State.PROVISIONAL))
-            record.is_elsewhere = record.state is not State.PROVISIONAL
+            known = self._requests.get(name)
+            if known is None:
+                self._requests[name] = RunningRequest(State.PROVISIONAL)
+            else:
+                known.is_elsewhere = True
         for name in ledger.report(report, now, adopted):
-            self._requests.pop(name, None)  # the charge stays: its length is not known
+            self._left(name, ledger)  # the charge stays: its length is not known
         for each in report.running:
             listed = self._requests.get(each.request_id)
             if listed is not None and listed.worker == ledger.spec.name:
@@ -124,30 +134,34 @@ class RunningRequests:
         """Take back leases that ran out without a start, and refund them."""
         for ledger in self._ledgers.values():
             for name in ledger.expire(now):
-                record = self._requests.pop(name, None)
+                record = self._left(name, ledger)
                 if record is not None and record.entry is not None:
                     self._refund(record.entry)
 
     def worker_removed(self, ledger: Ledger) -> list[str]:
-        """Forget what that worker had; returns the ids that had been admitted to it."""
+        """Forget what only that worker had; returns the ids that had been admitted to it."""
         lost: list[str] = []
         for name, record in list(self._requests.items()):
-            if record.worker == ledger.spec.name:
+            if record.worker != ledger.spec.name and name not in ledger:
+                continue
+            if self._left(name, ledger) is not None and record.worker is not None:
                 lost.append(name)
-            elif name in ledger and record.state is not State.PROVISIONAL:
-                record.is_elsewhere = False
-                continue
-            elif name not in ledger:
-                continue
-            del self._requests[name]
         return lost
 
-    def _admit(self, entry: Waiting, ledger: Ledger, until: float, is_elsewhere: bool) -> None:
-        ledger.lease(entry.demand, until)
-        self._queue.counters.charge(entry.tenant, self._queue.charge_of(entry))
-        self._requests[entry.request_id] = RunningRequest(
-            State.ADMITTED, ledger.spec.name, entry, is_elsewhere
-        )
+    def _left(self, request_id: str, ledger: Ledger) -> RunningRequest | None:
+        """That ledger holds it no more. The record stays, and follows it, while another one does;
+        else it is taken out and returned."""
+        record = self._requests.get(request_id)
+        if record is None:
+            return None
+        if record.worker is None or record.is_elsewhere:
+            others = [e for e in self._ledgers.values() if e is not ledger and request_id in e]
+            if others:
+                record.is_elsewhere = len(others) > 1
+                if record.worker == ledger.spec.name:  # the others hold it because they listed it
+                    record.worker, record.state = others[0].spec.name, State.RUNNING
+                return None
+        return self._requests.pop(request_id)
 
     def _refund(self, entry: Waiting) -> None:
         self._queue.counters.charge(entry.tenant, -self._queue.charge_of(entry))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import gc
 import hmac
 import logging
@@ -23,15 +22,15 @@ from typing import Any
 
 import grpc
 import ray
-from ray.exceptions import RayActorError
 
-from penstock.deployments.gate import predictor_file
+from penstock.deployments.gate.load_meter import GateLoad
 from penstock.deployments.gate.service import GateService
+from penstock.deployments.gate.snapshots import PredictorSnapshots
 from penstock.deployments.gate.status import explain
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
+from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.predictor import LengthPredictor
-from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, NAMESPACE, named_actor
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.protos.penstock.internal.v1 import gate_pb2_grpc
 
@@ -58,14 +57,15 @@ class _Listener:
 class GateServer(gate_pb2_grpc.GateServicer):
     """The actor. Everything happens on its event loop.
 
-    `service` has the setup, the ledgers and the queue; it is replaced as a whole when the setup
-    changes or the state is inconsistent. The predictor is kept.
+    `service` has the setup, the ledgers and the queue; it is replaced as a whole when its state is
+    inconsistent. The predictor is kept.
     """
 
     def __init__(self, setup: GateSetup) -> None:
         self._token = secrets.token_hex(32)
         self._links: dict[str, _Link] = {}
         self.service = self._new_service(setup, predictor_file.load(setup.snapshot_file))
+        self._snapshots = PredictorSnapshots()
         self._listener: _Listener | None = None
         self._starting = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -74,16 +74,32 @@ class GateServer(gate_pb2_grpc.GateServicer):
         self._ticked_at = 0.0
 
     async def where(self, setup: GateSetup) -> GateAddress:
-        """Where to connect. Starts listening at the first call; applies a changed setup."""
+        """Where to connect. Starts listening at the first call.
+
+        A setup of a higher generation is adopted in place, and no ingress notices; any other is
+        ignored, and its ingress learns from the answer what is in force.
+        """
         async with self._starting:
-            if self.service.setup != setup:
-                self._rebuild(setup)
+            if setup.generation > self.service.setup.generation:
+                log.info("settings of generation %d are in force", setup.generation)
+                self.service.adopt(setup)
             if self._listener is None:
+                await self._snapshots.restore(setup, self.service.learner)
                 self._listener = await self._listen(setup)
-        return GateAddress(self._listener.address, self._token, os.getpid())
+        now = self.service.setup
+        address = self._listener.address
+        return GateAddress(address, self._token, os.getpid(), now.generation, now.digest)
+
+    async def save(self) -> None:
+        """Keep what was learnt so far; actor.py asks for it before it ends the gate."""
+        await self._snapshots.save(self.service.setup, self.service.learner)
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def load(self) -> GateLoad:
+        """What the autoscaler reads, once a second."""
+        return self.service.load(time.monotonic())
 
     async def _listen(self, setup: GateSetup) -> _Listener:
         server = grpc.aio.server()
@@ -162,6 +178,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
             for task in self._listener.tasks:
                 task.cancel()
             await self._listener.server.stop(0)
+        await self._snapshots.close()
 
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
@@ -174,7 +191,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
             if not link.ingress:
                 link.ingress = message.ingress_id
                 self._links[link.ingress] = link
-                service.ingress_joined(link.ingress)
+                service.ingress_joined(link.ingress, message.tokenizer_digest)
             with self._rebuilding_on_fault():
                 undecided = service.receive(link.ingress, message, time.monotonic())
             takes_s = len(service.inbox) * self._offer_s + self._tick_s
@@ -265,19 +282,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
                 pass
 
     async def _save(self) -> None:
-        saved = 0
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            service = self.service
-            file, learnt = service.setup.snapshot_file, service.learner.num_learnt
-            if file is None or learnt == saved:
-                continue
-            saved = learnt
-            copied = copy.deepcopy(service.learner.predictor)  # the original learns meanwhile
-            try:
-                await asyncio.to_thread(predictor_file.save, file, copied)
-            except OSError as error:
-                log.warning("cannot save the predictor to %s: %s", file, error.strerror)
+            await self.save()
 
 
 class _Link:
@@ -288,40 +295,3 @@ class _Link:
         self.message = pb.ToIngress()
         self.filled = asyncio.Event()
         self.left = asyncio.Event()
-
-
-class GateActor:
-    """One cluster's gate, from any process; the first caller makes the actor."""
-
-    def __init__(self, app_name: str, setup: GateSetup):
-        self._name = gate_name(app_name)
-        self._setup = setup
-        self._handle: Any = None
-
-    async def where(self) -> GateAddress:
-        """Where the gate is. Raises Ray's errors or TimeoutError while it is unavailable."""
-        # Looking up a name waits for Ray's control plane, which may be away: never on the loop.
-        actor = self._handle or await asyncio.to_thread(self._actor)
-        try:
-            address: GateAddress = await asyncio.wait_for(
-                actor.where.remote(self._setup), CALL_TIMEOUT_S
-            )
-        except RayActorError:
-            self._handle = None
-            raise
-        return address
-
-    def _actor(self) -> Any:
-        if self._handle is None:
-            self._handle = named_actor(GateServer, self._name, self._setup)
-        return self._handle
-
-
-def gate_name(app_name: str) -> str:
-    return f"{app_name}-gate"
-
-
-def end_gate(app_name: str) -> None:
-    """Kill the gate of an application, if there is one."""
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(gate_name(app_name), namespace=NAMESPACE))

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from penstock.deployments.gate.controller import Gate
-from penstock.deployments.gate.counters import GateCounters
 from penstock.deployments.gate.inbox import Inbox, Offered
 from penstock.deployments.gate.learner import GateLearner
+from penstock.deployments.gate.load_meter import GateLoad, LoadMeter
+from penstock.deployments.gate.status import GateCounters
 from penstock.deployments.gate.types import (
-    Expiry,
     GateRequest,
     GateSetup,
     Outcome,
@@ -26,13 +26,14 @@ from penstock.deployments.gate.types import (
     Ticket,
 )
 from penstock.deployments.gate.wire import (
+    add_outcome,
     features_from,
-    refusal_message,
     report_from,
     request_from,
     reserved_request_from,
     spec_from,
 )
+from penstock.deployments.gate.workers import SILENCE_S, ReportingWorkers
 from penstock.deployments.prediction.distribution import NUM_BINS, LengthDistribution
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.predictor import LengthPredictor
@@ -40,19 +41,8 @@ from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 log = logging.getLogger("penstock.gate")
 
-SILENCE_S = 3.0  # without a report: the worker is taken to be gone
-REBUILD_S = 2.0  # longest that a new gate waits for the reports of all workers
 JUDGE_S = 0.05  # longest that admission waits for offers that are not judged yet
 SEED = 0
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker that reports, by its epoch."""
-
-    name: str
-    reported_s: float
-    num_preemptions: int
 
 
 class GateService:
@@ -73,14 +63,19 @@ class GateService:
         self.gate = Gate(setup.gate_settings(), seed=SEED)
         self.epoch = secrets.randbits(64)
         self.counts = GateCounters()
+        self._meter = LoadMeter(now)
         self.inbox = Inbox()
         self._send = send
         self._owners: dict[str, str] = {}  # ingress by request, waiting or running
         self._last_messages: dict[str, int] = {}  # newest message counted in, by ingress
-        self._workers: dict[int, Worker] = {}  # by epoch
-        self._expected: set[int] = set()  # epochs named by an ingress, without a report so far
-        self._born_s = now
+        self._tokenizers: dict[str, str] = {}  # digests, by ingress
+        self.workers = ReportingWorkers(now)
         self._has_new = False  # a request has joined the queue since the last tick
+
+    def adopt(self, setup: GateSetup) -> None:
+        """Other settings from now on; requests, workers and what was learnt stay."""
+        self.setup = setup
+        self.gate.adopt(setup.gate_settings())
 
     @property
     def num_waiting(self) -> int:
@@ -91,47 +86,42 @@ class GateService:
         came_s = self.inbox.waits_since()
         return came_s is None or now - came_s > JUDGE_S
 
-    def is_rebuilt(self, now: float) -> bool:
-        """Whether all workers that the ingresses know have reported what they run."""
-        return not self._expected or now - self._born_s > REBUILD_S
-
-    def ingress_joined(self, ingress: str) -> None:
+    def ingress_joined(self, ingress: str, tokenizer: str = "") -> None:
+        """`tokenizer`: digest of the one that this ingress and its workers have; empty: unknown."""
         self._last_messages[ingress] = 0
+        self._tokenizers[ingress] = tokenizer
 
     def ingress_left(self, ingress: str) -> None:
         """An ingress is gone, or sends its waiting requests elsewhere."""
         self._last_messages.pop(ingress, None)
+        self._tokenizers.pop(ingress, None)
         for name in [each for each, owner in self._owners.items() if owner == ingress]:
             del self._owners[name]
             self.learner.ended(name)
+            self._meter.ended(name)
             self.inbox.pop(name)
             self.gate.cancel(name, 0.0)
 
     def receive(self, ingress: str, message: pb.FromIngress, now: float) -> list[str]:
-        """Apply all that is quick; offers go to the inbox, for `judge_next`.
+        """Apply all that is quick; offers go to the inbox, for `judge_next` once they have texts.
 
-        If the queue is empty and the worst case fits, an offer gets its ticket at once, before the
-        prompt's text has arrived; it is held provisionally until it is judged. Returns the ids of
-        offers that still await a decision.
+        Returns the ids of offers that are complete and still await a decision.
         """
         for report in message.reports:
-            self._report(report, now)
+            self._report(report, self._tokenizers.get(ingress, ""), now)
         for name in message.declined:
             self.counts.declined += self.gate.declined(name, now)
+        for name in message.lost:
+            self.gate.declined(name, now)
+        texts = {each.request_id: each for each in message.texts}
+        new = [Offered(ingress, each, now) for each in message.offers]
+        renewed = {each.request_id for each in message.offers}
+        earlier = [self.inbox.pop(name) for name in texts if name not in renewed]
         undecided: list[str] = []
-        for offer in message.offers:
-            self._owners[offer.request_id] = ingress
-            if offer.request_id in self.gate.queue:  # a worker has just declined it
-                if not offer.text_follows:
-                    undecided.append(offer.request_id)
-                continue
-            offered = self._admit_provisionally(Offered(ingress, offer, now), now)
-            if not offer.text_follows:
-                self.inbox.put(offered)
-                if offered.epoch is None:
-                    undecided.append(offer.request_id)
-            elif offered.epoch is None:
-                self._send(ingress).queued.append(offer.request_id)
+        for offered in (*filter(None, earlier), *new):
+            name = offered.message.request_id
+            if self._take_offer(offered, texts.get(name), now):
+                undecided.append(name)
         for ended in message.ended:  # after the offers: an end follows its beginning
             self._ended(ended, now)
         self.learner.labels.extend(message.labels)
@@ -148,21 +138,20 @@ class GateService:
             self._offer(name, offered, now)
         except ValueError as error:  # its ingress sends it without the gate
             log.warning("request %s cannot be judged: %s", name, error)
-            self._send_outcome(Refusal(name, "never_fits", str(error)))
+            self._send_outcome(Refusal(name, "never_fits", str(error)), now)
         return True
 
     def tick(self, now: float) -> None:
         """Send all decisions made by now."""
         self._has_new = False
-        for epoch, worker in list(self._workers.items()):
-            if now - worker.reported_s > SILENCE_S:
-                log.warning("worker %s has not reported for %g s: removed", worker.name, SILENCE_S)
-                del self._workers[epoch]
-                self.gate.remove_worker(worker.name)
-        if not self.is_rebuilt(now):
+        for name in self.workers.remove_silent(now):
+            log.warning("worker %s has not reported for %g s: removed", name, SILENCE_S)
+            self.gate.remove_worker(name)
+        self._meter.measure(now, len(self.workers), is_full=self.num_waiting > 0)
+        if not self.workers.are_known(now):
             return
         for outcome in self.gate.tick(now):
-            self._send_outcome(outcome)
+            self._send_outcome(outcome, now)
 
     def report_queued(self, names: list[str], ingress: str) -> None:
         """Tell the ingress which of `names` wait for a decision."""
@@ -173,7 +162,7 @@ class GateService:
     def credits(self, ingress: str, now: float) -> pb.Credits:
         """What this ingress may admit without asking: its share, while the queue is empty."""
         message = pb.Credits(as_of=self._last_messages.get(ingress, 0))
-        if self.num_waiting or not self.is_rebuilt(now):
+        if self.num_waiting or not self.workers.are_known(now):
             return message
         num = max(len(self._last_messages), 1)
         for name, (tokens, slots) in self.gate.spare().items():
@@ -186,31 +175,29 @@ class GateService:
     def figures(self) -> pb.Figures:
         return self.counts.figures(self.epoch, self.num_waiting, self.learner)
 
-    def _report(self, message: pb.WorkerReport, now: float) -> None:
-        spec = spec_from(message)
+    def load(self, now: float) -> GateLoad:
+        """What the autoscaler reads."""
+        held = (self.gate.running, self.gate.queue, self.inbox)
+        self._meter.keep(lambda name: any(name in each for each in held))
+        return self._meter.load(self.epoch, self.gate.queue.arrivals(), now)
+
+    def _report(self, message: pb.WorkerReport, tokenizer: str, now: float) -> None:
+        spec = spec_from(message, tokenizer)
         if spec is None:
-            if message.epoch not in self._workers:
-                self._expected.add(message.epoch)  # named, and nothing is known of it yet
+            self.workers.named(message.epoch)
             return
-        self._expected.discard(message.epoch)
         self.gate.add_worker(spec)
-        preempted = message.report.num_preemptions
-        known = self._workers.get(message.epoch)
-        if known is not None:
-            self.counts.preemptions += max(preempted - known.num_preemptions, 0)
-        else:  # an earlier epoch at this address is over
-            same = [e for e, each in self._workers.items() if each.name == spec.name]
-            for epoch in same:
-                del self._workers[epoch]
-        self._workers[message.epoch] = Worker(spec.name, now, preempted)
         report = report_from(message)
+        self.counts.preemptions += self.workers.reported(spec, report.num_preemptions, now)
         self.learner.progress(report.running)
+        self._meter.reported(spec, report.running, report.step_s)
         self.gate.report(spec.name, report, now)
 
     def _ended(self, ended: pb.Ended, now: float) -> None:
         name = ended.request_id
         self._owners.pop(name, None)
         self.learner.ended(name)
+        self._meter.ended(name, ended.generated)
         offered = self.inbox.pop(name)
         if (offered is not None and not offered.is_held) or self.gate.cancel(name, now):
             return
@@ -218,27 +205,42 @@ class GateService:
         self.counts.completed += 1
         self.gate.finished(name, ended.generated, now)
 
+    def _take_offer(self, offered: Offered, text: pb.TextFeatures | None, now: float) -> bool:
+        """A new offer, or the text of an earlier one; whether it is complete and undecided.
+
+        If the queue is empty and the worst case fits, it gets its ticket at once, before its text
+        has arrived; it is held provisionally until it is judged.
+        """
+        name = offered.message.request_id
+        self._owners[name] = offered.ingress
+        if name in self.gate.queue:  # its worker declined it, or is lost: it keeps its prediction
+            self.gate.queue.continues_after(name, offered.message.generated)
+            return text is not None
+        offered = self._admit_provisionally(offered, now)
+        if text is not None:
+            offered = offered.with_text(text, now)
+        elif offered.epoch is None:
+            self._send(offered.ingress).queued.append(name)
+        self.inbox.put(offered)
+        return text is not None and offered.epoch is None
+
     def _admit_provisionally(self, offered: Offered, now: float) -> Offered:
         """With its epoch if it is admitted, on credit or now by a ticket for its worst case."""
         message = offered.message
-        if message.HasField("credit_epoch"):
+        if offered.epoch is None and message.HasField("credit_epoch"):
             offered = replace(offered, epoch=message.credit_epoch)
-        is_late = message.HasField("remaining_s") and message.remaining_s <= 0
-        waits = self.num_waiting or is_late or not self.is_rebuilt(now)
+        waits = self.num_waiting or offered.is_late(now) or not self.workers.are_known(now)
         if offered.epoch is None and waits:
             return offered
         try:
-            request = self._request(message, now)
+            request = self._request(offered)
         except ValueError:
             return offered  # `judge_next` reports what is wrong with it
-        features = message.features
-        limit = features.max_tokens if features.HasField("max_tokens") else None
-        if self.setup.admission == "reserve_max":
-            limit = 0  # all of it is in the prompt
+        # By reserve_max all of it is in the prompt.
+        limit = 0 if self.setup.admission == "reserve_max" else offered.max_tokens
         if offered.epoch is not None:
-            worker = self._workers.get(offered.epoch)
-            name = "" if worker is None else worker.name
-            is_held = self.gate.admit_on_credit(request, limit, name, now)
+            worker = self.workers.name(offered.epoch) or ""
+            is_held = self.gate.admit_on_credit(request, limit, worker, now)
             return replace(offered, is_held=is_held)
         ticket = self.gate.admit(request, limit, now)
         if ticket is None:
@@ -248,31 +250,43 @@ class GateService:
 
     def _offer(self, name: str, offered: Offered, now: float) -> None:
         message = offered.message
-        features = features_from(message.features)
+        features = features_from(message.features, offered.text)
         self.learner.watch(name, features)
         distribution, holding = self._distributions(features)
-        request = self._request(message, offered.came_s)
+        request = self._request(offered)
         if offered.epoch is not None:
-            worker = self._workers.get(offered.epoch)
+            worker = self.workers.name(offered.epoch)
             if worker is not None:
-                self.gate.confirm(request, distribution, worker.name, now, holding=holding)
+                self.gate.confirm(request, distribution, worker, now, holding=holding)
                 self.counts.admitted += 1
+                self._measure_offer(request, features, distribution, now)
             return
         if name in self.gate.running:  # its ingress offers it anew: it runs no more
             self.gate.finished(name, 0, now)
         if self._has_new and len(self.gate.queue) >= self.setup.max_queued:
             self.tick(now)  # the newest waiting request may be admitted by this
         refusal = self.gate.offer(request, distribution, now, holding=holding)
+        if refusal is None or refusal.reason != "never_fits":
+            self._measure_offer(request, features, distribution, now)
         if refusal is not None:
-            self._send_outcome(refusal)
+            self._send_outcome(refusal, now)
         else:
             self._has_new = True
 
-    def _request(self, message: pb.Offer, came_s: float) -> GateRequest:
+    def _measure_offer(
+        self, request: GateRequest, features: Features, length: LengthDistribution, now: float
+    ) -> None:
+        capacity = max((each.spec.capacity for each in self.gate.ledgers.values()), default=0)
+        mark = hash((features, request.prefix))
+        self._meter.offered(request, length.mean, capacity, now, mark)
+
+    def _request(self, offered: Offered) -> GateRequest:
+        message, came_s = offered.message, offered.came_s
+        tokenizer = self._tokenizers.get(offered.ingress, "")
         if self.setup.admission != "reserve_max":
-            return request_from(message, came_s)
+            return request_from(message, came_s, tokenizer)
         sizes = [each.spec.block_size for each in self.gate.ledgers.values()]
-        return reserved_request_from(message, came_s, max(sizes, default=16))
+        return reserved_request_from(message, came_s, max(sizes, default=16), tokenizer)
 
     def _distributions(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         distribution, holding = self.learner.predictor.predict_both(features)
@@ -280,21 +294,14 @@ class GateService:
             holding = LengthDistribution(np.zeros(NUM_BINS + 1), max_tokens=features.max_tokens)
         return distribution, holding
 
-    def _send_outcome(self, outcome: Outcome) -> None:
-        name, counts = outcome.request_id, self.counts
+    def _send_outcome(self, outcome: Outcome, now: float) -> None:
+        name = outcome.request_id
         ingress = self._owners.get(name)
-        if isinstance(outcome, Ticket):
-            counts.admits(outcome)
-            if ingress is not None:
-                self._send(ingress).tickets.add(request_id=name, epoch=outcome.epoch)
-            return
-        self._owners.pop(name, None)
-        self.learner.ended(name)
-        if isinstance(outcome, Expiry):
-            counts.expired += 1
-            if ingress is not None:
-                self._send(ingress).expired.append(name)
-            return
-        counts.refused[outcome.reason] += 1
+        self.counts.note(outcome)
+        if not isinstance(outcome, Ticket):
+            self._owners.pop(name, None)
+            self.learner.ended(name)
+            retry_after_s = outcome.retry_after_s if isinstance(outcome, Refusal) else None
+            self._meter.refused(name, retry_after_s, now)
         if ingress is not None:
-            self._send(ingress).refusals.append(refusal_message(outcome))
+            add_outcome(self._send(ingress), outcome)

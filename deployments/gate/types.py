@@ -5,14 +5,20 @@ Tokens are of KV memory, times in seconds.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate
+from penstock.deployments.options import StateOptions
 from penstock.deployments.prediction.distribution import Floats, Ints, LengthDistribution, stack
+
+# Of requests that wait for as long as any other does. The ingress negates what a client sends, so
+# that a client's lowest priority (MAX_PRIORITY, 100) is this one.
+LOWEST_PRIORITY = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class QueueSettings:
     """Settings of the queue. Charges are in virtual tokens."""
 
     max_waiting: int = 512  # requests
-    max_wait_s: float = 30.0  # then no later request is admitted before it
+    max_wait_s: float = 30.0  # then no later request of its class is admitted before it
     ageing: float = 0.05  # seconds of KV area that a second of waiting is worth
     prompt_charge: float = 1.0  # of a prompt token
     answer_charge: float = 2.0  # of an answer token
@@ -60,6 +66,8 @@ class GateSettings:
     max_backfills: int = 8  # later requests admitted before a first one that does not fit
     longest_wait_s: float = math.inf  # a longer predicted wait is refused at once
     retry_s: tuple[float, float] = (1.0, 60.0)  # bounds of Retry-After
+    may_wake: bool = False  # without a worker, requests wait for one that is started for them
+    start_s: float = 30.0  # that its start takes, until one was seen
     queue: QueueSettings = field(default_factory=QueueSettings)
 
     def level_after(self, wait_s: float) -> float:
@@ -77,7 +85,7 @@ class GateSettings:
             raise ValueError(f"rule must be 'sampled' or 'gaussian', not {self.rule!r}")
         if self.max_choices < 1:
             raise ValueError(f"max_choices must be at least 1, not {self.max_choices}")
-        for name in ("lease_s", "longest_wait_s", "pressed_s"):
+        for name in ("lease_s", "longest_wait_s", "pressed_s", "start_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must exceed 0, not {getattr(self, name)}")
         if self.max_backfills < 0:
@@ -88,17 +96,35 @@ class GateSettings:
 
 @dataclass(frozen=True, slots=True)
 class GateSetup:
-    """The operator's settings of the gate. Small: each ingress passes its own when it connects."""
+    """The operator's settings of the gate. Small: each ingress passes its own when it connects.
+
+    `generation` numbers the deployments of one application. Those of the highest are in force: in
+    an update, ingresses with older settings and ingresses with newer ones share the gate.
+    """
 
     admission: str = "predicted"  # or "reserve_max"
     max_queued: int = 1024
     longest_wait_s: float | None = None
     host: str | None = None  # address that the gate listens on; None: its node's in the cluster
     snapshot_file: str | None = None  # where the predictor's state is kept
+    state: StateOptions | None = None  # and a Redis that keeps it, too
+    snapshot_key: str = "predictor"  # there
+    may_wake: bool = False  # without a worker, requests wait for one that is started for them
+    generation: int = 0  # as Registry.begin numbers it; not a setting
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal settings, whatever their generation."""
+        settings = astuple(replace(self, generation=0))
+        return hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()
 
     def gate_settings(self) -> GateSettings:
         wait_s = float("inf") if self.longest_wait_s is None else self.longest_wait_s
-        return GateSettings(longest_wait_s=wait_s, queue=QueueSettings(max_waiting=self.max_queued))
+        return GateSettings(
+            longest_wait_s=wait_s,
+            queue=QueueSettings(max_waiting=self.max_queued),
+            may_wake=self.may_wake,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +137,9 @@ class GateRequest:
     priority: int = 0  # higher goes first
     deadline: float | None = None  # on the gate's clock; then it is dropped
     ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
-    prefix: tuple[int, ...] = ()  # marks of the prompt's prefix (prefix_affinity.py)
+    prefix: tuple[int, ...] = ()  # marks of the prompt's prefix (forecast/prefix_affinity.py)
+    tokenizer: str = ""  # digest: it goes to workers with this one; empty: to any
+    generated: int = 0  # tokens of its answer that workers which were lost have emitted
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0:
@@ -137,7 +165,7 @@ class Refusal:
     """Refused for now, or for good (`retry_after_s` is None)."""
 
     request_id: str
-    reason: str  # "queue_full", "too_long", "displaced", "never_fits"
+    reason: str  # "queue_full", "too_long", "displaced", "never_fits", "no_worker"
     message: str
     retry_after_s: float | None = None
 
@@ -177,6 +205,7 @@ class WorkerSpec:
     capacity: int  # tokens of KV that fit its pool
     block_size: int = 16  # tokens
     slots: int = 256  # answers at once
+    tokenizer: str = ""  # its digest; empty: unknown
 
     def __post_init__(self) -> None:
         for name in ("capacity", "block_size", "slots"):
@@ -197,6 +226,12 @@ class Demand:
     length: LengthDistribution  # tokens until its memory is free
     uniforms: Floats  # [samples] in [0, 1)
     ceiling: int | None = None  # tokens that a rolling cache never exceeds, prompt included
+    tokenizer: str = ""  # digest of the one that made its token ids; empty: any
+    generated: int = 0  # tokens of its answer that it begins with
+
+    def is_for(self, spec: WorkerSpec) -> bool:
+        """Whether its token ids mean the same to that worker."""
+        return not self.tokenizer or not spec.tokenizer or self.tokenizer == spec.tokenizer
 
     def used(self, generated: int, block_size: int) -> int:
         """Tokens held, at most: the last block may have one token."""
@@ -214,15 +249,14 @@ class Demand:
         return self._capped(self.prompt_tokens + round(self.length.mean))
 
     def remaining(self) -> Ints:
-        """[samples] steps to its end, from its beginning."""
-        return stack([self.length]).sample_remaining(np.zeros(1, np.int64), self.uniforms[None, :])[
-            0
-        ]
+        """[samples] steps to its end, from its beginning: P(L - t | L > t), t tokens generated."""
+        generated = np.array([self.generated], np.int64)
+        return stack([self.length]).sample_remaining(generated, self.uniforms[None, :])[0]
 
     def candidate(self, block_size: int, remaining: Ints | None = None) -> Candidate:
         """For a worker with blocks of this size; `remaining`, if known."""
         return Candidate(
-            used=self.used(0, block_size),
+            used=self.used(self.generated, block_size),
             remaining=self.remaining() if remaining is None else remaining,
             ceiling=UNBOUNDED if self.ceiling is None else self.ceiling,
             longest=self.longest(block_size),
@@ -251,3 +285,4 @@ class Report:
     running: tuple[Running, ...]
     step_s: float  # recent duration of a step
     num_preemptions: int = 0  # since the worker started
+    is_draining: bool = False  # it takes no new request

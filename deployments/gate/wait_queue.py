@@ -2,11 +2,13 @@
 
 1. Class: the priority. A request that has waited longer than `max_wait_s` is in the highest class
    that waits, so that none starves; not above it, or one tenant's burst would go before all others.
+   Requests of LOWEST_PRIORITY, as those of batches, stay in theirs: they wait for as long as others
+   do, and a batch whose time is at risk sends them at another priority.
 2. Within a class, the tenant that was served least: a virtual token counter ("VTC", arXiv
    2401.00588) charged with the predicted length on admission and trued up at the end.
-3. Within a tenant: requests that a worker declined, then overdue ones by arrival, then the earliest
-   deadline, then the smallest predicted KV area with ageing. So deadlines and short answers change
-   the order of a tenant's own requests only.
+3. Within a tenant: requests that a worker declined or lost, then overdue ones by arrival, then the
+   earliest deadline, then the smallest predicted KV area with ageing. So deadlines and short
+   answers change the order of a tenant's own requests only.
 
 Bounded: a full queue refuses new requests, unless another tenant has more than its share of it.
 The caller passes the time.
@@ -17,10 +19,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.deployments.gate.forecast.sampled import Candidate
-from penstock.deployments.gate.types import Demand, QueueSettings
+from penstock.deployments.gate.types import LOWEST_PRIORITY, Demand, QueueSettings
 from penstock.deployments.prediction.distribution import Ints
 
 
@@ -36,7 +38,7 @@ class Waiting:
     expected: float  # tokens of its answer
     area: float  # predicted tokens x seconds of KV, as seconds of all the workers' memory
     deadline: float | None = None  # then it is dropped
-    returned: bool = False  # a worker declined it
+    returned: bool = False  # a worker declined it, or was lost
     num_overtaken: int = 0  # later ones admitted before it while it was the first
     predicted_wait: tuple[float, float] = (0.0, 0.0)  # at arrival: fixed, and by what was ahead
     quoted_wait_s: float = 0.0  # the wait predicted from these
@@ -56,8 +58,14 @@ class Waiting:
             self._candidates[block_size] = self.demand.candidate(block_size, self.remaining)
         return self._candidates[block_size]
 
+    def continues_after(self, generated: int) -> None:
+        """Its futures begin after that many tokens of its answer."""
+        self.demand = replace(self.demand, generated=generated)
+        self.remaining = self.demand.remaining()
+        self._candidates.clear()
+
     def is_overdue(self, now: float, max_wait_s: float) -> bool:
-        """No other request may be admitted before it."""
+        """No other request of its class, or of a lower one, may be admitted before it."""
         return self.returned or now - self.arrived >= max_wait_s
 
 
@@ -113,6 +121,10 @@ class GateQueue:
         self._waiting[entry.request_id] = entry
         self.counters.joins(entry.tenant)
 
+    def continues_after(self, request_id: str, generated: int) -> None:
+        """Workers that were lost have emitted `generated` tokens of a waiting request's answer."""
+        self._waiting[request_id].continues_after(generated)
+
     def remove(self, request_id: str) -> Waiting | None:
         entry = self._waiting.pop(request_id, None)
         if entry is not None:
@@ -120,8 +132,16 @@ class GateQueue:
         return entry
 
     def longest_wait(self, now: float) -> float:
-        """Seconds since the oldest waiting request arrived; 0: none waits."""
-        return now - min((each.arrived for each in self._waiting.values()), default=now)
+        """Seconds since the oldest waiting request arrived; 0: none waits.
+
+        Without those of LOWEST_PRIORITY: no risk is taken for them.
+        """
+        arrived = (e.arrived for e in self._waiting.values() if e.priority > LOWEST_PRIORITY)
+        return now - min(arrived, default=now)
+
+    def arrivals(self) -> dict[str, float]:
+        """When each waiting request arrived, by its id."""
+        return {name: each.arrived for name, each in self._waiting.items()}
 
     def displaced_by(self, tenant: str) -> Waiting | None:
         """Which request leaves a full queue for one of this tenant; None: refuse the new one.
@@ -206,7 +226,8 @@ class GateQueue:
         return max((each.priority for each in self._waiting.values()), default=0)
 
     def _class(self, entry: Waiting, now: float, top: int) -> int:
-        return top if entry.is_overdue(now, self.settings.max_wait_s) else entry.priority
+        rises = entry.priority > LOWEST_PRIORITY
+        return top if rises and entry.is_overdue(now, self.settings.max_wait_s) else entry.priority
 
     def _place(
         self, entry: Waiting, count: float, now: float, top: int
@@ -218,8 +239,9 @@ class GateQueue:
         self, entry: Waiting, now: float, top: int
     ) -> tuple[int, bool, bool, float, float, int]:
         """Within a tenant, smallest first. All age alike, so arrival stands for waiting."""
-        if entry.returned or now - entry.arrived >= self.settings.max_wait_s:
-            return (-top, not entry.returned, False, 0.0, 0.0, entry.number)
+        if entry.is_overdue(now, self.settings.max_wait_s):
+            rank = self._class(entry, now, top)
+            return (-rank, not entry.returned, False, 0.0, 0.0, entry.number)
         if entry._line is None:
             deadline = math.inf if entry.deadline is None else entry.deadline
             aged = entry.area + self.settings.ageing * entry.arrived

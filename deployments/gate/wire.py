@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED
 from penstock.deployments.gate.types import (
+    Expiry,
     GateRequest,
-    Refusal,
+    Outcome,
     Report,
     Running,
+    Ticket,
     Wait,
     WorkerSpec,
 )
@@ -32,18 +34,28 @@ def features_message(features: Features) -> pb.Features:
     return message
 
 
-def features_from(message: pb.Features) -> Features:
-    """Raises ValueError naming the invalid field."""
+def text_message(request_id: str, features: pb.Features) -> pb.TextFeatures:
+    """The text's part of `features`."""
+    return pb.TextFeatures(
+        request_id=request_id, keys=features.text_keys, facts=features.text_facts
+    )
+
+
+def features_from(message: pb.Features, sent_text: pb.TextFeatures | None = None) -> Features:
+    """`sent_text`: of an offer, whose features have none. Raises ValueError naming the invalid
+    field."""
     values = {name: getattr(message, name) for name in _SAME}
     if not message.HasField("max_tokens"):
         values["max_tokens"] = None
     text = None
-    if message.HasField("text_keys"):
+    if sent_text is not None:
+        text = TextDigest(sent_text.keys, tuple(sent_text.facts) or None)
+    elif message.HasField("text_keys"):
         text = TextDigest(message.text_keys, tuple(message.text_facts) or None)
     return Features(**values, text=text)
 
 
-def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
+def spec_from(message: pb.WorkerReport, tokenizer: str = "") -> WorkerSpec | None:
     """The worker of a report; None: its sizes are missing."""
     report = message.report
     if not (report.num_blocks and report.block_size and report.max_num_seqs):
@@ -54,10 +66,11 @@ def spec_from(message: pb.WorkerReport) -> WorkerSpec | None:
         capacity=report.num_blocks * report.block_size,
         block_size=report.block_size,
         slots=report.max_num_seqs,
+        tokenizer=tokenizer,
     )
 
 
-def request_from(message: pb.Offer, came_s: float) -> GateRequest:
+def request_from(message: pb.Offer, came_s: float, tokenizer: str = "") -> GateRequest:
     """The request of an offer that arrived at `came_s`. Raises ValueError for an invalid one."""
     deadline = came_s + message.remaining_s if message.HasField("remaining_s") else None
     return GateRequest(
@@ -68,12 +81,16 @@ def request_from(message: pb.Offer, came_s: float) -> GateRequest:
         deadline,
         message.ceiling or None,
         tuple(message.prefix),
+        tokenizer,
+        message.generated,
     )
 
 
-def reserved_request_from(message: pb.Offer, came_s: float, block_size: int) -> GateRequest:
+def reserved_request_from(
+    message: pb.Offer, came_s: float, block_size: int, tokenizer: str = ""
+) -> GateRequest:
     """The same for `reserve_max`: all tokens that it may need count as its prompt."""
-    features, request = message.features, request_from(message, came_s)
+    features, request = message.features, request_from(message, came_s, tokenizer)
     longest = features.max_tokens if features.HasField("max_tokens") else MAX_LENGTH
     whole = min(request.prompt_tokens + longest, request.ceiling or UNBOUNDED)
     reserved = -(-whole // block_size) * block_size
@@ -92,16 +109,24 @@ def report_from(message: pb.WorkerReport) -> Report:
         ),
         report.step_s,
         report.num_preemptions,
+        report.is_draining,
     )
 
 
-def refusal_message(refusal: Refusal) -> pb.Refusal:
-    return pb.Refusal(
-        request_id=refusal.request_id,
-        reason=refusal.reason,
-        message=refusal.message,
-        retry_after_s=refusal.retry_after_s,
-    )
+def add_outcome(message: pb.ToIngress, outcome: Outcome) -> None:
+    """Add the decision to what is sent to the ingress of its request."""
+    name = outcome.request_id
+    if isinstance(outcome, Ticket):
+        message.tickets.add(request_id=name, epoch=outcome.epoch)
+    elif isinstance(outcome, Expiry):
+        message.expired.append(name)
+    else:
+        message.refusals.add(
+            request_id=name,
+            reason=outcome.reason,
+            message=outcome.message,
+            retry_after_s=outcome.retry_after_s,
+        )
 
 
 def wait_message(wait: Wait) -> pb.Wait:
@@ -122,8 +147,10 @@ TOKEN_KEY = "penstock-gate-token"
 
 @dataclass(frozen=True, slots=True)
 class GateAddress:
-    """Where the gate listens until its next restart, and the token to show."""
+    """Where the gate listens until its next restart, the token to show, and what is in force."""
 
     address: str
     token: str
     pid: int
+    generation: int = 0  # of its settings
+    digest: str = ""  # of its settings (GateSetup.digest)

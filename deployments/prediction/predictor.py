@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -22,7 +22,6 @@ from penstock.deployments.prediction.conformal import (
     LEVELS,
     adapted,
     calibrate,
-    fresh_levels,
     surprise,
 )
 from penstock.deployments.prediction.distribution import (
@@ -39,14 +38,17 @@ from penstock.deployments.prediction.hazards import (
     exposure,
     length_prior,
 )
-from penstock.deployments.prediction.residual import LengthResidual, Row
+from penstock.deployments.prediction.mixture import (
+    MEMORY,
+    Steps,
+    Trust,
+    gradient_of_mixture,
+    log_likelihood,
+)
+from penstock.deployments.prediction.residual import LengthResidual
 
-MEMORY = 0.998  # of the evidence for the residual: about the last 500 requests of a model
 MAX_MODELS = 256
 GROUPS = ("all", "model", "tenant", "template")
-# What the mixture weighs: the groups alone, those by the prompt's size, and both with the text.
-EXPERTS = ("groups", "size", "groups+text", "size+text")
-_NO_TEXT = 2  # the first experts do not use the residual
 
 
 class Ended(StrEnum):
@@ -92,39 +94,6 @@ class Watch:
 
     def is_costly(self, generated: int) -> bool:
         return generated > max(Watch.LEARN_FROM, Watch.LEARN_GROWTH * self.learnt)
-
-
-@dataclass(slots=True)
-class Trust:
-    """Weights of the experts and calibration levels, of one model."""
-
-    # Log-likelihood of each of EXPERTS above that of the first, fading.
-    evidence: Floats = field(default_factory=lambda: np.zeros(len(EXPERTS)))
-    levels: Floats = field(default_factory=fresh_levels)
-
-    @property
-    def log_weights(self) -> Floats:
-        """[experts] of the mixture."""
-        return self.evidence - np.logaddexp.reduce(self.evidence)
-
-    @property
-    def text_weight(self) -> float:
-        return float(np.exp(self.log_weights[_NO_TEXT:]).sum())
-
-    @property
-    def size_weight(self) -> float:
-        return float(np.exp(self.log_weights[1::2]).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """The steps of one prediction."""
-
-    row: Row
-    shift: float
-    hazards: Floats  # [experts, bins], in the order of EXPERTS
-    trust: Trust
-    cumulative: Floats  # [bins + 1] mixed and calibrated
 
 
 class LengthPredictor:
@@ -236,7 +205,7 @@ class LengthPredictor:
             p90=p90,
         )
 
-    def _steps(self, features: Features) -> _Steps:
+    def _steps(self, features: Features) -> Steps:
         counted = self.ends.hazards_and_finer(features.path(), features.size_group())
         digest = features.text
         hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
@@ -249,7 +218,7 @@ class LengthPredictor:
         alive = trust.log_weights[:, None] - cumulative_hazard(hazards)
         mixed = -np.logaddexp.reduce(alive, axis=0)
         mixed[0] = 0.0
-        return _Steps(row, shift, hazards, trust, calibrate(mixed, trust.levels))
+        return Steps(row, shift, hazards, trust, calibrate(mixed, trust.levels))
 
     def _trust_of(self, model: str) -> Trust:
         if model not in self.models:
@@ -277,13 +246,13 @@ class LengthPredictor:
             is_end=ended is Ended.STOP,
             is_cut=ended is Ended.LENGTH,
         )
-        likelihood = _log_likelihood(steps.hazards, seen)
+        likelihood = log_likelihood(steps.hazards, seen)
         for trust in (own, self.everyone):
             trust.levels = adapted(trust.levels, moves)
             # Exponential weights: log-likelihood of this answer relative to the groups alone.
             kept = 1.0 if ended is None else MEMORY
             trust.evidence = kept * trust.evidence + (likelihood - likelihood[0])
-        gradient = _gradient_of_mixture(steps, seen)
+        gradient = gradient_of_mixture(steps, seen)
         self.residual.learn(steps.row, gradient, is_new=ended is not None)
 
 
@@ -299,23 +268,3 @@ def _ended(ended: Ended | str) -> Ended:
     except ValueError:
         names = ", ".join(Ended)
         raise ValueError(f"ended must be one of {names}, not {ended!r}") from None
-
-
-def _log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
-    """[experts, bins] -> [experts] ln P of what was seen: ln(1 - h) survived, ln h at the end."""
-    if seen.event is None:
-        return np.log1p(-hazards) @ seen.at_risk
-    before = np.log1p(-hazards[:, : seen.event]) @ seen.at_risk[: seen.event]
-    return before + np.log(hazards[:, seen.event])
-
-
-def _gradient(hazards: Floats, seen: Exposure) -> Floats:
-    """[experts, bins] -> [experts] d(-ln P) / d(shift of all logits): expected minus seen ends."""
-    return hazards @ seen.at_risk - float(seen.event is not None)
-
-
-def _gradient_of_mixture(steps: _Steps, seen: Exposure) -> float:
-    """The gradient with the weights of the counts, whatever the residual's own weight is."""
-    weights = np.exp(steps.trust.log_weights)
-    by_count = weights[:_NO_TEXT] + weights[_NO_TEXT:]
-    return float(by_count @ _gradient(steps.hazards[_NO_TEXT:], seen))

@@ -14,7 +14,8 @@ import numpy as np
 from penstock.deployments.prediction.conformal import LEVELS
 from penstock.deployments.prediction.distribution import KNOTS, NUM_BINS, Floats
 from penstock.deployments.prediction.hazards import Counts, HazardTree
-from penstock.deployments.prediction.predictor import EXPERTS, LengthPredictor, Trust
+from penstock.deployments.prediction.mixture import EXPERTS, Trust
+from penstock.deployments.prediction.predictor import LengthPredictor
 
 VERSION = 1
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, OSError, EOFError)

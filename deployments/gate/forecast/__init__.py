@@ -1,5 +1,5 @@
-"""How much KV memory the answers of one worker will need at their peak. Pure arithmetic.
+"""What the gate predicts: a worker's memory at its peak, cached prefixes, start times, Retry-After.
 
-Imported by gate/ledger.py and the types around it; imports nothing of the gate.
+Imported by the files of gate/, and by ingress/ for prefixes; imports nothing of the gate.
 Begin with sampled.py, the rule that serves; gaussian.py is the same rule for thousands of workers.
 """

@@ -135,13 +135,13 @@ class World:
 
 def held_by(gate, now):
     """(used, futures, ceiling) of all on each worker, one sample at a time."""
-    books = {}
+    held = {}
     for name, ledger in gate.ledgers.items():
-        books[name] = [
+        held[name] = [
             future_of(each.demand, int(count), ledger.spec.block_size)
             for each, count in zip(ledger._held.values(), ledger.generated(now))
         ]
-    return books
+    return held
 
 
 def future_of(demand, generated, block_size):
@@ -161,12 +161,12 @@ def walked_all(answers):
     return peaks.tolist()
 
 
-def check_tickets(gate, books, tickets, level):
+def check_tickets(gate, held, tickets, level):
     """Each ticket by the rule: the quantile of walked peaks is within the limit, or it is alone."""
     for ticket in tickets:
         ledger = gate.ledgers[ticket.worker]
         demand = gate.running[ticket.request_id].entry.demand
-        there = books[ticket.worker]
+        there = held[ticket.worker]
         new = future_of(demand, 0, ledger.spec.block_size)
         assert demand.longest(ledger.spec.block_size) <= ledger.spec.capacity
         assert len(there) < ledger.spec.slots
@@ -200,17 +200,17 @@ def drive(seed, seconds=40):
 
 
 def gate_tick(gate, now):
-    books = held_by(gate, now)
+    held = held_by(gate, now)
     for name, ledger in gate.ledgers.items():
         # Leases that run out now are not seen by the rule any more.
         keep = [
             not (e.lease_until is not None and e.lease_until <= now) for e in ledger._held.values()
         ]
-        books[name] = [each for each, kept in zip(books[name], keep) if kept]
+        held[name] = [each for each, kept in zip(held[name], keep) if kept]
     came = [e.arrived for e in gate.queue._waiting.values() if (e.deadline or math.inf) > now]
     level = gate.settings.level_after(now - min(came, default=now))
     outcomes = gate.tick(now)
-    check_tickets(gate, books, [each for each in outcomes if isinstance(each, Ticket)], level)
+    check_tickets(gate, held, [each for each in outcomes if isinstance(each, Ticket)], level)
     return outcomes
 
 
@@ -253,7 +253,7 @@ def test_the_same_again_under_the_same_seed():
     st.tuples(st.integers(30, 60), st.integers(1, 20)),
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=12),
 )
-def test_those_that_pass_do_not_delay_the_first(there, first, others):
+def test_backfilled_requests_do_not_delay_the_first(there, first, others):
     """With known lengths the first goes in no later than was foretold before anybody passed."""
     gate = gate_with(90)
     lives = {}
@@ -298,7 +298,7 @@ def listed(lives, now):
     )
 
 
-def test_small_ones_pass_a_big_one_but_not_for_ever():
+def test_small_requests_overtake_a_large_one_but_not_for_ever():
     gate = gate_with(100, max_backfills=3)
     gate.offer(ask("old", 50), certain(40), 0.0)
     assert [t.request_id for t in gate.tick(0.0)] == ["old"]
@@ -320,7 +320,7 @@ def test_small_ones_pass_a_big_one_but_not_for_ever():
     assert gate.tick(2.0)[0].request_id == "big"
 
 
-def test_nobody_passes_the_overdue():
+def test_no_request_overtakes_an_overdue_one():
     gate = gate_with(100, queue={"max_wait_s": 5.0})
     gate.offer(ask("old", 50), certain(40), 0.0)
     gate.tick(0.0)
@@ -332,7 +332,7 @@ def test_nobody_passes_the_overdue():
     assert gate.tick(5.0) == []
 
 
-def test_with_somebody_waiting_more_is_risked():
+def test_while_a_request_waits_more_is_risked():
     """In tenths: rooms are made anew for each level."""
     settings = GateSettings(level=0.9, pressed_level=0.6, pressed_s=10.0)
     waits = (0.0, 0.9, 1.0, 5.5, 10.0, 99.0)
@@ -405,22 +405,22 @@ def test_a_flood_leaves_other_tenants_their_share():
 def test_retry_after_rises_with_the_queue():
     gate = gate_with(200, longest_wait_s=0.5)
     patient = gate_with(200, queue={"max_waiting": 10_000})
-    gate.queue = patient.queue
-    asked = []
+    gate.queue = gate._admission.queue = patient.queue
+    quoted_s = []
     number = 0
     for _ in range(30):
         refusal = gate.offer(ask("probe", 20), distribution(40), 0.0)
         if refusal is None:
-            assert not asked  # once too long, always too long
+            assert not quoted_s  # once too long, always too long
             gate.cancel("probe", 0.0)
         else:
             assert refusal.reason == "too_long" and "the predicted wait is" in refusal.message
-            asked.append(refusal.retry_after_s)
+            quoted_s.append(refusal.retry_after_s)
         for _ in range(20):  # others are let in by a more patient gate
             number += 1
             patient.offer(ask(f"x{number}", 20), distribution(40), 0.0)
-    assert len(asked) > 15 and asked == sorted(asked) and asked[0] > 0.0
-    assert asked[-1] > 3 * asked[0]
+    assert len(quoted_s) > 15 and quoted_s == sorted(quoted_s) and quoted_s[0] > 0.0
+    assert quoted_s[-1] > 3 * quoted_s[0]
 
 
 def test_never_fits():
@@ -506,7 +506,7 @@ def test_what_was_charged_is_trued_up():
 def test_a_new_gate_learns_from_reports_what_runs():
     gate = gate_with(100)
     gate.report("w0", Report(1, 7, (Running("x", 5, 60, 10),), 1.0), 0.0)
-    gate.report("nobody", Report(1, 1, (), 1.0), 0.0)
+    gate.report("unknown", Report(1, 1, (), 1.0), 0.0)
     with pytest.raises(ValueError, match="'x' is already waiting or running"):
         gate.offer(ask("x"), certain(10), 0.0)
     gate.offer(ask("a", 30), certain(10), 0.0)
@@ -515,7 +515,7 @@ def test_a_new_gate_learns_from_reports_what_runs():
     assert [t.request_id for t in gate.tick(1.0)] == ["a"]
 
 
-def test_with_room_whatever_happens_one_comes_in_unseen():
+def test_with_room_for_the_worst_case_a_request_is_admitted_provisionally():
     gate = gate_with(100)
     assert gate.admit(ask("long", 10), 91, 0.0) is None  # it fits nowhere at its longest
     assert gate.admit(ask("a", 10), 39, 0.0).worker == "w0"
@@ -531,7 +531,7 @@ def test_with_room_whatever_happens_one_comes_in_unseen():
     assert gate.admit(ask("c", 1), 1, 0.3) is None  # no request overtakes one that waits
 
 
-def test_one_that_came_in_unseen_ends_like_others():
+def test_a_provisionally_admitted_request_ends_like_others():
     gate = gate_with(100)
     for end in ("completed", "declined", "lease", "worker"):
         assert gate.admit(ask(end, 10), 40, 0.0) is not None
@@ -550,7 +550,7 @@ def test_one_that_came_in_unseen_ends_like_others():
         assert end not in gate.running and gate.spare()["w0"] == (100, 64)
 
 
-def test_the_books_hear_of_one_with_a_pass_before_its_law():
+def test_a_request_on_credit_is_in_the_ledger_before_its_distribution():
     gate = gate_with(100)
     assert gate.admit_on_credit(ask("a", 10), 40, "w0", 0.0)
     assert gate.spare()["w0"][0] == 100 - 51

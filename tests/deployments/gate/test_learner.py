@@ -6,12 +6,13 @@ import asyncio
 
 import numpy as np
 
-from penstock.deployments.gate import predictor_file, server
+from penstock.deployments.gate import server
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.service import GateService
 from penstock.deployments.gate.types import GateSetup, Running
-from penstock.deployments.gate.wire import features_message
+from penstock.deployments.gate.wire import features_message, text_message
+from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.deployments.prediction.text_digest import digest_text
@@ -69,14 +70,22 @@ def test_reports_of_workers_reach_the_predictor():
     service.ingress_joined("i")
     report = pb.WorkerReport(address="w", epoch=7)
     report.report.num_blocks, report.report.block_size, report.report.max_num_seqs = 500, 16, 8
-    offer = pb.Offer(request_id="a", features=features_message(FEATURES), credit_epoch=7)
+    features = features_message(FEATURES)
+    text = text_message("a", features)
+    features.ClearField("text_keys")
+    features.ClearField("text_facts")
+    offer = pb.Offer(request_id="a", features=features, credit_epoch=7)
     service.receive("i", pb.FromIngress(number=1, reports=[report], offers=[offer]), 0.0)
+    assert not service.judge_next(0.0)  # its text is not there
+    service.receive("i", pb.FromIngress(number=2, texts=[text]), 0.0)
+    assert service.learner._running == {}
     assert service.judge_next(0.0) and not service.learner.learn()
+    assert service.learner._running["a"].features == FEATURES
     report.report.sequence, report.report.step_s = 1, 0.01
     for column, value in [("request_ids", "a"), ("generated", 200), ("prompt_tokens", 9)]:
         getattr(report.report, column).append(value)
     report.report.max_tokens.append(4000)
-    service.receive("i", pb.FromIngress(number=2, reports=[report]), 1.0)
+    service.receive("i", pb.FromIngress(number=3, reports=[report]), 1.0)
     assert service.learner.learn() and at_risk(service.learner) > 10  # bins up to 199 tokens
     service.ingress_left("i")
     assert not service.learner._running

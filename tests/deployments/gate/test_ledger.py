@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -82,7 +84,7 @@ def test_progress_is_reckoned_between_reports():
     assert ledger.generated(1.0).tolist() == [50] and (forecast(ledger, 1.0).remaining == 1).all()
 
 
-def test_reports_correct_the_book():
+def test_reports_correct_the_ledger():
     ledger = make_ledger()
     for name in ("a", "b", "c"):
         ledger.lease(demand(name), until=2.0)
@@ -108,7 +110,7 @@ def test_what_ended_does_not_come_back_with_a_late_report():
     assert [each.request_id for each in ledger.unknown(report(2, ("a", 8)))] == ["a"]
 
 
-def test_a_book_that_was_lost_is_rebuilt_from_a_report():
+def test_a_ledger_that_was_lost_is_rebuilt_from_a_report():
     ledger = make_ledger()
     heard = report(4, ("x", 20), ("y", 0))
     names = [each.request_id for each in ledger.unknown(heard)]
@@ -145,6 +147,6 @@ def test_headroom_follows_preemptions():
 
 @pytest.mark.parametrize("name", ["capacity", "block_size", "slots"])
 def test_a_worker_has_something(name):
-    values = {"capacity": 10, "block_size": 1, "slots": 1, name: 0}
+    values: dict[str, Any] = {"capacity": 10, "block_size": 1, "slots": 1, name: 0}
     with pytest.raises(ValueError, match=name):
         WorkerSpec("w", 1, **values)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,17 +16,19 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.deployments.client import AsyncClient
-from penstock.deployments.cluster import Cluster
+from penstock.deployments.cluster import PREDICTOR_FILE, Cluster
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.gate.actor import end_gate
+from penstock.deployments.prediction.predictor import LengthPredictor
+from penstock.deployments.prediction.snapshot import restore
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import is_running
 from penstock.workers.config import EngineConfig
+from tests.deployments.clusters import await_view, generate, running
 from tests.deployments.ports import free_port
-from tests.deployments.test_cluster import await_view, generate
 
 # 40 blocks: 640 tokens on each worker, so that some must wait.
 ENGINE = EngineConfig(weights="fp32", device="cpu", num_blocks=40, max_num_seqs=16, threads=1)
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class House:
@@ -44,14 +47,18 @@ class House:
                 assert time.monotonic() < deadline_s, "the gate does not come back"
                 time.sleep(0.1)
 
+    def snapshot_file(self) -> Path:
+        assert self.cluster._folder is not None
+        return Path(self.cluster._folder) / PREDICTOR_FILE
+
     def status(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/v1/penstock/queue", timeout=30).json()
 
     def await_gate(self, within_s: float = 60) -> None:
         """Until the ingress is connected with it, and it knows both workers."""
         deadline_s = time.monotonic() + within_s
-        while len((told := self.status())["workers"]) < 2 or told["breaker"] != "closed":
-            assert time.monotonic() < deadline_s, told
+        while len((status := self.status())["workers"]) < 2 or status["breaker"] != "closed":
+            assert time.monotonic() < deadline_s, status
             time.sleep(0.1)
 
 
@@ -67,24 +74,12 @@ def house() -> Iterator[House]:
         gate_answer_ms=1000.0,  # on a machine that is busy with other tests
         drain_s=2.0,
     )
-    cluster, pid = Cluster(config), 0
-    try:
-        cluster.start_ray()
-        cluster.deploy()
-        cluster.wait_until_up(lambda _: None)
+    with running(config) as cluster:
         made = House(cluster, config)
         made.await_gate()
         yield made
         pid = made.pid()
-    finally:
-        cluster.stop()
     assert not is_running(pid)
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
 
 
 async def answers(house: House, count: int, max_tokens: int, meanwhile: Any = None) -> list[Any]:
@@ -115,18 +110,18 @@ def test_a_killed_gate_loses_nothing_and_comes_back(house, run):
     assert seen["num_waiting"] >= 1  # some of them waited at the gate that was killed
     assert house.pid() != before
     house.await_gate()
-    asked = house.status()["num_asked"] + house.status()["num_passed"]
+    num_before = house.status()["num_asked"] + house.status()["num_passed"]
     again = run(answers(house, 4, 20))
     assert [(len(ids), error) for ids, error in again] == [(20, None)] * 4
     now = house.status()
-    assert now["num_asked"] + now["num_passed"] >= asked + 4  # by the gate again
+    assert now["num_asked"] + now["num_passed"] >= num_before + 4  # by the gate again
     deadline_s = time.monotonic() + 20
     while house.status()["num_learnt"] < 4:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
 
 
-def test_a_gate_that_stands_still_holds_nobody_up(house, run):
+def test_a_gate_that_hangs_holds_no_request_up(house, run):
     house.await_gate()
     pid = house.pid()
     os.kill(pid, signal.SIGSTOP)
@@ -134,11 +129,11 @@ def test_a_gate_that_stands_still_holds_nobody_up(house, run):
         began_s = time.monotonic()
         got = run(answers(house, 12, 40))
         took_s = time.monotonic() - began_s
-        told = house.status()
+        status = house.status()
     finally:
         os.kill(pid, signal.SIGCONT)
     assert [(len(ids), error) for ids, error in got] == [(40, None)] * 12
-    assert told["num_fallback"] >= 1 or told["num_passed"] >= 12
+    assert status["num_fallback"] >= 1 or status["num_passed"] >= 12
     assert took_s < 60
     house.await_gate()
 
@@ -150,12 +145,32 @@ def test_waiting_requests_are_listed_with_their_reasons(house, run):
 
     def look() -> None:
         deadline_s = time.monotonic() + 10
-        while not (told := house.status())["waiting"] and time.monotonic() < deadline_s:
+        while not (status := house.status())["waiting"] and time.monotonic() < deadline_s:
             pass
-        seen.append(told)
+        seen.append(status)
 
     run(answers(house, 24, 150, look))
     waiting = seen[0]["waiting"]
     assert waiting and waiting[0]["reason"] in ("memory", "slots", "behind")
     assert waiting[0]["expected_s"] >= 0
     assert seen[0]["gate"] is True
+
+
+def test_a_gate_that_is_ended_has_saved_what_it_learnt(house, run):
+    house.await_gate()
+    num_before = house.status()["num_learnt"]
+    run(answers(house, 4, 20))
+    deadline_s = time.monotonic() + 20
+    while house.status()["num_learnt"] < num_before + 4:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    pid = house.pid()
+    file = house.snapshot_file()
+    file.unlink(missing_ok=True)
+    end_gate(house.config.app_name)
+    learnt = restore(file.read_bytes())
+    assert learnt.cancels.groups.keys() > LengthPredictor().cancels.groups.keys()
+    while is_running(pid):
+        assert time.monotonic() < deadline_s + 20
+        time.sleep(0.1)
+    house.await_gate()  # of a cluster that goes on, the ingress makes another one

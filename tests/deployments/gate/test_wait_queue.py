@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.gate.types import Demand, QueueSettings
+from penstock.deployments.gate.types import LOWEST_PRIORITY, Demand, QueueSettings
 from penstock.deployments.gate.wait_queue import GateQueue, TenantCounters, Waiting
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.hazards import length_prior
@@ -36,7 +36,7 @@ def queue_of(entries, **changes):
 entry = st.fixed_dictionaries(
     {
         "tenant": st.sampled_from("abc"),
-        "priority": st.integers(0, 2),
+        "priority": st.sampled_from([LOWEST_PRIORITY, 0, 1, 2]),
         "arrived": st.integers(0, 60).map(float),
         "area": st.integers(0, 5).map(float),
         "expected": st.integers(1, 40).map(float),
@@ -59,7 +59,7 @@ def naive_order(queue, entries, now):
         return e.returned or now - e.arrived >= MAX_WAIT_S
 
     def rank(e):
-        return top if overdue(e) else e.priority
+        return top if overdue(e) and e.priority > LOWEST_PRIORITY else e.priority
 
     while left:
         tenants = []
@@ -149,7 +149,7 @@ def test_idle_tenants_are_forgotten_in_the_end(monkeypatch):
 @settings(max_examples=200, deadline=None)
 @given(entries, entry)
 def test_more_in_the_queue_is_never_less_ahead(entries, row):
-    """The area ahead of a request does not shrink, whichever requests are added or asked about."""
+    """The area ahead of a request does not shrink, whichever requests are added or queried."""
     row = {**row, "returned": False, "arrived": 60.0}
     newcomer = waiting(99, **row)
     queue = queue_of([])
@@ -205,3 +205,22 @@ def test_expired():
 def test_bad_settings(changes, named):
     with pytest.raises(ValueError, match=named):
         QueueSettings(**changes)
+
+
+def test_requests_of_a_batch_do_not_rise_however_long_they_wait():
+    batch = [waiting(i, "batch", priority=LOWEST_PRIORITY, arrived=0.0) for i in range(3)]
+    batch.append(waiting(3, "batch", priority=LOWEST_PRIORITY, returned=True))
+    queue = queue_of([*batch, waiting(4, arrived=9000.0), waiting(5, priority=-99, arrived=0.0)])
+    order = [each.number for each in queue.order(9001.0)]
+    assert order == [5, 4, 3, 0, 1, 2]
+    assert queue.area_ahead(waiting(6, "new", arrived=9001.0), 9001.0) == 2.0
+    for each in (4, 5):
+        queue.remove(f"r{each}")
+    assert [each.number for each in queue.order(9001.0)] == [3, 0, 1, 2]
+
+
+def test_no_risk_is_taken_for_requests_of_a_batch():
+    queue = queue_of([waiting(0, priority=LOWEST_PRIORITY, arrived=0.0), waiting(1, arrived=50.0)])
+    assert queue.longest_wait(60.0) == 10.0
+    queue.remove("r1")
+    assert queue.longest_wait(60.0) == 0.0

@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-import torch
 from google.rpc import error_details_pb2, status_pb2
 
 from penstock.deployments.gate.ledger import Ledger
@@ -33,14 +32,12 @@ from penstock.workers.channel.server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
-from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from tests.deployments.serving import ScriptedBackend, Serving
 
 # 40 blocks of 16: room for two of the longest answers below, by the rule of reserve_max.
 ENGINE = EngineConfig(weights="fp32", device="cpu", num_blocks=40, max_num_seqs=16, threads=1)
 SETUP = GateSetup(host="127.0.0.1")
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class Node:
@@ -99,18 +96,6 @@ async def house(
         await gate.close()
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.set_num_threads(1)
-    return load_model("builtin", weights="fp32", progress=False)
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
 @pytest.fixture
 def node(model: Any) -> Iterator[Node]:
     made = Node(model)
@@ -134,17 +119,17 @@ def request(
     return AdmissionRequest(made, features=features, **rest)
 
 
-async def collect(pool: WorkerPool, asked: AdmissionRequest) -> tuple[list[int], Delta]:
+async def collect(pool: WorkerPool, submitted: AdmissionRequest) -> tuple[list[int], Delta]:
     ids: list[int] = []
-    async for delta in pool.generate(asked):
+    async for delta in pool.generate(submitted):
         ids += delta.token_ids
         last = delta
     return ids, last
 
 
-def alone(model: Any, asked: AdmissionRequest) -> list[int]:
+def alone(model: Any, submitted: AdmissionRequest) -> list[int]:
     engine = Engine(ENGINE, model)
-    engine.add(asked.request)
+    engine.add(submitted.request)
     ids: list[int] = []
     while engine.has_work():
         for delta in engine.step():
@@ -152,13 +137,13 @@ def alone(model: Any, asked: AdmissionRequest) -> list[int]:
     return ids
 
 
-def test_more_than_fit_wait_at_the_gate_and_nobody_is_preempted(model, node, run):
+def test_more_than_fit_wait_at_the_gate_and_none_is_preempted(model, node, run):
     """12 answers of 200 tokens, of which three fit: with all at once the engine would preempt."""
-    asked = [request(n, max_tokens=200) for n in range(12)]
+    submitted = [request(n, max_tokens=200) for n in range(12)]
 
     async def scenario():
         async with house(node, setup=GateSetup(host="127.0.0.1", admission="reserve_max")) as made:
-            running = [asyncio.ensure_future(collect(made.pool, each)) for each in asked]
+            running = [asyncio.ensure_future(collect(made.pool, each)) for each in submitted]
             most, waited = 0, 0
             while not all(each.done() for each in running):
                 most = max(most, node.thread.stats().num_running)
@@ -168,7 +153,7 @@ def test_more_than_fit_wait_at_the_gate_and_nobody_is_preempted(model, node, run
 
     answers, most, waited, client = run(scenario())
     assert all(last.finish_reason is FinishReason.LENGTH for _, last in answers)
-    for each, (ids, _) in zip(asked[-2:], answers[-2:]):  # who waited longest
+    for each, (ids, _) in zip(submitted[-2:], answers[-2:]):  # who waited longest
         assert ids == alone(model, each)
     assert most <= 3
     assert waited >= 8
@@ -176,7 +161,7 @@ def test_more_than_fit_wait_at_the_gate_and_nobody_is_preempted(model, node, run
     assert client.num_fallback == 0
 
 
-def test_with_room_nobody_waits_for_the_gate(node, run):
+def test_with_room_no_request_waits_for_the_gate(node, run):
     async def scenario():
         async with house(node) as made:
             for n in range(5):
@@ -293,7 +278,7 @@ def test_a_worker_without_room_sends_a_request_back_to_the_head(model, node, run
 
 
 @pytest.mark.parametrize("where", ["tick", "judge_next", "receive"])
-def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, caplog, where):
+def test_a_fault_in_the_ledger_rebuilds_it_and_loses_no_request(model, node, run, caplog, where):
     async def scenario():
         async with house(node) as made:
             made.client._credits = NoCredits()  # every request asks the gate
@@ -305,12 +290,12 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
                 raise KeyError("a fault that a test made")
 
             setattr(broken, where, fault)
-            asked = [request(n, max_tokens=8) for n in range(1, 5)]
-            answers = await asyncio.gather(*(collect(made.pool, each) for each in asked))
+            submitted = [request(n, max_tokens=8) for n in range(1, 5)]
+            answers = await asyncio.gather(*(collect(made.pool, each) for each in submitted))
             async with asyncio.timeout(20):
                 while made.gate.service is broken:
                     await asyncio.sleep(0.01)
-                while not made.client.is_connected or not made.gate.service._workers:
+                while not made.client.is_connected or not made.gate.service.workers:
                     await asyncio.sleep(0.01)
             new = made.gate.service
             assert new is not broken and new.learner.predictor is predictor
@@ -321,11 +306,11 @@ def test_a_fault_in_the_books_opens_new_ones_and_loses_nobody(model, node, run, 
                 while new.counts.admitted == 0:
                     await asyncio.sleep(0.01)
             assert new.counts.admitted >= 1
-            return [*zip(asked, answers), (later, answer)]
+            return [*zip(submitted, answers), (later, answer)]
 
-    for asked, (ids, last) in run(scenario()):
+    for submitted, (ids, last) in run(scenario()):
         assert last.finish_reason is FinishReason.LENGTH, last
-        assert ids == alone(model, asked)
+        assert ids == alone(model, submitted)
     assert "gate state is inconsistent" in caplog.text and "a fault that a test made" in caplog.text
 
 
@@ -349,7 +334,7 @@ def test_a_gate_that_stands_still_is_gone_past(node, run):
     took_s, client = run(scenario())
     assert client.num_fallback == 5
     assert client.breaker.num_opened == 1
-    assert client.num_asked == 3  # then the breaker is open, and the gate is not asked
+    assert client.num_asked == 3  # then the breaker is open, and no offer is sent
 
 
 def test_the_noisy_tenant_gets_no_more_than_the_quiet_ones(node, run):
@@ -364,8 +349,8 @@ def test_the_noisy_tenant_gets_no_more_than_the_quiet_ones(node, run):
     async def scenario():
         setup = GateSetup(host="127.0.0.1", admission="reserve_max")
         async with house(node, setup=setup) as made:
-            asked = [("noisy", 54)] + [(each, 6) for each in quiet]
-            order = [tenant for tenant, count in asked for _ in range(count)]
+            loads = [("noisy", 54)] + [(each, 6) for each in quiet]
+            order = [tenant for tenant, count in loads for _ in range(count)]
             random.Random(0).shuffle(order)
             tasks = [
                 asyncio.ensure_future(one(made.pool, number, tenant))
@@ -385,7 +370,7 @@ def test_the_noisy_tenant_gets_no_more_than_the_quiet_ones(node, run):
     assert jain >= 0.95, tokens
 
 
-def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
+def test_a_new_gate_learns_what_runs_before_it_admits_a_request(node, run):
     async def scenario():
         async with house(node) as made:
             long = asyncio.ensure_future(collect(made.pool, request(0, max_tokens=600)))
@@ -394,8 +379,7 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
                     await asyncio.sleep(0.01)
             old = made.gate.service
             old.learner.predictor.observe(request(1).features, 7, "stop")
-            made.gate.setup = GateSetup(host="127.0.0.1", max_queued=7)
-            await made.gate.where(made.gate.setup)  # begins anew
+            made.gate._rebuild(old.setup)  # as after a restart
             new = made.gate.service
             async with asyncio.timeout(10):
                 while not new.gate.ledgers or not made.client.is_connected:
@@ -408,7 +392,7 @@ def test_a_new_gate_hears_what_runs_before_it_lets_anybody_in(node, run):
     assert run(scenario()) == (True, [1], True)
 
 
-def test_a_refusal_says_when_to_come_again(run):
+def test_a_refusal_has_a_retry_after(run):
     refusal = ServiceError("over_share", "there are others", retry_after_s=7.2)
     with Serving(ScriptedBackend(refusal)) as made:
         body = {"prompt": "x", "max_tokens": 1}

@@ -71,7 +71,7 @@ def test_bins_cover_all_lengths():
 
 @settings(max_examples=80, deadline=None)
 @given(cases())
-def test_law_equals_written_out_probabilities(case):
+def test_distribution_equals_written_out_probabilities(case):
     distribution = law_of(*case)
     lengths, p = brute_law(*case)
     assert distribution.mean == pytest.approx(float(lengths @ p), rel=1e-5)
@@ -88,7 +88,7 @@ def test_law_equals_written_out_probabilities(case):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(cases(), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_stacked_laws_equal_single_ones(many, seed):
+def test_stacked_distributions_equal_single_ones(many, seed):
     distributions = [law_of(*case) for case in many]
     generated = np.array([distribution.generated for distribution in distributions])
     u = np.random.default_rng(seed).random((len(distributions), 7))
@@ -107,7 +107,7 @@ def test_stacked_laws_equal_single_ones(many, seed):
     assert np.array_equal(turned, remaining[rows])
 
 
-def test_sampled_futures_have_the_law():
+def test_sampled_futures_have_the_distribution():
     hazards = np.full(NUM_BINS, 1.0 - 1e-7)
     hazards[:LAST] = 0.2
     lengths, p = brute_law(hazards, 60, 10, 0)

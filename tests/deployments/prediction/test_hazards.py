@@ -50,20 +50,20 @@ def test_inside_a_bin_nothing_is_lost(how):
     low, width, true = int(KNOTS[k]), int(WIDTHS[k]), 0.4
     tree = HazardTree(np.full(NUM_BINS, true / 2))
     for _ in range(6000):
-        length = low + (rng.integers(1, width + 1) if rng.random() < true else 10 * width)
+        length = low + (int(rng.integers(1, width + 1)) if rng.random() < true else 10 * width)
         if how == "limit":
             cut = low + width // 3
             seen = exposure(0, min(length, cut), length <= cut, cut)
         elif how == "cancel":
-            left = low + rng.integers(1, 3 * width)
-            seen = exposure(0, int(min(length, left)), length <= left)
+            left = low + int(rng.integers(1, 3 * width))
+            seen = exposure(0, min(length, left), length <= left)
         else:
             start = low + width // 2
             if length <= start:
                 continue
-            seen = exposure(start, int(length), length <= low + width)
+            seen = exposure(start, length, length <= low + width)
         tree.add([()], seen)
-    # In the last case the hazard of the bin's second half is asked: 0.2 of 0.8 in half a bin.
+    # In the last case the hazard of the bin's second half is wanted: 0.2 of 0.8 in half a bin.
     expected = {"limit": true, "cancel": true, "min_tokens": 2 * 0.2 / 0.8}[how]
     assert tree.hazards([()])[k] == pytest.approx(expected, abs=0.05)
 
@@ -98,7 +98,7 @@ def test_a_single_group_is_believed_once():
     assert np.allclose(deep.hazards([(), ("m",), ("m", "t")]), flat.hazards([()]))
 
 
-def test_finer_group_beside_is_the_same_as_asked_alone():
+def test_finer_group_in_parallel_is_the_same_as_alone():
     tree = HazardTree(length_prior())
     path, finer = [(), ("m",), ("m", "t")], ("m", "t", "", "6")
 
@@ -127,7 +127,7 @@ def test_old_traffic_is_forgotten():
     assert tree.groups[()].at_risk[0] < 1 / (1 - DECAY)
 
 
-def test_conditional_law_is_the_true_one():
+def test_conditional_distribution_is_the_true_one():
     """P(L > t + s | L > t) of a log-normal world, averaged: one tree forgets after some 1,000."""
     rng = np.random.default_rng(7)
     tree = HazardTree(length_prior())

@@ -7,6 +7,7 @@ import io
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,11 @@ from penstock.deployments.prediction.distribution import (
 )
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import PRIOR_MEDIAN, PRIOR_SIGMA, exposure
+from penstock.deployments.prediction.mixture import gradient, log_likelihood
 from penstock.deployments.prediction.predictor import (
     Ended,
     LengthPredictor,
     Watch,
-    _gradient,
-    _log_likelihood,
 )
 from penstock.deployments.prediction.snapshot import SnapshotError, restore, snapshot
 from penstock.deployments.prediction.text_digest import digest_ids, digest_text
@@ -96,7 +96,9 @@ def busy_world(seed, hears_of_running, num=750):
     one in ten answers is longer than the world is old, and only half of all that came have ended.
     """
     rng, truth = np.random.default_rng(seed), LogNormal(300.0, 1.0)
-    predictor, running, ends, covers, told_at = LengthPredictor(), {}, [], [], 0
+    predictor, covers, told_at = LengthPredictor(), [], 0
+    running: dict[int, tuple[Watch, float, int]] = {}
+    ends: list[tuple[float, int]] = []
     for i, now in enumerate(np.cumsum(rng.exponential(2.0, num)).tolist()):
         while ends and ends[0][0] <= now:
             _, name = heapq.heappop(ends)
@@ -121,8 +123,8 @@ def test_coverage_while_the_long_ones_still_run():
     One world's counts are those of some 400 answers; over 16 worlds (seeds 60 to 75) covered were
     0.492, 0.896 and 0.989.
     """
-    told = [busy_world(seed, hears_of_running=True) for seed in (61, 62, 63)]
-    assert np.mean(told, 0) == pytest.approx((0.5, 0.9, 0.99), abs=0.02)
+    coverages = [busy_world(seed, hears_of_running=True) for seed in (61, 62, 63)]
+    assert np.mean(coverages, 0) == pytest.approx((0.5, 0.9, 0.99), abs=0.02)
     assert busy_world(61, hears_of_running=False)[1] < 0.86
 
 
@@ -145,7 +147,7 @@ def test_progress_is_not_counted_twice():
         assert other == pytest.approx(one, rel=2e-3)
 
 
-def test_an_end_that_is_told_shorter_than_the_progress_is_not_lost():
+def test_an_end_that_is_reported_shorter_than_the_progress_is_not_lost():
     """A stop string is cut off what the worker had made."""
     predictor, watch = LengthPredictor(), Watch(Features("m"))
     predictor.progress(watch, 200)
@@ -178,12 +180,12 @@ def test_gradient_is_that_of_the_loss(event):
 
     def loss(shift):
         h = 1.0 / (1.0 + np.exp(-(logits + shift)))
-        return -_log_likelihood(h[None], seen)[0]
+        return -log_likelihood(h[None], seen)[0]
 
     # In the bin of the end the loss counts "it ended" whole; its share of exposure enters the
     # gradient alone, so a whole bin is taken here.
     whole = exposure(20, 333, True) if event else seen
-    assert _gradient(hazards[None], whole)[0] == pytest.approx(
+    assert gradient(hazards[None], whole)[0] == pytest.approx(
         (loss(1e-5) - loss(-1e-5)) / 2e-5, rel=1e-5
     )
 
@@ -198,7 +200,7 @@ def test_before_anything_is_known():
     )
 
 
-def test_groups_are_told_apart_and_new_ones_borrow():
+def test_groups_are_distinguished_and_new_ones_borrow():
     rng = np.random.default_rng(9)
     predictor = LengthPredictor()
     kinds = {
@@ -402,7 +404,7 @@ def test_odd_ends_are_survived():
 
 def test_what_the_page_shows_runs(capsys):
     page = (Path(__file__).parents[3] / "docs" / "design" / "prediction.md").read_text()
-    names = {}
+    names: dict[str, Any] = {}
     exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[0], "prediction.md", "exec"), names)
     assert "Explanation(" in capsys.readouterr().out
     assert names["futures"].shape == (1, 32) and names["futures"].min() >= 1

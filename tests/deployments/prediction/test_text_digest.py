@@ -29,13 +29,19 @@ def test_digest_is_the_same_on_every_machine():
     assert len(hashes) == 5  # the word, three beginnings, one end
 
 
+def facts_of(text: str) -> dict[str, float]:
+    facts = digest_text(text).facts
+    assert facts is not None
+    return dict(zip(FACTS, facts, strict=True))
+
+
 def test_facts_read_the_text():
-    facts = dict(zip(FACTS, digest_text("Write a story of 300 words:\n```x``` ?\n").facts))
+    facts = facts_of("Write a story of 300 words:\n```x``` ?\n")
     assert facts["asks_count"] == 1 and facts["log_asked_count"] == math.log1p(300)
     assert facts["opens_make"] and facts["asks_long"] and facts["code_fence"]
     assert facts["ends_with_question"] and not facts["opens_how"]
     assert facts["log_newlines"] == math.log1p(2)
-    assert dict(zip(FACTS, digest_text("日本語").facts))["non_ascii_share"] == 1.0
+    assert facts_of("日本語")["non_ascii_share"] == 1.0
 
 
 def test_long_prompts_cost_no_more():

@@ -21,7 +21,7 @@ def demand(name, prompt=100, max_tokens=2000, seed=0):
     return Demand(name, prompt, LengthDistribution(PRIOR, max_tokens), u)
 
 
-def book(num, capacity=20_000, slots=99):
+def ledger_of(num, capacity=20_000, slots=99):
     ledger = Ledger(WorkerSpec("w", 1, capacity, 16, slots), step_s=0.1)
     for i in range(num):
         ledger.lease(demand(f"r{i:02d}", 50 + 10 * i, seed=i), 1e9)
@@ -34,14 +34,14 @@ def test_both_rules_see_about_the_same_peak():
     shares = []
     for num in (5, 20, 60):
         candidate = demand("new").candidate(16)
-        sampled = book(num).forecast(0.0, 0.95, 64).peak_with(candidate)
-        shares.append(book(num).forecast(0.0, 0.95, 64, 1.645).peak_with(candidate) / sampled)
+        sampled = ledger_of(num).forecast(0.0, 0.95, 64).peak_with(candidate)
+        shares.append(ledger_of(num).forecast(0.0, 0.95, 64, 1.645).peak_with(candidate) / sampled)
     assert 0.5 < shares[0] < shares[-1] < 1.05
     assert shares[-1] > 0.85
 
 
 def test_the_grid_room_joins_and_waits_like_a_room():
-    ledger, candidate = book(12, capacity=9000), demand("new", 6900).candidate(16)
+    ledger, candidate = ledger_of(12, capacity=9000), demand("new", 6900).candidate(16)
     forecast = ledger.forecast(0.0, 0.95, 64, 1.645)
     assert not forecast.admits(candidate) and forecast.peak_with(candidate) > forecast.limit
     steps = forecast.fits_after(candidate)
@@ -53,11 +53,14 @@ def test_the_grid_room_joins_and_waits_like_a_room():
     assert forecast.fits_after(demand("huge", 8000).candidate(16)) is None  # 8,000 + 2,000 > 9,000
 
 
-def test_an_empty_grid_room_takes_whoever_fits_at_his_longest():
-    forecast = book(0, capacity=2112).forecast(0.0, 0.95, 64, 1.645)
+def test_an_empty_worker_takes_any_request_that_fits_at_its_longest():
+    forecast = ledger_of(0, capacity=2112).forecast(0.0, 0.95, 64, 1.645)
     assert forecast.admits(demand("a", 100).candidate(16))
     assert not forecast.admits(demand("a", 120).candidate(16))
-    assert book(3, slots=3).forecast(0.0, 0.95, 64, 1.645).fits_after(demand("a").candidate(16)) > 0
+    assert (
+        ledger_of(3, slots=3).forecast(0.0, 0.95, 64, 1.645).fits_after(demand("a").candidate(16))
+        > 0
+    )
 
 
 def test_of_many_workers_the_least_loaded_are_looked_at():
@@ -83,7 +86,7 @@ def test_of_many_workers_the_least_loaded_are_looked_at():
 
 
 def test_the_load_is_what_answers_are_expected_to_hold():
-    ledger = book(0)
+    ledger = ledger_of(0)
     ledger.lease(demand("a", 100), 1.0)
     alone = ledger.load
     assert alone == pytest.approx((100 + LengthDistribution(PRIOR, 2000).mean) / 20_000, rel=0.01)

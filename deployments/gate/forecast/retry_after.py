@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from penstock.deployments.gate.wait_queue import Waiting
+from typing import Generic, TypeVar
 
 TARGET_SHARE = 0.6  # of refused requests, admitted by the time that they were given
 STEP = 0.05  # of the factor's logarithm, for each request
@@ -21,26 +20,30 @@ UPDATE_S = 0.5
 MAX_WATCHED = 8  # remembered at once; others are not learnt from
 
 
+Entry = TypeVar("Entry")  # a request as `would_wait` takes it
+
+
 @dataclass(slots=True)
-class _Refused:
-    entry: Waiting
+class _Refused(Generic[Entry]):
+    entry: Entry
+    at: float  # when it arrived and was refused
     after_s: float  # Retry-After before the factor
     patience_s: float  # longest that it may wait
 
 
-class RetryAfterModel:
+class RetryAfterModel(Generic[Entry]):
     """Of one gate. `would_wait(entry, now)`: seconds that it would wait if it arrived now."""
 
-    def __init__(self, would_wait: Callable[[Waiting, float], float]) -> None:
+    def __init__(self, would_wait: Callable[[Entry, float], float]) -> None:
         self.factor = 1.0  # on Retry-After
         self._would_wait = would_wait
-        self._watched: list[_Refused] = []
+        self._watched: list[_Refused[Entry]] = []
         self._looked_at = -math.inf
 
-    def watch(self, entry: Waiting, after_s: float, patience_s: float) -> None:
-        """It arrived at `entry.arrived`, and was refused for its predicted wait."""
+    def watch(self, entry: Entry, at: float, after_s: float, patience_s: float) -> None:
+        """It arrived at `at`, and was refused for its predicted wait."""
         if len(self._watched) < MAX_WATCHED and after_s > 0:
-            self._watched.append(_Refused(entry, after_s, patience_s))
+            self._watched.append(_Refused(entry, at, after_s, patience_s))
 
     def update(self, now: float) -> None:
         """Judge the remembered requests again. May be called often."""
@@ -48,7 +51,7 @@ class RetryAfterModel:
             return
         self._looked_at, kept = now, []
         for each in self._watched:
-            since, quoted_s = now - each.entry.arrived, self.factor * each.after_s
+            since, quoted_s = now - each.at, self.factor * each.after_s
             if self._would_wait(each.entry, now) <= each.patience_s:
                 self._learn(since <= quoted_s)
             elif since > max(quoted_s, LARGEST * each.after_s):

@@ -1,11 +1,10 @@
-"""What Retry-After learns from: refused requests that are asked about again."""
+"""What Retry-After learns from: refused requests that are checked again."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
-from penstock.deployments.gate.retry_after import (
+from penstock.deployments.gate.forecast.retry_after import (
     LARGEST,
     MAX_WATCHED,
     SMALLEST,
@@ -16,16 +15,18 @@ from penstock.deployments.gate.retry_after import (
 
 def life(frees_after, rounds=600):
     """Refused requests: Retry-After is 10 s; each would be admitted after `frees_after(n)` s."""
-    frees = {}
-    returns = RetryAfterModel(lambda entry, now: 0.0 if now >= frees[id(entry)] else 99.0)
+    frees: dict[int, float] = {}
+    returns: RetryAfterModel[object] = RetryAfterModel(
+        lambda entry, now: 0.0 if now >= frees[id(entry)] else 99.0
+    )
     held = []
     for n in range(rounds):
         now = 1000.0 * n
-        entry = SimpleNamespace(arrived=now)
+        entry = object()
         frees[id(entry)] = now + frees_after(n)
         quoted_s = returns.factor * 10.0
         held.append(frees_after(n) <= quoted_s)
-        returns.watch(entry, 10.0, 8.0)
+        returns.watch(entry, now, 10.0, 8.0)
         for half in range(200):
             returns.update(now + half / 2)
     return returns.factor, held[rounds // 2 :]
@@ -38,17 +39,22 @@ def test_retry_after_becomes_accurate():
     assert abs(sum(held) / len(held) - TARGET_SHARE) < 0.1 and 0.9 < factor < 1.6
 
 
-def test_who_would_never_be_let_in_is_forgotten_in_the_end():
+def test_a_request_that_would_never_be_admitted_is_forgotten_in_the_end():
     factor, _ = life(lambda n: math.inf, rounds=200)
     assert factor == LARGEST
     assert life(lambda n: 0.0)[0] == SMALLEST
 
 
 def test_few_are_remembered():
-    asked = []
-    returns = RetryAfterModel(lambda entry, now: asked.append(entry) or 99.0)
+    checked: list[object] = []
+
+    def never(entry, now):
+        checked.append(entry)
+        return 99.0
+
+    returns: RetryAfterModel[object] = RetryAfterModel(never)
     for _ in range(50):
-        returns.watch(SimpleNamespace(arrived=0.0), 10.0, 8.0)
+        returns.watch(object(), 0.0, 10.0, 8.0)
     returns.update(1.0)
     returns.update(1.2)  # too soon
-    assert len(asked) == MAX_WATCHED
+    assert len(checked) == MAX_WATCHED

@@ -9,24 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.deployments.gate.controller import Gate
-from penstock.deployments.gate.placement import LEEWAY, best_of
-from penstock.deployments.gate.prefix_affinity import (
+from penstock.deployments.gate.forecast.prefix_affinity import (
     MAX_MARKS,
     SHORTEST,
     PrefixAffinity,
     prefix_marks,
 )
+from penstock.deployments.gate.placement import LEEWAY, best_of
 from penstock.deployments.gate.types import GateRequest, GateSettings, WorkerSpec
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.hazards import length_prior
-from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
-from tests.deployments.gate.test_with_workers import ENGINE, NoCredits, Node, Run, collect, house
+from tests.deployments.gate.test_with_workers import ENGINE, NoCredits, Node, collect, house
 
 CONFIG = replace(ENGINE, num_blocks=200)  # 3,200 tokens
 LENGTH = LengthDistribution(cumulative_hazard(length_prior()), 100)
@@ -48,35 +46,35 @@ def test_marks_of_a_common_beginning_are_shared():
 
 
 def test_the_longest_hit_of_each_place():
-    book: PrefixAffinity[str] = PrefixAffinity()
+    affinity: PrefixAffinity[str] = PrefixAffinity()
     marks = prefix_marks(tokens(1, 600))
-    book.note(marks, "a", 600, 10_000)
-    book.note(marks[:2], "b", 70, 10_000)
-    assert book.hits(marks) == {"a": 512, "b": 64}
-    assert book.hits(prefix_marks(tokens(1, 140))) == {"a": 128, "b": 64}
-    assert book.hits(prefix_marks(tokens(9, 600))) == {}
-    book.forget("a")
-    assert book.hits(marks) == {"b": 64}
+    affinity.note(marks, "a", 600, 10_000)
+    affinity.note(marks[:2], "b", 70, 10_000)
+    assert affinity.hits(marks) == {"a": 512, "b": 64}
+    assert affinity.hits(prefix_marks(tokens(1, 140))) == {"a": 128, "b": 64}
+    assert affinity.hits(prefix_marks(tokens(9, 600))) == {}
+    affinity.forget("a")
+    assert affinity.hits(marks) == {"b": 64}
 
 
 def test_what_a_worker_was_sent_since_makes_it_forget():
-    book: PrefixAffinity[str] = PrefixAffinity()
+    affinity: PrefixAffinity[str] = PrefixAffinity()
     first, second = prefix_marks(tokens(1, 64)), prefix_marks(tokens(2, 64))
-    book.note(first, "a", 100, 1000)
-    book.note(second, "a", 900, 1000)
-    assert book.hits(first) == {"a": 64}
-    book.note(second, "a", 101, 1000)
-    assert book.hits(first) == {} and book.hits(second) == {"a": 64}
+    affinity.note(first, "a", 100, 1000)
+    affinity.note(second, "a", 900, 1000)
+    assert affinity.hits(first) == {"a": 64}
+    affinity.note(second, "a", 101, 1000)
+    assert affinity.hits(first) == {} and affinity.hits(second) == {"a": 64}
 
 
-def test_the_book_is_bounded():
-    book: PrefixAffinity[int] = PrefixAffinity(max_entries=20)
+def test_the_number_of_entries_is_bounded():
+    affinity: PrefixAffinity[int] = PrefixAffinity(max_entries=20)
     for seed in range(50):
         for place in range(10):
-            book.note(prefix_marks(tokens(seed, 128)), place, 1, 1000)
-    assert len(book._places) == 20
-    assert all(len(each) == PrefixAffinity.MAX_PLACES for each in book._places.values())
-    assert book.hits(prefix_marks(tokens(0, 128))) == {}  # the oldest made way
+            affinity.note(prefix_marks(tokens(seed, 128)), place, 1, 1000)
+    assert len(affinity._places) == 20
+    assert all(len(each) == PrefixAffinity.MAX_PLACES for each in affinity._places.values())
+    assert affinity.hits(prefix_marks(tokens(0, 128))) == {}  # the oldest made way
 
 
 def test_cached_first_unless_it_is_much_fuller():
@@ -121,11 +119,11 @@ def test_an_answer_that_is_over_before_it_is_judged_has_left_its_beginning():
     marks = prefix_marks(tokens(5, 300))
     for came in ("asked", "with a pass"):
         gate = two_workers()
-        asked = GateRequest("first", 300, prefix=marks)
+        offered = GateRequest("first", 300, prefix=marks)
         if came == "asked":
-            assert gate.admit(asked, 4, 0.0) is not None
+            assert gate.admit(offered, 4, 0.0) is not None
         else:
-            assert gate.admit_on_credit(asked, 4, "w0", 0.0)
+            assert gate.admit_on_credit(offered, 4, "w0", 0.0)
         [first] = gate._placement.hits(marks)
         gate.finished("first", 4, 0.0)
         gate.admit_on_credit(
@@ -136,29 +134,17 @@ def test_an_answer_that_is_over_before_it_is_judged_has_left_its_beginning():
 
 
 def test_each_token_counts_once_for_what_is_forgotten():
-    marks, asked = prefix_marks(tokens(5, 300)), GateRequest("a", 300)
+    marks, offered = prefix_marks(tokens(5, 300)), GateRequest("a", 300)
     sent = {}
     for held in (False, True):
         gate = two_workers()
         if held:
-            assert gate.admit_on_credit(asked, 4, "w0", 0.0) and gate.admit_on_credit(
-                asked, 4, "w0", 0.0
+            assert gate.admit_on_credit(offered, 4, "w0", 0.0) and gate.admit_on_credit(
+                offered, 4, "w0", 0.0
             )
-        gate.confirm(replace(asked, prefix=marks), LENGTH, "w0", 0.1)
+        gate.confirm(replace(offered, prefix=marks), LENGTH, "w0", 0.1)
         sent[held] = dict(gate._placement._prefixes._sent)
     assert sent[False] == sent[True]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.set_num_threads(1)
-    return load_model("builtin", weights="fp32", progress=False)
 
 
 @pytest.fixture
@@ -219,18 +205,18 @@ def test_a_repeated_prefix_goes_where_it_is_cached_unless_load_says_otherwise(
                 await stop(long)
                 await runs(0)
                 assert homes[0] == 1 - full  # so that they have different homes
-            told = []
+            at_home = []
             for n in range(3):
                 for home, shared in zip(homes, (one, other)):
                     where, hits = await ask(f"r{n}{home}", shared + tokens(20 + n, 20))
-                    told.append(where == home and hits[home] >= 256)
+                    at_home.append(where == home and hits[home] >= 256)
             # Long answers fill the first one's home, and the same prefix goes elsewhere.
             busy = homes[0]
             crowd = [start(f"x{n}", one) for n in range(3)]
             spread = await runs(3)
             await stop(*crowd)
-            return homes, told, spread, busy
+            return homes, at_home, spread, busy
 
-    homes, told, spread, busy = run(scenario())
-    assert sorted(homes) == [0, 1] and told == [True] * 6
+    homes, at_home, spread, busy = run(scenario())
+    assert sorted(homes) == [0, 1] and at_home == [True] * 6
     assert spread[busy] >= 1 and spread[1 - busy] >= 1

@@ -1,0 +1,78 @@
+"""Keeps what the gate's predictor has learnt: in a file, in Redis, or in both.
+
+The file stays with its machine; Redis also serves a gate that starts on another one. A Redis that
+does not answer holds nothing up: it is skipped, and asked again at the next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+
+from penstock.deployments.gate.learner import GateLearner
+from penstock.deployments.gate.types import GateSetup
+from penstock.deployments.options import StateOptions
+from penstock.deployments.prediction import predictor_file
+from penstock.deployments.prediction.snapshot import SnapshotError, restore, snapshot
+from penstock.deployments.state.factory import open_store
+from penstock.deployments.state.store import StateError, Store
+from penstock.workers.errors import ConfigError
+
+log = logging.getLogger("penstock.gate")
+
+BUDGET_S = 2.0  # of each call to the store
+
+
+class PredictorSnapshots:
+    """Of one gate: `restore` when it starts, and before each `save` until the store answered."""
+
+    def __init__(self) -> None:
+        self._options: StateOptions | None = None
+        self._store: Store | None = None
+        self._is_restored = False  # the store has answered: what is in it may be replaced
+        self._num_saved = 0
+
+    async def restore(self, setup: GateSetup, learner: GateLearner) -> None:
+        """Give the learner what the store has. Failures are logged."""
+        if setup.state != self._options:
+            await self.close()
+            self._options, self._is_restored = setup.state, False
+        if self._options is None or self._is_restored:
+            return
+        try:
+            if self._store is None:
+                self._store = await open_store(self._options)
+            found = await self._store.get(setup.snapshot_key, budget_s=BUDGET_S)
+            self._is_restored = True
+            if found is not None:
+                learner.predictor = await asyncio.to_thread(restore, found.value)
+        except (StateError, ConfigError, SnapshotError) as error:
+            log.warning("cannot take the predictor's snapshot from the state store: %s", error)
+
+    async def save(self, setup: GateSetup, learner: GateLearner) -> None:
+        """Save if something was learnt since the last time. Failures are logged."""
+        await self.restore(setup, learner)  # if it failed so far: what is there is not overwritten
+        store = self._store if self._is_restored else None
+        file, num_learnt = setup.snapshot_file, learner.num_learnt
+        if num_learnt == self._num_saved or (file is None and store is None):
+            return
+        copied = copy.deepcopy(learner.predictor)  # the original learns meanwhile
+        self._num_saved = num_learnt
+        if file is not None:
+            try:
+                await asyncio.to_thread(predictor_file.save, file, copied)
+            except OSError as error:
+                log.warning("cannot save the predictor to %s: %s", file, error.strerror)
+        if store is not None:
+            data = await asyncio.to_thread(snapshot, copied)
+            try:
+                await store.put(setup.snapshot_key, data, budget_s=BUDGET_S)
+            except StateError as error:
+                log.warning("cannot save the predictor in the state store: %s", error)
+                self._num_saved = -1  # again at the next turn
+
+    async def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            await store.close()
