@@ -13,120 +13,29 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
-import uvicorn
 from ray import serve
 
-from penstock.deployments.config import ServeConfig, read_api_keys
-from penstock.deployments.gate.server import GateActor
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.gate.actor import GateActor
 from penstock.deployments.gate.types import GateSetup
-from penstock.deployments.ingress.core.reasoning import find_marks
-from penstock.deployments.ingress.core.request_metrics import RequestMetrics
-from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
-from penstock.deployments.ingress.grpc.server import start_server
-from penstock.deployments.ingress.http.app import build_app
-from penstock.deployments.ingress.metrics.collector import PenstockCollector
-from penstock.deployments.ingress.metrics.server import MetricsServer
+from penstock.deployments.ingress.listeners import open_listeners
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
-from penstock.deployments.supervision.registry import ClusterView, IngressInfo, RegistryClient
+from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import configure_logging, start_failure
-from penstock.workers.context_policy import ContextSettings
-from penstock.workers.model_config import read_limits
-from penstock.workers.text.tokenizer import Tokenizer
+from penstock.deployments.supervision.view import ClusterView, IngressInfo, short_node
+from penstock.workers.errors import LoadError
 from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.model_digest import model_digest
 
 log = logging.getLogger("penstock.ingress")
 
 BEAT_S = 0.5
-FAREWELL_S = 1.0  # after the drain, for errors to reach clients
-# Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60 s). The client
-# must close it first, or a request can meet a connection that the server is closing.
-KEEP_ALIVE_S = 75
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Listeners:
-    """Everything that listens for one ingress, open. `app` also serves Serve's own HTTP route."""
-
-    app: Any  # ASGI
-    http: uvicorn.Server
-    http_task: asyncio.Task[None]
-    grpc: Any  # grpc.aio.Server
-    metrics: MetricsServer | None  # None: metrics are off
-    request_metrics: RequestMetrics
-
-    async def close(self, drain_s: float) -> None:
-        """Accept nothing new; return when all connections have ended, or `drain_s` is over."""
-        self.http.should_exit = True
-        await asyncio.gather(self.grpc.stop(drain_s + FAREWELL_S), self.http_task)
-
-
-async def open_listeners(
-    config: ServeConfig,
-    pool: WorkerPool,
-    gate: GateClient | None,
-    view: Callable[[], ClusterView],
-) -> Listeners:
-    """Load the tokenizer, build the request core, and listen for HTTP, gRPC and Prometheus.
-
-    `view`: what the registry reported last. Raises ConfigError, LoadError or OSError.
-    """
-    core = await _request_core(config, pool, gate)
-    api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
-    app = build_app(
-        core,
-        api_keys=api_keys,
-        workers=lambda: view().workers,
-        gate=gate,
-        admission=config.admission,
-    )
-    http = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(config.drain_s + FAREWELL_S),
-        )
-    )
-    listener = _listen(config.host, config.http_port)
-    http_task = asyncio.ensure_future(http.serve(sockets=[listener]))
-    grpc = await start_server(core, config.address(config.grpc_port), api_keys=api_keys)
-    metrics = None
-    if config.metrics_port:
-        collector = PenstockCollector(core.metrics, lambda: view().workers, gate)
-        # In a thread: it looks up the name of the address.
-        metrics = await asyncio.to_thread(
-            MetricsServer, collector, config.metrics_host, config.metrics_port
-        )
-    return Listeners(app, http, http_task, grpc, metrics, core.metrics)
-
-
-async def _request_core(
-    config: ServeConfig, pool: WorkerPool, gate: GateClient | None
-) -> RequestCore:
-    """The request core for the configured model. Raises ConfigError or LoadError."""
-    folder = await asyncio.to_thread(resolve_model, config.engine.model)
-    vocab_size, max_model_len = read_limits(folder)
-    max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
-    tokenizer = Tokenizer.load(folder)
-    return RequestCore(
-        tokenizer,
-        pool,
-        model_name=config.model_name,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        contexts=ContextSettings.of(config.engine, max_model_len),
-        marks=find_marks(config.reasoning_marks, tokenizer),
-        learner=gate,
-    )
+CONNECT_S = 5.0  # longest that an ingress which starts waits for connections with the workers
 
 
 @serve.ingress()
@@ -143,7 +52,7 @@ class IngressReplica:
         passed so that Serve deploys both as one application. Raises what `open_listeners` does."""
         configure_logging(config)
         keep_serve_port_local()
-        self._config = config
+        self._config, self._setup = config, setup
         self._registry = RegistryClient(config.app_name)
         self._ingress_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self._gate: GateClient | None = None
@@ -151,13 +60,24 @@ class IngressReplica:
         self._heartbeat: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._view = ClusterView()
+        tokenizer = await asyncio.to_thread(_tokenizer_digest, config)
         if setup is not None:
             assert config.gate_answer_ms is not None, "placement.resolve sets it"
             actor = GateActor(config.app_name, setup)
             answer_s = config.gate_answer_ms / 1000
-            self._gate = GateClient(self._ingress_id, actor.where, answer_s=answer_s)
+            self._gate = GateClient(
+                self._ingress_id, actor.where, answer_s=answer_s, tokenizer_digest=tokenizer
+            )
             self._gate_task = asyncio.ensure_future(self._gate.run())
-        self._pool = WorkerPool(self._ingress_id, self._gate)
+        may_wake = setup is not None and setup.may_wake
+        self._pool = WorkerPool(
+            self._ingress_id,
+            self._gate,
+            may_wake=may_wake,
+            tokenizer_digest=tokenizer,
+            lost_wait_s=config.lost_wait_s,
+        )
+        await self._connect_workers()
         try:
             self._listeners = await open_listeners(
                 config, self._pool, self._gate, lambda: self._view
@@ -166,11 +86,25 @@ class IngressReplica:
             message = start_failure("an ingress", error)
             await asyncio.to_thread(self._registry.call_now, "failed", message)
             raise
-        # Objects made so far live as long as the process: keep the collector from visiting them
-        # again and again, which costs a few percent.
+        # Objects made so far stay until the process ends: without a freeze, the collector would
+        # traverse them at each full collection, which costs a few percent.
         gc.collect()
         gc.freeze()
-        self._heartbeat = asyncio.ensure_future(self._beat_until_drained())
+        self._heartbeat = asyncio.ensure_future(self._beat_forever())
+
+    async def _connect_workers(self) -> None:
+        """Connect with the workers that serve, before clients can connect with this ingress.
+
+        Otherwise an ingress that joins a cluster would refuse its first requests.
+        """
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
+            self._view = await self._registry.view()
+        self._pool.update(info for info, _ in self._view.workers)
+        num = sum(not info.is_draining for info, _ in self._view.workers)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                while self._pool.num_connected < num:
+                    await asyncio.sleep(0.02)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._listeners.app
@@ -183,12 +117,13 @@ class IngressReplica:
         if self._heartbeat is None or self._heartbeat.done():
             raise RuntimeError("the heartbeat has ended: this ingress no longer follows workers")
 
-    async def _beat_until_drained(self) -> None:
+    async def _beat_forever(self) -> None:
         """Report to the registry every `BEAT_S`, and follow its view of the workers.
 
-        While the registry cannot be reached, the workers known so far stay in use.
+        While the registry cannot be reached, the workers known so far stay in use. While this
+        ingress drains, the heartbeats continue: the registry lists it until it has ended.
         """
-        while not self._view.is_draining:
+        while True:
             try:
                 view = await self._registry.ingress_beat(self._info())
             except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
@@ -196,10 +131,10 @@ class IngressReplica:
             else:
                 self._view = view
                 self._pool.update(info for info, _ in view.workers)
-                self._listeners.request_metrics.keep(info.address for info, _ in view.workers)
-            if not self._view.is_draining:
-                await asyncio.sleep(BEAT_S)
-        self._start_drain()
+                self._listeners.core.metrics.keep(info.address for info, _ in view.workers)
+            if self._view.is_draining:
+                self._start_drain()
+            await asyncio.sleep(BEAT_S)
 
     def _info(self) -> IngressInfo:
         config, metrics = self._config, self._listeners.metrics
@@ -210,16 +145,20 @@ class IngressReplica:
             grpc_address=config.address(config.grpc_port),
             num_workers=self._pool.num_connected,
             metrics_address=metrics.address if metrics is not None else "",
+            num_connections=len(self._listeners.http.server_state.connections),
+            node=short_node(ray.get_runtime_context().get_node_id()),
+            is_draining=self._draining is not None,
+            generation=0 if self._setup is None else self._setup.generation,
+            digest="" if self._setup is None else self._setup.digest,
         )
 
     async def drain(self) -> None:
-        """Accept nothing new; let requests finish for `drain_s`, then end them with an error.
+        """Let requests finish for `drain_s`, then end them with an error.
 
         May be called more than once: each call returns when the drain is over.
         """
         if self._heartbeat is None:  # the replica never started
             return
-        self._heartbeat.cancel()
         await self._start_drain()
 
     def _start_drain(self) -> asyncio.Task[None]:
@@ -228,10 +167,12 @@ class IngressReplica:
         return self._draining
 
     async def _drain(self) -> None:
-        drain_s = self._config.drain_s
-        closing_pool = asyncio.ensure_future(self._close_pool_after(drain_s))
-        await self._listeners.close(drain_s)
+        notice_s, drain_s = self._config.drain_notice_s, self._config.drain_s
+        closing_pool = asyncio.ensure_future(self._close_pool_after(notice_s + drain_s))
+        await self._listeners.close(notice_s, drain_s)
         closing_pool.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         await self._pool.close()
         if self._gate_task is not None:
             self._gate_task.cancel()
@@ -241,7 +182,7 @@ class IngressReplica:
             await self._registry.ingress_left(self._ingress_id)
 
     async def _close_pool_after(self, seconds: float) -> None:
-        """End what still runs, so that its clients get an error and not a cut connection."""
+        """End running requests, so that their clients get an error and not a broken connection."""
         await asyncio.sleep(seconds)
         await self._pool.close()
 
@@ -249,12 +190,9 @@ class IngressReplica:
         await self.drain()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket that other ingress replicas on this machine can share."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind((host, port))
-    listener.listen(2048)
-    return listener
+def _tokenizer_digest(config: ServeConfig) -> str:
+    """Of the configured model; empty if its files cannot be read, which loading reports."""
+    try:
+        return model_digest(resolve_model(config.engine.model)).partition("-")[0]
+    except (LoadError, OSError, ValueError):
+        return ""

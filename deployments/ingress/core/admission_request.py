@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.deployments.gate.prefix_affinity import prefix_marks
+from penstock.deployments.gate.forecast.prefix_affinity import prefix_marks
 from penstock.deployments.ingress.core.call import Call, ChatPrompt
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.text_digest import digest_ids, digest_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -186,3 +187,11 @@ class TextDelta:
     reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
     ends_in_tool_calls: bool = False  # the last piece, where the answer stopped and made some
+
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def is_client_id(text: str) -> bool:
+    """Whether `text` is a valid client request id: 1 to 128 of A-Z a-z 0-9 . _ -"""
+    return _CLIENT_ID.fullmatch(text) is not None

@@ -92,11 +92,23 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "worker_lost": CatalogueEntry(
         503, "UNAVAILABLE", _SERVER, "the worker that served this request was lost; send it again"
     ),
+    "request_killed_workers": CatalogueEntry(
+        500,
+        "ABORTED",
+        _SERVER,
+        "three workers ended while they computed this request; it is not tried again",
+    ),
     "deadline_exceeded": CatalogueEntry(
         504, "DEADLINE_EXCEEDED", "timeout_error", "the deadline of this request has passed"
     ),
     "numerical_error": CatalogueEntry(
         500, "DATA_LOSS", _SERVER, "the model produced no usable numbers for this request"
+    ),
+    "not_configured": CatalogueEntry(
+        404,
+        "UNIMPLEMENTED",
+        _BAD,
+        "this server keeps no files: start it with the setting data_dir (--data-dir FOLDER)",
     ),
     "internal_error": CatalogueEntry(
         500, "INTERNAL", _SERVER, "something went wrong in the server; the log has the details"

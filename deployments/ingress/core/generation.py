@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
@@ -10,17 +12,18 @@ from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
     DecodedLogprob,
     LogprobQueue,
-    TokenBytes,
     decode_logprob,
     decode_prompt_logprobs,
 )
+from penstock.deployments.ingress.core.reasoning import ReasoningSplit
 from penstock.deployments.ingress.core.request_metrics import RequestTimes
-from penstock.deployments.ingress.core.streams import Deadline
 from penstock.deployments.ingress.core.tool_parser import ToolCallReader
 from penstock.deployments.ingress.core.validation import is_scoring_only
 from penstock.workers.request import Delta, FinishReason, RequestError, TokenLogprob
-from penstock.workers.text.detokenizer import Detokenizer, StopChecker
-from penstock.workers.text.reasoning import ReasoningReader
+from penstock.workers.text.detokenizer import StopChecker
+from penstock.workers.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -30,16 +33,15 @@ class Generation:
         self,
         admission: AdmissionRequest,
         call: Call,
-        detokenizer: Detokenizer,
-        *,
-        token_bytes: TokenBytes,
+        tokenizer: Tokenizer,
         start_s: float,
+        *,
+        split: ReasoningSplit | None = None,
         first: Generation | None = None,
-        reasoning: ReasoningReader | None = None,
     ):
-        """`first`: the first answer to the same prompt, if this is another one.
+        """`start_s`: when the call came. `split`: of reasoning from the answer, where it is marked.
 
-        `reasoning`: reads the reasoning apart from the answer, where the model marks it.
+        `first`: the first answer to the same prompt, if this is another one.
         """
         self.admission = admission
         self.request = request = admission.request
@@ -53,18 +55,52 @@ class Generation:
         self.is_cancelled = False
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
-        self._token_bytes = token_bytes
-        self._detokenizer = detokenizer
-        self._reasoning = reasoning
+        self._token_bytes = tokenizer.token_bytes
+        # A raw completion continues its prompt, so its first token may carry a leading space.
+        continues = not (call.options.echo or isinstance(call.prompt, ChatPrompt))
+        self._detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=call.options.skip_special_tokens,
+            after=request.prompt_ids if continues else (),
+            shown=frozenset() if split is None else split.shown,
+        )
+        self._reasoning = None if split is None else split.reader()
         self._thoughts: list[str] = []  # of the piece that is being made
         self._stops = StopChecker(request.params.stop)
         self._logprobs = None if call.params.logprobs is None else LogprobQueue()
         # What its tokens spell is the answer, with nothing to look for in it or to tell of it.
-        self._is_plain = not request.params.stop and reasoning is None and self._logprobs is None
+        self._is_plain = not request.params.stop and split is None and self._logprobs is None
         self._num_sent = 0  # characters
         self._is_first_delta = True
         tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
         self._tool_calls = None if tools is None else ToolCallReader(tools)
+
+    async def wait_for_prompt(self) -> None:
+        """Until the first answer to the same prompt has left it in the prefix cache.
+
+        Raises ServiceError if the deadline passes before.
+        """
+        if self.first is None:
+            return
+        try:
+            await self.deadline.wait(self.first.has_begun.wait())
+        except TimeoutError:
+            if not self.is_cancelled:
+                raise ServiceError("deadline_exceeded") from None
+
+    async def next(self, deltas: AsyncIterator[Delta]) -> Delta:
+        """The next of `deltas`; ABORT once it is cancelled.
+
+        Raises ServiceError if the deadline passes before, or if they end without a finish reason.
+        """
+        try:
+            if not self.is_cancelled:
+                return await self.deadline.wait(anext(deltas))
+        except TimeoutError:
+            if not self.is_cancelled:
+                raise ServiceError("deadline_exceeded") from None
+        except StopAsyncIteration:
+            raise ServiceError("worker_lost") from None
+        return Delta(self.request.request_id, [], FinishReason.ABORT)
 
     def read_tool_calls(self, piece: TextDelta) -> TextDelta:
         """`piece` with the calls in its text taken out, where the call has tools."""
@@ -207,3 +243,55 @@ class Generation:
         if self._logprobs is not None:
             piece.logprobs += self._logprobs.release_all(self._num_sent)
         return piece
+
+
+class Deadline:
+    """Expires at `at_s`, on the clock of the event loop, or when `expire` is called; None: only so.
+
+    One timer serves all waits of an answer: `asyncio.timeout_at` makes one for each wait, which
+    costs as much as the rest of the wait. One task waits at a time. Call `close` in the end.
+    """
+
+    def __init__(self, at_s: float | None):
+        self._at_s = at_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.Task[object] | None = None
+        self._has_cancelled = False  # this deadline cancelled the task that waits
+
+    def expire(self) -> None:
+        """Expire now: the task that waits, or the next one that does, gets a TimeoutError."""
+        self._at_s = asyncio.get_running_loop().time()
+        if self._waiting is not None and not self._has_cancelled:
+            self._has_cancelled = True
+            self._waiting.cancel()
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def wait(self, thing: Awaitable[T]) -> T:
+        """What `thing` gives. Raises TimeoutError once the deadline has expired.
+
+        As with `asyncio.timeout_at`, what is there without waiting is given all the same, and a
+        task that is cancelled from outside gets its CancelledError.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None and self._waiting is None
+        if self._at_s is not None and self._at_s <= loop.time():
+            async with asyncio.timeout_at(self._at_s):
+                return await thing
+        if self._timer is None and self._at_s is not None:
+            self._timer = loop.call_at(self._at_s, self.expire)
+        num_cancels, self._waiting = task.cancelling(), task
+        try:
+            return await thing
+        except asyncio.CancelledError:
+            if self._has_cancelled and task.cancelling() - 1 <= num_cancels:
+                raise TimeoutError from None
+            raise
+        finally:
+            self._waiting = None
+            if self._has_cancelled:
+                self._has_cancelled = False
+                task.uncancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.deployments.ingress.core.call import Call, ChatPrompt
 from penstock.workers.request import RequestError, SamplingParams
@@ -53,44 +53,40 @@ def _are_tokens(marks: Marks, tokenizer: Tokenizer) -> bool:
     return all(tokenizer.token_id(mark) is not None for mark in (marks.opening, marks.closing))
 
 
-class Reasoning:
-    """One model's reasoning. Without `marks` it has none, and nothing here costs anything."""
+@dataclass(frozen=True, slots=True)
+class ReasoningSplit:
+    """How the answers of one call are split into reasoning and text."""
 
-    def __init__(self, marks: Marks | None, tokenizer: Tokenizer):
-        self._marks = marks
-        self._tokenizer = tokenizer
+    marks: Marks
+    start: Start  # whether the prompt has opened or closed the reasoning
 
-    def shown(self, call: Call) -> frozenset[str]:
+    @property
+    def shown(self) -> frozenset[str]:
         """Tokens that must be rendered so that the marks are found."""
-        marks = self._marks_for(call)
-        return frozenset() if marks is None else frozenset((marks.opening, marks.closing))
+        return frozenset((self.marks.opening, self.marks.closing))
 
-    def reader(self, call: Call, prompt_ids: Sequence[int]) -> ReasoningReader | None:
-        """A reader for one answer; None: the call wants no split, or the model does not reason."""
-        marks = self._marks_for(call)
-        if marks is None:
-            return None
-        return ReasoningReader(marks, self._start(marks, prompt_ids))
+    def reader(self) -> ReasoningReader:
+        """A reader for one answer."""
+        return ReasoningReader(self.marks, self.start)
 
-    def params(
-        self, call: Call, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> SamplingParams:
+    def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """`params` with its structured output applied after the reasoning. Raises RequestError."""
-        marks = self._marks_for(call)
-        if marks is None or params.structured is None:
+        if params.structured is None:
             return params
-        start = self._start(marks, prompt_ids)
-        spec = after_reasoning(params.structured, marks, start, self._tokenizer)
+        spec = after_reasoning(params.structured, self.marks, self.start, tokenizer)
         if (problem := spec.problem()) is not None:
             raise RequestError(f"{spec.param} {problem}", param=spec.param)
         return replace(params, structured=spec)
 
-    def _marks_for(self, call: Call) -> Marks | None:
-        splits = call.options.splits_reasoning and isinstance(call.prompt, ChatPrompt)
-        return self._marks if splits else None
 
-    def _start(self, marks: Marks, prompt_ids: Sequence[int]) -> Start:
-        return start_of(marks, self._tokenizer.decode(prompt_ids[-TAIL_TOKENS:]))
+def split_of(
+    call: Call, prompt_ids: Sequence[int], marks: Marks | None, tokenizer: Tokenizer
+) -> ReasoningSplit | None:
+    """The split that `call` asks for; None: it asks for none, or the model has no marks."""
+    wants_split = call.options.splits_reasoning and isinstance(call.prompt, ChatPrompt)
+    if marks is None or not wants_split:
+        return None
+    return ReasoningSplit(marks, start_of(marks, tokenizer.decode(prompt_ids[-TAIL_TOKENS:])))
 
 
 def after_reasoning(

@@ -1,19 +1,25 @@
-"""What an ingress counts of its requests: how many, how they ended, how long each phase took.
+"""What an ingress records of its requests: counts for the metrics, and a line in the log of each.
 
-Plain counting on the event loop, well below a microsecond a token. metrics/tables.py has the names
-for Prometheus.
+How many, how they ended, how long each phase took: plain counting on the event loop, well below a
+microsecond a token. metrics/tables.py has the names for Prometheus. Neither the metrics nor the log
+ever hold a word of the prompt or of the answer.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.deployments.ingress.core.call import RequestTimings, TokenUsage
+from penstock.deployments.ingress.core.call import CallContext, RequestTimings, TokenUsage
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes
 from penstock.workers.stats import Histogram
+
+log = logging.getLogger("penstock.requests")
 
 # All bounds that vLLM's metrics have, so that boards made for it read ours, and finer ones below:
 # its shortest queue is 0.3 s.
@@ -158,3 +164,40 @@ class RequestMetrics:
             counts = self.engines[engine] = EngineCounts(self._longest)
             counts.seen_s = self._clock()
         return counts
+
+
+def log_request(
+    context: CallContext,
+    finish: str,
+    *,
+    request_id: str | None = None,
+    times: RequestTimes | None = None,
+    usage: TokenUsage | None = None,
+) -> None:
+    """One line of JSON, in which every control character is escaped.
+
+    `finish`: as for `count_end`. `request_id` of one of several answers; None: that of the call.
+    """
+    if not log.isEnabledFor(logging.INFO):
+        return
+    line: dict[str, Any] = {"id": request_id or context.request_id, "front": context.front}
+    line["finish"] = finish
+    if context.client_id is not None:
+        line["client_id"] = context.client_id
+    if times is not None and usage is not None:
+        timings = times.timings(time.monotonic())
+        line |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "ttft_s": _rounded(timings.first_token_s),
+            "queue_s": _rounded(timings.queue_s),
+            "prefill_s": _rounded(timings.prefill_s),
+            "decode_s": _rounded(timings.decode_s),
+            "total_s": _rounded(timings.total_s),
+        }
+    log.info("%s", json.dumps(line))
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

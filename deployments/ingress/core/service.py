@@ -6,20 +6,23 @@ HTTP, gRPC or worker: front ends pass `Call`s in, and a `TokenBackend` makes tok
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from penstock.deployments.ingress.core.access_log import log_request
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
-from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
+from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.prompts import PromptReader
-from penstock.deployments.ingress.core.reasoning import Reasoning
-from penstock.deployments.ingress.core.request_metrics import DISCONNECT, RequestMetrics
+from penstock.deployments.ingress.core.reasoning import ReasoningSplit, split_of
+from penstock.deployments.ingress.core.request_metrics import (
+    DISCONNECT,
+    RequestMetrics,
+    log_request,
+)
 from penstock.deployments.ingress.core.streams import (
     MAX_INLINE_SIZE,
     Pieces,
@@ -27,12 +30,10 @@ from penstock.deployments.ingress.core.streams import (
     run_off_loop_if_large,
 )
 from penstock.deployments.ingress.core.validation import (
-    check_choices,
-    check_extras,
+    PromptReader,
     check_ids,
-    check_length,
     check_text,
-    engine_params,
+    checked_params,
     nth_choice,
 )
 from penstock.workers.config import EngineConfig
@@ -88,25 +89,29 @@ class RequestCore:
         marks: Marks | None = None,
         contexts: ContextSettings | None = None,
         learner: Learner | None = None,
+        seed: int = 0,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
-        `contexts`: which context policies requests may choose; None: a worker's defaults."""
+        `contexts`: which context policies requests may choose; None: a worker's defaults.
+        `seed`: of the seeds of requests that bring none."""
         self.tokenizer = tokenizer
+        self.is_stopping = False  # it still serves, and load balancers should send no more
         self._backend = backend
         self._model = ServedModel(
             model_name, vocab_size, max_model_len, tokenizer.has_chat_template
         )
         self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
         self._learner = learner
+        self._seeds = random.Random(seed)
         self._prompts = PromptReader(tokenizer)
-        self._reasoning = Reasoning(marks, tokenizer)
+        self._marks = marks
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
 
     def ready(self) -> bool:
-        """Whether a request would be served now."""
-        return self._backend.ready()
+        """Whether clients should send requests here: not when this ingress is about to stop."""
+        return not self.is_stopping and self._backend.ready()
 
     def models(self) -> list[ServedModel]:
         return [self._model]
@@ -124,54 +129,21 @@ class RequestCore:
 
     async def prepare(self, call: Call) -> Generation:
         """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
-        start_s = time.monotonic()
-        try:
-            model = self.model(call.options.model)
-            params = engine_params(call)
-            params.check(model.vocab_size)
-            check_extras(call)
-            for stop in call.params.stop:
-                check_text(stop, "stop")
-            self._contexts.context(params)
-            limit = self._contexts.max_total_tokens(params)
-            prompt_ids = await self._prompts.ids(call, model, limit)
-            if call.options.truncate_prompt_tokens is not None:
-                prompt_ids = prompt_ids[-call.options.truncate_prompt_tokens :]
-            check_length(len(prompt_ids), params, limit)
-            params = self._reasoning.params(call, prompt_ids, params)
-            if call.options.bad_words:
-                words = await self._prompts.bad_words_ids(call.options.bad_words)
-                params = replace(params, bad_words_ids=params.bad_words_ids + words)
-                params.check(model.vocab_size)
-            if call.context.deadline_s is not None and time.monotonic() >= call.context.deadline_s:
-                raise ServiceError("deadline_exceeded")
-        except (RequestError, ServiceError) as refusal:
-            log_request(call, finish=refusal.code)
-            raise
-        request = Request(
-            call.context.request_id,
-            prompt_ids,
-            params,
-            deadline_s=call.context.deadline_s,
-            priority=call.options.priority,
-        )
-        admission = AdmissionRequest(request)
-        if self._learner is not None:
-            admission = admission_request(request, call, model.name, self._contexts)
-        return self._generation(admission, call, start_s)
+        (generation,) = await self.prepare_choices(call, 1)
+        return generation
 
     async def prepare_choices(self, call: Call, num_choices: int) -> list[Generation]:
         """`prepare` for `num_choices` answers to one prompt, which is computed once for all.
 
         Run them with `run_many`. A seed gives each answer draws of its own, the same in each call.
         """
+        start_s = time.monotonic()
         try:
-            check_choices(num_choices)
-        except RequestError as refusal:
-            log_request(call, finish=refusal.code)
+            admission, split = await self._admission(call, num_choices)
+        except (RequestError, ServiceError) as refusal:
+            log_request(call.context, refusal.code)
             raise
-        first = await self.prepare(call)
-        admission, start_s = first.admission, first.times.start_s
+        first = Generation(admission, call, self.tokenizer, start_s, split=split)
         generations = [first]
         for index in range(1, num_choices):
             request = replace(
@@ -180,7 +152,9 @@ class RequestCore:
                 params=nth_choice(first.request.params, index),
             )
             other = replace(admission, request=request)
-            generations.append(self._generation(other, call, start_s, first))
+            generations.append(
+                Generation(other, call, self.tokenizer, start_s, split=split, first=first)
+            )
         return generations
 
     async def run(self, generation: Generation, index: int = 0) -> Pieces:
@@ -193,10 +167,10 @@ class RequestCore:
         times, usage = generation.times, generation.usage
         finish = DISCONNECT
         try:
-            await self._wait_for_prompt(generation)
+            await generation.wait_for_prompt()
             async with aclosing(self._backend.generate(generation.admission)) as deltas:
                 while True:
-                    delta = await self._next(deltas, generation)
+                    delta = await generation.next(deltas)
                     times.engine = delta.engine or times.engine
                     work = generation.work_in(delta)
                     if work <= MAX_INLINE_SIZE:  # as it nearly always is: no coroutine for that
@@ -228,7 +202,10 @@ class RequestCore:
                 self._running.pop(generation.call.context.request_id, None)
             self.metrics.count_end(times, finish, usage)
             self._learn(generation, finish)
-            log_request(generation.call, finish=finish, generation=generation)
+            request_id = generation.request.request_id
+            log_request(
+                generation.call.context, finish, request_id=request_id, times=times, usage=usage
+            )
 
     def run_many(self, generations: Sequence[Generation]) -> Pieces:
         """All answers in parallel, each piece with the index of its generation.
@@ -281,52 +258,33 @@ class RequestCore:
         if self._learner is not None and ended is not None:
             self._learner.learn(generation.admission, generation.usage.completion_tokens, ended)
 
-    async def _next(self, deltas: AsyncIterator[Delta], generation: Generation) -> Delta:
-        if generation.is_cancelled:
-            return _aborted(generation)
-        try:
-            return await generation.deadline.wait(anext(deltas))
-        except TimeoutError:
-            if generation.is_cancelled:
-                return _aborted(generation)
-            raise ServiceError("deadline_exceeded") from None
-        except StopAsyncIteration:
-            raise ServiceError("worker_lost") from None
-
-    async def _wait_for_prompt(self, generation: Generation) -> None:
-        """Until the first answer to the same prompt has left it in the prefix cache."""
-        if generation.first is None:
-            return
-        try:
-            await generation.deadline.wait(generation.first.has_begun.wait())
-        except TimeoutError:
-            if not generation.is_cancelled:
-                raise ServiceError("deadline_exceeded") from None
-
-    def _generation(
-        self,
-        admission: AdmissionRequest,
-        call: Call,
-        start_s: float,
-        first: Generation | None = None,
-    ) -> Generation:
-        prompt_ids = admission.request.prompt_ids
-        # A raw completion continues its prompt, so its first token may carry a leading space.
-        continues = not (call.options.echo or isinstance(call.prompt, ChatPrompt))
-        return Generation(
-            admission,
-            call,
-            self.tokenizer.detokenizer(
-                skip_special_tokens=call.options.skip_special_tokens,
-                after=prompt_ids if continues else (),
-                shown=self._reasoning.shown(call),
-            ),
-            token_bytes=self.tokenizer.token_bytes,
-            start_s=start_s,
-            first=first,
-            reasoning=self._reasoning.reader(call, prompt_ids),
+    async def _admission(
+        self, call: Call, num_choices: int
+    ) -> tuple[AdmissionRequest, ReasoningSplit | None]:
+        """The checked request with its features, and how its reasoning is split from the answer."""
+        model = self.model(call.options.model)
+        params, limit = checked_params(call, num_choices, model.vocab_size, self._contexts)
+        prompt_ids = await self._prompts.fitting_ids(call, model, params, limit)
+        split = split_of(call, prompt_ids, self._marks, self.tokenizer)
+        if split is not None:
+            params = split.params(params, self.tokenizer)
+        if call.options.bad_words:
+            words = await self._prompts.bad_words_ids(call.options.bad_words)
+            params = replace(params, bad_words_ids=params.bad_words_ids + words)
+            params.check(model.vocab_size)
+        if params.seed is None and params.temperature > 0:
+            # Chosen here, so that another worker can continue the answer with the same draws.
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        context = call.context
+        if context.deadline_s is not None and time.monotonic() >= context.deadline_s:
+            raise ServiceError("deadline_exceeded")
+        request = Request(
+            context.request_id,
+            prompt_ids,
+            params,
+            deadline_s=context.deadline_s,
+            priority=call.options.priority,
         )
-
-
-def _aborted(generation: Generation) -> Delta:
-    return Delta(generation.request.request_id, [], FinishReason.ABORT)
+        if self._learner is None:
+            return AdmissionRequest(request), split
+        return admission_request(request, call, model.name, self._contexts), split

@@ -1,31 +1,33 @@
-"""Checks of prompts and sampling options that hold for every front end.
+"""A call's sampling parameters and prompt, checked, as the engine takes them; for all front ends.
 
-Also turns the sampling options of a call into the parameters of engine requests: several answers to
-one prompt, scoring without an answer, bad words. Pure functions.
+Parameters: `checked_params`, and those of further answers and of bad words. Prompts: `PromptReader`
+applies the chat template and the tokenizer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from penstock.deployments.ingress.core.call import Call
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
+from penstock.deployments.ingress.core.tools import as_plain_messages
+from penstock.workers.context_policy import ContextSettings
 from penstock.workers.request import MAX_BAD_WORDS, MAX_STOP_CHARS, RequestError, SamplingParams
+from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 2048
 MAX_VARIABLES = 16
 MAX_VARIABLE_CHARS = 256
+MAX_CHOICES = 8
+MAX_BAD_WORD_STRINGS = MAX_BAD_WORDS // 2  # each is forbidden in two spellings
+MAX_TRUNCATE = 2**31 - 1
+TEXT_SLACK = 4  # normalising may shrink a text by this factor before it becomes tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-def is_client_id(text: str) -> bool:
-    """Whether `text` is a valid client request id: 1 to 128 of A-Z a-z 0-9 . _ -"""
-    return _CLIENT_ID.fullmatch(text) is not None
 
 
 def check_text(text: str, param: str) -> None:
@@ -40,29 +42,6 @@ def check_text(text: str, param: str) -> None:
 def check_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         raise RequestError(f"token ids must lie in [0, {vocab_size})", param=param)
-
-
-def check_length(num_prompt: int, params: SamplingParams, max_model_len: int) -> None:
-    """Raise RequestError unless prompt and answer fit, naming what to lower and to what."""
-    room = max_model_len - num_prompt
-    if num_prompt == 0:
-        raise RequestError("the prompt is empty", param="prompt")
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens; this model takes at most {max_model_len} tokens "
-            "of prompt and answer together",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    for name in ("max_tokens", "min_tokens"):
-        wanted = getattr(params, name)
-        if wanted is not None and wanted > room:
-            raise RequestError(
-                f"the prompt ({num_prompt} tokens) and {name} ({wanted}) exceed the "
-                f"{max_model_len} tokens that this model takes; {name} can be at most {room}",
-                param=name,
-                code="context_length_exceeded",
-            )
 
 
 def check_variables(variables: Mapping[str, Any], known: Collection[str]) -> None:
@@ -101,18 +80,37 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             check_text(json.dumps(message["tool_calls"], ensure_ascii=False), "messages")
 
 
-MAX_CHOICES = 8
-MAX_BAD_WORD_STRINGS = MAX_BAD_WORDS // 2  # each is forbidden in two spellings
-MAX_TRUNCATE = 2**31 - 1
+def checked_params(
+    call: Call, num_choices: int, vocab_size: int, contexts: ContextSettings
+) -> tuple[SamplingParams, int]:
+    """The parameters for the engine, and the most tokens that prompt and answer may have together.
 
-
-def check_choices(num_choices: int) -> None:
+    The engine always makes a token, and it scores a prompt that is echoed. Raises RequestError.
+    """
     if not 1 <= num_choices <= MAX_CHOICES:
         raise RequestError(f"n must lie in [1, {MAX_CHOICES}]", param="n")
+    params = call.params
+    if is_scoring_only(call):
+        params = replace(params, max_tokens=1)
+    if call.options.echo and params.logprobs is not None:
+        asked = params.prompt_logprobs
+        most = params.logprobs if asked is None else max(asked, params.logprobs)
+        params = replace(params, prompt_logprobs=most)
+    _check_options(call)
+    params.check(vocab_size)
+    for stop in params.stop:
+        check_text(stop, "stop")
+    contexts.context(params)
+    return params, contexts.max_total_tokens(params)
 
 
-def check_extras(call: Call) -> None:
-    """Raise RequestError unless what is the front ends' own in a call is within its caps."""
+def is_scoring_only(call: Call) -> bool:
+    """Whether the prompt is to be scored and echoed, with no answer to it."""
+    return call.options.echo and call.params.max_tokens == 0
+
+
+def _check_options(call: Call) -> None:
+    """Raise RequestError unless what the engine never sees of a call is within its caps."""
     if len(call.options.bad_words) > MAX_BAD_WORD_STRINGS:
         raise RequestError(
             f"bad_words takes at most {MAX_BAD_WORD_STRINGS} words", param="bad_words"
@@ -128,23 +126,6 @@ def check_extras(call: Call) -> None:
         raise RequestError(
             "truncate_prompt_tokens must be at least 1", param="truncate_prompt_tokens"
         )
-
-
-def is_scoring_only(call: Call) -> bool:
-    """Whether the prompt is to be scored and echoed, with no answer to it."""
-    return call.options.echo and call.params.max_tokens == 0
-
-
-def engine_params(call: Call) -> SamplingParams:
-    """What the engine is asked for: it makes a token always, and scores a prompt that is echoed."""
-    params = call.params
-    if is_scoring_only(call):
-        params = replace(params, max_tokens=1)
-    if call.options.echo and params.logprobs is not None:
-        asked = params.prompt_logprobs
-        most = params.logprobs if asked is None else max(asked, params.logprobs)
-        params = replace(params, prompt_logprobs=most)
-    return params
 
 
 def nth_choice(params: SamplingParams, index: int) -> SamplingParams:
@@ -168,3 +149,103 @@ def bad_words_ids(
         if spaced[-len(bare) :] != bare:  # else it is forbidden already
             found[spaced] = None
     return tuple(found)
+
+
+class PromptReader:
+    """Reads prompts as one model's tokenizer does. Lives on one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    async def ids(self, call: Call, model: ServedModel, max_tokens: int) -> tuple[int, ...]:
+        """The prompt of `call` as the model would read it. Raises RequestError, also for a text
+        that cannot be as short as `max_tokens`."""
+        prompt = call.prompt
+        if isinstance(prompt, tuple):
+            check_ids(prompt, model.vocab_size, "prompt")
+            return prompt
+        if isinstance(prompt, str):
+            check_text(prompt, "prompt")
+            if not prompt:  # a tokenizer may begin even that with a mark
+                raise RequestError("the prompt is empty", param="prompt")
+            num_chars = len(prompt)
+        else:
+            check_messages(prompt.messages)
+            if prompt.variables:
+                check_variables(prompt.variables, self._tokenizer.template_variables)
+            num_chars = sum(len(message["content"]) for message in prompt.messages)
+            num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
+        if num_chars > max_tokens * self._tokenizer.max_token_bytes * TEXT_SLACK:
+            raise RequestError(
+                f"a prompt of {num_chars} characters cannot fit the {max_tokens} tokens "
+                "that this model takes",
+                param="prompt" if isinstance(prompt, str) else "messages",
+                code="context_length_exceeded",
+            )
+        return await run_off_loop_if_large(num_chars, self._encode, call)
+
+    async def fitting_ids(
+        self, call: Call, model: ServedModel, params: SamplingParams, max_tokens: int
+    ) -> tuple[int, ...]:
+        """`ids`, truncated as the call asks, with room for the answer in `max_tokens`."""
+        prompt_ids = await self.ids(call, model, max_tokens)
+        if call.options.truncate_prompt_tokens is not None:
+            prompt_ids = prompt_ids[-call.options.truncate_prompt_tokens :]
+        _check_length(len(prompt_ids), params, max_tokens)
+        return prompt_ids
+
+    async def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell `words`. Raises RequestError."""
+        for word in words:
+            check_text(word, "bad_words")
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        return await run_off_loop_if_large(sum(map(len, words)), bad_words_ids, words, encode)
+
+    def _encode(self, call: Call) -> tuple[int, ...]:
+        if isinstance(call.prompt, ChatPrompt):
+            messages = [_for_template(message) for message in call.prompt.messages]
+            toolset, tools = call.prompt.tools, None
+            if not self._tokenizer.renders_tools:
+                messages = as_plain_messages(messages, toolset)
+            elif toolset is not None:
+                tools = [tool.as_json() for tool in toolset.tools]
+            text = self._tokenizer.render_chat(
+                messages,
+                add_generation_prompt=call.prompt.add_generation_prompt,
+                tools=tools,
+                variables=call.prompt.variables,
+            )
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        assert isinstance(call.prompt, str)
+        ids = self._tokenizer.encode(
+            call.prompt, add_special_tokens=call.options.add_special_tokens
+        )
+        return tuple(ids)
+
+
+def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates know 'system'; 'developer' is OpenAI's newer name for it."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _check_length(num_prompt: int, params: SamplingParams, max_model_len: int) -> None:
+    """Raise RequestError unless prompt and answer fit, naming what to lower and to what."""
+    room = max_model_len - num_prompt
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty", param="prompt")
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens; this model takes at most {max_model_len} tokens "
+            "of prompt and answer together",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    for name in ("max_tokens", "min_tokens"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > room:
+            raise RequestError(
+                f"the prompt ({num_prompt} tokens) and {name} ({wanted}) exceed the "
+                f"{max_model_len} tokens that this model takes; {name} can be at most {room}",
+                param=name,
+                code="context_length_exceeded",
+            )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.call import MAX_PRIORITY
 
 FRESH_S = 1.0  # older credits are void: the gate is silent
 MARGIN = 64  # tokens, for the empty part of blocks
@@ -40,9 +41,14 @@ class Credits:
     def take(
         self, request: AdmissionRequest, epochs: Sequence[int], number: int, now: float
     ) -> int | None:
-        """The first of `epochs` with enough credit; message `number` will report its use."""
+        """The first of `epochs` with enough credit; message `number` will report its use.
+
+        None for the lowest priority, too: the gate keeps room free for other requests.
+        """
         limit = request.features.max_tokens
         if now - self._given_at > FRESH_S or limit is None:
+            return None
+        if request.request.priority >= MAX_PRIORITY:
             return None
         tokens = request.features.prompt_tokens + limit
         if request.ceiling is not None:

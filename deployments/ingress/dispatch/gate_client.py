@@ -20,10 +20,11 @@ import grpc
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.dispatch.admission_gate import Returned
 from penstock.deployments.ingress.dispatch.circuit_breaker import CircuitBreaker
 from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
-from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission
+from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
 from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.stats import Histogram
@@ -50,6 +51,7 @@ class GateClient:
         where: Callable[[], Awaitable[GateAddress]],
         *,
         answer_s: float = ANSWER_S,
+        tokenizer_digest: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
         self.breaker = CircuitBreaker()
@@ -61,7 +63,7 @@ class GateClient:
         self._clock = clock
         self._pending: dict[str, PendingAdmission] = {}
         self._credits = Credits()
-        self._outbox = GateOutbox(ingress_id)
+        self._outbox = GateOutbox(ingress_id, tokenizer_digest)
         self._is_connected = False
         self._num_silent_ticks = 0
         self._address: GateAddress | None = None
@@ -80,27 +82,31 @@ class GateClient:
         return len(self._pending)
 
     async def admit(
-        self, request: AdmissionRequest, epochs: Sequence[int], *, again: bool = False
+        self,
+        request: AdmissionRequest,
+        epochs: Sequence[int],
+        *,
+        returned: Returned | None = None,
     ) -> int | None:
         """Wait for admission: the epoch of the worker that has room. None: fall back.
 
-        `epochs`: the workers to choose from, best first. `again`: a worker declined it. Raises
+        `epochs`: the workers to choose from, best first. `returned`: why it is asked again. Raises
         ServiceError if it is refused. Call `ended` in any case, also after a cancellation.
         """
         now = self._clock()
         if not self._is_connected or not self.breaker.allows(now):
             self.num_fallback += 1
             return None
-        if not again:
+        if returned is None:
             epoch = self._credits.take(request, epochs, self._outbox.next_number, now)
             if epoch is not None:
                 self.num_on_credit += 1
                 self._outbox.admitted_on_credit(request, epoch)
                 return epoch
         self.num_asked += 1
-        pending = self._pending[request.request_id] = PendingAdmission()
+        pending = self._pending[request.request_id] = PendingAdmission(request)
         try:
-            if not await self._ask(request, pending, again):
+            if not await self._ask(pending, returned):
                 self.breaker.fault(self._clock())
                 self.num_fallback += 1
                 self.ended(request.request_id, 0)
@@ -111,6 +117,7 @@ class GateClient:
         if epoch is None:
             self.num_fallback += 1
         else:
+            self._outbox.admitted(pending)
             self.num_ticketed += 1
             self.waits.observe(self._clock() - now)
         return epoch
@@ -181,24 +188,20 @@ class GateClient:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, BACKOFF_S[1])
 
-    async def _ask(self, request: AdmissionRequest, pending: PendingAdmission, again: bool) -> bool:
+    async def _ask(self, pending: PendingAdmission, returned: Returned | None) -> bool:
         """Offer it; whether the gate replies in time.
 
-        If the gate gave credits, it may admit this one without a prediction: it is offered without
-        the text's features, which are computed while the gate replies.
+        If the gate gave credits, it may admit this one without a prediction: the features of its
+        text are computed while the gate replies, and sent if it replies "queued".
         """
-        if self._credits.has_any and not again:
-            self._outbox.ask(request, text_follows=True)
-            await asyncio.sleep(0)  # it goes out
-            self._outbox.compute_features(request)
-            if not await self._replies(pending):
-                return False
-            if pending.decided.done():
-                if not pending.decided.exception() and (epoch := pending.decided.result()):
-                    self._outbox.send_text_later(request, epoch)
-                return True
-            pending.answered.clear()
-        self._outbox.ask(request, declined=again)
+        with_text = returned is not None or not self._credits.has_any
+        self._outbox.offer(pending, with_text=with_text, returned=returned)
+        if not await self._replies(pending):
+            return False
+        if with_text or pending.state is not State.OFFERED:
+            return True
+        pending.answered.clear()
+        self._outbox.send_text(pending)
         return await self._replies(pending)
 
     async def _replies(self, pending: PendingAdmission) -> bool:
@@ -246,6 +249,7 @@ class GateClient:
         while True:
             await self._outbox.due()
             await stream.write(self._outbox.take())
+            self._outbox.compute_texts()  # while the gate replies
 
     async def _watch(self) -> None:
         # Turns of this loop, not seconds: while this process is stopped, it receives nothing.

@@ -1,6 +1,8 @@
 """Gathers what an ingress has to send to the gate: a message costs more than its content.
 
-What a request waits for is sent at once; other items go with it, or a moment later.
+What a request waits for is sent at once; other items go with it, or a moment later. A request has
+one Offer, without its text: the features of the text take 0.2 ms to compute, and follow as soon as
+the gate waits for them, or after the request's first step.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import asyncio
 import time
 from collections import OrderedDict
 
-from penstock.deployments.gate.wire import features_message
+from penstock.deployments.gate.wire import features_message, text_message
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.dispatch.admission_gate import Returned
+from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
 from penstock.protos.penstock.internal.v1 import channel_pb2
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
@@ -26,18 +30,18 @@ class GateOutbox:
     Between streams only worker reports are kept: the next gate begins with them.
     """
 
-    def __init__(self, ingress_id: str) -> None:
+    def __init__(self, ingress_id: str, tokenizer_digest: str = "") -> None:
         self._ingress_id = ingress_id
+        self._tokenizer_digest = tokenizer_digest
         self._is_open = False
         self._message = pb.FromIngress()
         self._number = 0
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._report_timer: asyncio.TimerHandle | None = None
-        self._credited: list[
-            tuple[AdmissionRequest, int]
-        ] = []  # admitted on credit, not offered yet
-        self._without_text: list[tuple[AdmissionRequest, int]] = []  # admitted, text not sent yet
+        self._text_timer: asyncio.TimerHandle | None = None
+        # By id: requests of which the gate lacks the offer or the text.
+        self._incomplete: dict[str, PendingAdmission] = {}
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs whose newest report is not sent yet
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
@@ -49,7 +53,9 @@ class GateOutbox:
 
     def begin(self) -> None:
         """A new stream: its first message has the ingress id and all workers' reports."""
-        self._message, self._number = pb.FromIngress(ingress_id=self._ingress_id), 0
+        self._message, self._number = pb.FromIngress(), 0
+        self._message.ingress_id = self._ingress_id
+        self._message.tokenizer_digest = self._tokenizer_digest
         self._fresh = set(self._reports)
         self._add_reports()
 
@@ -60,6 +66,7 @@ class GateOutbox:
     def close(self) -> None:
         """The gate is gone."""
         self._is_open = False
+        self._incomplete.clear()
 
     async def due(self) -> None:
         """Until there is something to send."""
@@ -79,33 +86,48 @@ class GateOutbox:
 
     def admitted_on_credit(self, request: AdmissionRequest, epoch: int) -> None:
         """Admitted on credit. Its offer is made after the request itself has been sent."""
-        self._credited.append((request, epoch))
+        pending = PendingAdmission(request, State.CREDITED, epoch)
+        self._incomplete[pending.request_id] = pending
         self._go_soon()
 
-    def ask(
-        self, request: AdmissionRequest, *, text_follows: bool = False, declined: bool = False
+    def offer(
+        self, pending: PendingAdmission, *, with_text: bool, returned: Returned | None = None
     ) -> None:
-        """Offer it, and wait for a decision. `declined`: a worker sent it back."""
+        """Offer it now, for a decision. `returned`: why again, if not for the first time."""
         self._offer_credited()  # before this one, which is judged against them
-        if declined:
-            self._message.declined.append(request.request_id)
-        self._offer(request, text_follows=text_follows)
+        if returned == "declined":
+            self._message.declined.append(pending.request_id)
+        elif returned == "lost":
+            self._message.lost.append(pending.request_id)
+        self._add_offer(pending)
+        self._incomplete[pending.request_id] = pending  # in place of an earlier admission
+        if with_text:
+            self._add_text(pending)
         self._due.set()
 
-    def compute_features(self, request: AdmissionRequest) -> None:
-        """Compute the features of its text now."""
-        self._features_of(request)
+    def compute_texts(self) -> None:
+        """Compute the features of offered texts now, ahead of `send_text`."""
+        for pending in self._incomplete.values():
+            if pending.state is State.OFFERED:
+                self._features_of(pending.request)
 
-    def send_text_later(self, request: AdmissionRequest, epoch: int) -> None:
-        """It is admitted; send the features of its text later."""
-        self._without_text.append((request, epoch))
-        if len(self._without_text) == 1:
-            asyncio.get_running_loop().call_later(TEXT_S, self._send_texts)
+    def send_text(self, pending: PendingAdmission) -> None:
+        """The gate waits for the text of this offer."""
+        self._add_text(pending)
+        self._due.set()
+
+    def admitted(self, pending: PendingAdmission) -> None:
+        """By a ticket. If the gate lacks its text, that is sent later."""
+        if pending.state is State.TEXT_PENDING:
+            self._send_texts_later()
 
     def ended(self, request_id: str, num_generated: int, *, is_awaited: bool) -> None:
         """A request is over. `is_awaited`: another may wait for its memory."""
         self._offer_credited()  # an end follows its offer
         self._send_texts()
+        pending = self._incomplete.pop(request_id, None)
+        if pending is not None:
+            pending.state = State.ENDED
         if self._is_open:
             self._message.ended.add(request_id=request_id, generated=num_generated)
             self._due.set() if is_awaited else self._go_soon()
@@ -144,41 +166,51 @@ class GateOutbox:
         self._due.set()
 
     def _offer_credited(self) -> None:
-        credited, self._credited = self._credited, []
-        for request, epoch in credited:
-            self._offer(request, epoch, text_follows=True)
-            self.send_text_later(request, epoch)
+        for pending in self._incomplete.values():
+            if pending.state is State.CREDITED:
+                self._add_offer(pending)
+                self._send_texts_later()
+
+    def _send_texts_later(self) -> None:
+        if self._text_timer is None:
+            loop = asyncio.get_running_loop()
+            self._text_timer = loop.call_later(TEXT_S, self._send_texts)
 
     def _send_texts(self) -> None:
-        waiting, self._without_text = self._without_text, []
-        for request, epoch in waiting:
-            self._offer(request, epoch)
-            self._go_soon()
+        if self._text_timer is not None:
+            self._text_timer.cancel()
+            self._text_timer = None
+        for pending in list(self._incomplete.values()):
+            if pending.state is State.TEXT_PENDING:
+                self._add_text(pending)
+                self._go_soon()
 
-    def _offer(
-        self,
-        request: AdmissionRequest,
-        credit_epoch: int | None = None,
-        *,
-        text_follows: bool = False,
-    ) -> None:
+    def _add_offer(self, pending: PendingAdmission) -> None:
+        pending.offer_sent()
         if not self._is_open:
             return
-        left_s = request.request.deadline_s
-        features = request.features
+        request, inner = pending.request, pending.request.request
+        left_s = inner.deadline_s
         self._message.offers.add(
             request_id=request.request_id,
-            features=features_message(features) if text_follows else self._features_of(request),
-            priority=-request.request.priority,
+            features=features_message(request.features),
+            priority=-inner.priority,
             remaining_s=None if left_s is None else left_s - time.monotonic(),
             ceiling=request.ceiling or 0,
-            credit_epoch=credit_epoch,
+            credit_epoch=pending.credit_epoch,
             prefix=request.prefix,
-            text_follows=text_follows,
+            generated=len(inner.emitted_ids),
         )
 
+    def _add_text(self, pending: PendingAdmission) -> None:
+        pending.text_sent()
+        self._incomplete.pop(pending.request_id, None)
+        if self._is_open:
+            features = self._features_of(pending.request)
+            self._message.texts.append(text_message(pending.request_id, features))
+
     def _features_of(self, request: AdmissionRequest) -> pb.Features:
-        """Computed once: sent with the offer, and again with the answer's length."""
+        """With the text's. Computed once: for the offer's text, and for the answer's length."""
         message = self._features.get(request.request_id)
         if message is None:
             message = features_message(request.features_with_text())

@@ -6,11 +6,12 @@ Lives on one event loop.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
-from penstock.workers.channel.outbox import joined
+from penstock.workers.channel.peer import joined
 from penstock.workers.request import Delta, FinishReason, Request
 
 # Each message to a client costs the ingress CPU time, whatever its size. Where a link has many
@@ -22,13 +23,19 @@ GATHER_S = 0.05
 FEW_CALLS = 8  # requests of a link that cost little CPU, and are never held back
 
 
+LOST = "lost"  # an error code that no client sees: the pool sends the request to another worker
+
+
 def nothing_to_cancel() -> None:
     """No worker runs the request."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One request at a worker: how to cancel it, and what the worker has sent so far."""
+    """One request at a worker: how to cancel it, and what its workers have sent so far.
+
+    When its worker is lost, it continues on another one after the tokens in `emitted`.
+    """
 
     admission: AdmissionRequest
     num_expected: int  # tokens still to compute, prompt included, as far as one can guess
@@ -36,9 +43,17 @@ class InFlightRequest:
     woken_s: float = 0.0  # when its reader was last woken
     cancel: Callable[[], None] = nothing_to_cancel  # at the worker that runs it
     stream_id: int = 0
-    num_emitted: int = 0
+    # Tokens that have arrived, whether or not the client has read them.
+    emitted: array[int] = field(default_factory=lambda: array("i"))
+    num_before: int = 0  # of those, from workers that were lost
+    is_accepted: bool = False  # its worker computes it
     num_declined: int = 0  # times that a worker had no room
-    is_second_try: bool = False
+    lost_s: float | None = None  # since when it has no worker, after its worker was lost
+    strikes: list[int] = field(default_factory=list)  # see lost_requests.py
+    struck_at: int = 0  # tokens that it had emitted at the last strike
+    is_suspect: bool = False  # refused unless one of its workers turns out to live
+    trial: Trial | None = None  # that it is part of
+    waits_for: Trial | None = None
     _is_notified: bool = False  # that there is something pending
     _reader: asyncio.Future[None] | None = None  # set while the reader waits
 
@@ -52,6 +67,41 @@ class InFlightRequest:
     @property
     def request(self) -> Request:
         return self.admission.request
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.emitted)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the worker that it is on has sent a token."""
+        return len(self.emitted) > self.num_before
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that its worker computes before the first new one."""
+        return len(self.request.prompt_ids) + len(self.request.emitted_ids)
+
+    def continue_after_emitted(self) -> None:
+        """Make it a request that another worker continues after the emitted tokens.
+
+        What the client has got once is not asked for again.
+        """
+        new = self.emitted[self.num_before :]
+        request = self.request
+        params = request.params
+        if self.emitted and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)
+        request = replace(request, params=params, emitted_ids=(*request.emitted_ids, *new))
+        self.admission = replace(self.admission, request=request)
+        self.num_expected += self.num_to_prefill if self.is_begun else 0
+        self.num_before, self.is_accepted = len(self.emitted), False
+
+    def presented(self, delta: Delta) -> Delta:
+        """`delta` as the client gets it: the first worker said how the prompt was computed."""
+        if self.num_before:
+            delta.times, delta.num_cached_tokens = None, 0
+        return delta
 
     def fail(self, code: str) -> None:
         self.cancel = nothing_to_cancel
@@ -76,6 +126,21 @@ class InFlightRequest:
         delta = self.pending.pop(0)
         self._is_notified = bool(self.pending)
         return delta
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """Requests that are tried apart from others: one of them may end its worker."""
+
+    left: set[InFlightRequest]  # that have not emitted a token yet
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def passed(self, call: InFlightRequest) -> None:
+        """The request has emitted a token, has ended, or was lost again."""
+        call.trial = None
+        self.left.discard(call)
+        if not self.left:
+            self.is_over.set()
 
 
 class Coalescer:

@@ -18,7 +18,7 @@ from penstock.deployments.ingress.dispatch.in_flight import (
     nothing_to_cancel,
 )
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.channel.codec import delta_from, submit_message
+from penstock.workers.channel.codec import delta_from, submit_bytes
 from penstock.workers.channel.framing import MessageConnection, connected
 from penstock.workers.request import Delta
 from penstock.workers.stats import WorkerInfo
@@ -34,17 +34,14 @@ BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 class WorkerLinkHandlers(Protocol):
     """What a WorkerLink calls when something happens on it: pool.WorkerPool."""
 
-    def sends(self, call: InFlightRequest, link: WorkerLink) -> None:
-        """`call` is about to go to the worker."""
-
     def reported(self, link: WorkerLink, report: pb.Report) -> None:
         """The worker has sent a report of its state."""
 
     def broken(self, link: WorkerLink) -> None:
         """The connection has ended."""
 
-    def lost(self, call: InFlightRequest) -> None:
-        """The connection that `call` was on has ended."""
+    def lost(self, link: WorkerLink, calls: list[InFlightRequest]) -> None:
+        """The connection that `calls` were on has ended."""
 
 
 class WorkerLink:
@@ -55,6 +52,8 @@ class WorkerLink:
         self.task: asyncio.Task[None] | None = None
         self.is_listed = True
         self.is_connected = False
+        self.is_draining = info.is_draining
+        self.is_stalled = False  # its engine computes nothing, although it has work
         self.last_turn = 0
         self.capacity = info.max_model_len  # tokens of KV, once it reports
         self._ingress_id = ingress_id
@@ -70,19 +69,35 @@ class WorkerLink:
         self._gathering = Coalescer(self._end_gathering)
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether a new request may be sent to this worker."""
+        return self.is_connected and not self.is_draining and not self.is_stalled
+
+    @property
     def num_outstanding(self) -> int:
         """Estimate of the tokens that this worker has still to compute."""
         return self._own_tokens + self._others_tokens
 
+    @property
+    def has_others(self) -> bool:
+        """Whether requests of other ingresses run on this worker, by its last report."""
+        return self._others_tokens > 0
+
     def submit(self, call: InFlightRequest, *, may_decline: bool = False) -> None:
+        """Send `call` to the worker, which may decline it where it has no room."""
         call.cancel, call.stream_id = partial(self.cancel, call), next(self._stream_ids)
         self._calls[call.stream_id] = call
-        self._owner.sends(call, self)
         self._own_tokens += call.num_expected
-        message = submit_message(
-            call.request, call.stream_id, call.num_expected, may_decline=may_decline
-        )
-        self._send(pb.UpMessage(submit=message))
+        if self._messages is not None:
+            self._messages.send(
+                submit_bytes(
+                    call.request,
+                    call.stream_id,
+                    call.num_expected,
+                    self.info.epoch,
+                    may_decline=may_decline,
+                )
+            )
 
     def cancel(self, call: InFlightRequest) -> None:
         self._remove(call)
@@ -100,7 +115,8 @@ class WorkerLink:
             finally:
                 was_connected = self.is_connected
                 self._break()
-            level = logging.WARNING if was_connected else logging.DEBUG
+            is_loss = was_connected and not self.is_draining
+            level = logging.WARNING if is_loss else logging.DEBUG
             log.log(level, "no connection to worker %s: %s", self.info.address, why)
             if was_connected:
                 backoff_s = BACKOFF_S[0]
@@ -146,7 +162,11 @@ class WorkerLink:
         elif message.HasField("report"):
             self._others_tokens = message.report.others_tokens
             self.capacity = message.report.num_blocks * message.report.block_size
+            self.is_draining = self.is_draining or message.report.is_draining
+            self.is_stalled = message.report.is_stalled
             self._owner.reported(self, message.report)
+            if self.is_stalled and self._calls and self._messages is not None:
+                self._messages.end("its engine has computed no token for some seconds")
         elif message.HasField("welcome"):
             # Set here, not in the task that awaits _welcomed: the messages that follow count.
             self.is_connected = True
@@ -165,6 +185,11 @@ class WorkerLink:
 
     def _take_step(self, step: pb.Step) -> None:
         now_s, address = asyncio.get_running_loop().time(), self.info.address
+        for stream_id in step.accepted:
+            if (call := self._calls.get(stream_id)) is not None:
+                call.is_accepted = True
+        if step.accepted:  # nothing else is in the message
+            return
         self._gathering.steps(now_s)
         for message in step.deltas:
             call = self._calls.get(message.stream_id)
@@ -179,14 +204,14 @@ class WorkerLink:
                 self._take(call, delta, now_s)
 
     def _take(self, call: InFlightRequest, delta: Delta, now_s: float) -> None:
-        is_first = call.num_emitted == 0
+        is_first = not call.is_begun
         computed = len(delta.token_ids)
         if is_first:
-            computed += len(call.request.prompt_ids)
+            computed += call.num_to_prefill
         computed = min(computed, call.num_expected)
         call.num_expected -= computed
         self._own_tokens -= computed
-        call.num_emitted += len(delta.token_ids)
+        call.emitted.extend(delta.token_ids)
         call.add(delta)
         if delta.finish_reason is not None:
             self._remove(call)
@@ -210,10 +235,10 @@ class WorkerLink:
         if self._messages is not None:
             self._messages.end("this end closes it")
             self._messages = None
-        self._others_tokens = 0
         calls = list(self._calls.values())
         for call in calls:
             self._remove(call)
         self._owner.broken(self)
-        for call in calls:
-            self._owner.lost(call)
+        if calls:
+            self._owner.lost(self, calls)
+        self._others_tokens = 0

@@ -14,9 +14,8 @@ import grpc.aio
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock.deployments.ingress.core.call import CallContext, new_request_id
+from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import ApiError, describe
-from penstock.deployments.ingress.core.validation import is_client_id
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 

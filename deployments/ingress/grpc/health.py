@@ -1,4 +1,4 @@
-"""grpc.health.v1, answered from the request core: SERVING means that a request would be served."""
+"""grpc.health.v1, answered from the request core: SERVING means: send requests here."""
 
 from __future__ import annotations
 

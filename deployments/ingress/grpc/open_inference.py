@@ -22,7 +22,8 @@ from penstock.deployments.ingress.grpc.calls import Context, answering, context_
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.inference import open_inference_pb2 as pb
 from penstock.protos.inference import open_inference_pb2_grpc
-from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.parameters import Api
+from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
 
 SERVICE = "inference.GRPCInferenceService"
 VERSION = "1"  # of every model: a new one is a new name
@@ -35,12 +36,13 @@ OUTPUTS = {
 }
 MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 4  # before each text of a raw BYTES tensor
-_FRACTIONS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+_OFFERED = [each for each in PARAMETERS.values() if Api.OPEN_INFERENCE in each.apis]
+_FRACTIONS = tuple(each.name for each in _OFFERED if each.kind == "float")
+_WHOLES = tuple(each.name for each in _OFFERED if each.kind == "int")
+_FLAGS = (
+    *(each.name for each in _OFFERED if each.kind == "bool"),
+    *("add_special_tokens", "skip_special_tokens"),
 )
-_WHOLES = ("top_k", "seed", "max_tokens", "min_tokens")
-_FLAGS = ("ignore_eos", "add_special_tokens", "skip_special_tokens")
 
 
 def add_to(server: grpc.aio.Server, core: RequestCore, keys: ApiKeys) -> None:
@@ -108,7 +110,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                 for i, text in enumerate(texts)
             ]
             generations = [await self._core.prepare(call) for call in calls]
-            answers = [_Answer() for _ in texts]
+            answers = [_TextOutput() for _ in texts]
             async with aclosing(self._core.run_many(generations)) as pieces:
                 async for index, piece in pieces:
                     answers[index].add(piece)
@@ -124,7 +126,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @dataclass(slots=True)
-class _Answer:
+class _TextOutput:
     texts: list[str] = field(default_factory=list)
     last: TextDelta | None = None
 
@@ -267,7 +269,7 @@ def _refuse_parameters(parameters: Mapping[str, pb.InferParameter], where: str) 
 
 
 def _response(
-    request: pb.ModelInferRequest, model: ServedModel, wanted: list[str], answers: list[_Answer]
+    request: pb.ModelInferRequest, model: ServedModel, wanted: list[str], answers: list[_TextOutput]
 ) -> pb.ModelInferResponse:
     """The answers in the form, raw or not, in which the texts came."""
     response = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=request.id)

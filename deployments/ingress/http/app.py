@@ -1,13 +1,14 @@
-"""The HTTP app: which routes there are, what the edge lets through, and the service's own paths.
+"""The HTTP app: its routes, the paths that need no key, and the service's own paths.
 
-Each API has its folder or file; what happens to a request is for the request core, and what fails
-inside is answered by EdgeMiddleware.
+Each API has its folder or file. The request core handles requests, and EdgeMiddleware answers
+errors.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -19,7 +20,8 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.http import tokenize
 from penstock.deployments.ingress.http.anthropic import routes as anthropic
-from penstock.deployments.ingress.http.console import Workers, add_console_routes
+from penstock.deployments.ingress.http.batches import routes as batches
+from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
 from penstock.deployments.ingress.http.openai import routes as openai
 from penstock.deployments.ingress.http.openai.schemas import (
@@ -31,12 +33,17 @@ from penstock.deployments.ingress.http.openai.schemas import (
 from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.http.queue_status import add_queue_route
 from penstock.deployments.ingress.http.responses import routes as responses
-from penstock.deployments.ingress.http.static import API_PAGE, API_PAGE_HEADERS, FILES
+from penstock.deployments.ingress.http.static import (
+    API_PAGE,
+    API_PAGE_HEADERS,
+    FILES,
+    add_console_routes,
+)
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
 PUBLIC_PATHS = ("/health", "/live", "/ready", *FILES)
-_APIS = (openai, anthropic, responses, tokenize)
+_APIS = (openai, anthropic, responses, tokenize, batches)
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -45,14 +52,17 @@ def build_app(
     *,
     api_keys: Sequence[str] = (),
     workers: Workers | None = None,
+    view: View | None = None,
     gate: GateClient | None = None,
     admission: str = "optimistic",
+    data_dir: Path | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
     With `api_keys` (keys, or 'sha256:' and their hex digests) every path except PUBLIC_PATHS
-    requires one of them as a Bearer token. `workers`: those alive, as they last reported. `gate`:
-    this ingress's client of the gate, where there is one.
+    requires one of them as a Bearer token. `workers`: living ones, by their last heartbeats.
+    `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
+    gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
     """
     app = FastAPI(
         title="Penstock",
@@ -75,8 +85,10 @@ def build_app(
     anthropic.add_message_routes(app, core)
     responses.add_response_routes(app, core)
     tokenize.add_token_routes(app, core)
+    batches.add_batch_routes(app, data_dir)
     _add_model_routes(app, core, workers)
-    add_console_routes(app, core, workers)
+    add_console_routes(app)
+    add_status_route(app, core, workers, view, has_batches=data_dir is not None)
     add_queue_route(app, gate, admission)
     _add_service_routes(app, core)
     return app
@@ -105,7 +117,9 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
 
     @app.get("/ready", responses=error_responses(503))
     async def ready() -> dict[str, str]:
-        """Whether a request would be served now."""
+        """Whether to send requests here; not when no worker is ready, nor before a shutdown."""
+        if core.is_stopping:
+            raise ServiceError("no_worker", "this server is about to stop: send requests elsewhere")
         if not core.ready():
             raise ServiceError("no_worker")
         return {"status": "ok"}

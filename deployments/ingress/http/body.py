@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import pydantic_core
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     ValidationError,
     model_validator,
 )
 from pydantic_core import CoreSchema
 
-from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
 from penstock.deployments.ingress.core.tools import MAX_TOOLS
 from penstock.deployments.ingress.core.validation import (
     MAX_BAD_WORD_STRINGS,
@@ -33,55 +33,13 @@ from penstock.workers.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    PARAMETERS,
     RequestError,
+    SamplingParams,
 )
 from penstock.workers.structured_spec import MAX_CHOICES
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-class ClientGone(Exception):
-    """The client disconnected before its request was complete: there is no response to send."""
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of that lower-case name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value).decode("latin-1")
-    return None
-
-
-async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body, its size checked as it arrives. Raises RequestError or ClientGone."""
-    content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
-    # Browsers send other types across origins without a preflight request; not this one.
-    if content_type != "application/json" or header(scope, b"content-encoding") is not None:
-        raise RequestError(
-            "send the body uncompressed, with 'Content-Type: application/json'",
-            code="unsupported_media_type",
-        )
-    too_large = RequestError(
-        f"the body exceeds the {max_bytes} bytes that this server accepts",
-        code="request_too_large",
-    )
-    declared = header(scope, b"content-length") or "0"
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    chunks, num_bytes = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise too_large
-        chunks.append(chunk)
-        if not message.get("more_body"):
-            return b"".join(chunks)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -122,18 +80,29 @@ class Strict(BaseModel):
         return {name: values[name] for name in (*known, unknown) if name in values}
 
 
-# Parameters that bodies have under the same name and as the same type; None means the default.
-_SAME_NAME = (
-    *("temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("context_policy", "sinks", "window", "roll", "moe_mode"),
-)
+def sampling_field(name: str, **constraints: Any) -> Any:
+    """The optional field of a body that sets the parameter `name` of SamplingParams."""
+    return Field(None, description=PARAMETERS[name].description, **constraints)
 
 
-def same_name_params(request: BaseModel) -> dict[str, Any]:
-    """The fields of SamplingParams that `request` sets under the same name."""
-    values = ((name, getattr(request, name, None)) for name in _SAME_NAME)
-    return {name: value for name, value in values if value is not None}
+def sampling_params(request: BaseModel, **given: Any) -> SamplingParams:
+    """The parameters that `request` sets under their own names, and those `given`.
+
+    -1 switches top_k off in bodies, as 0 does.
+    """
+    values: dict[str, Any] = {}
+    for name in PARAMETERS.keys() - given.keys():
+        value = getattr(request, name, None)
+        if value is not None:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return SamplingParams(**values, **given)
+
+
+def strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """A field that holds one string or several."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -146,6 +115,27 @@ def json_object(body: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(values, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
+    return values
+
+
+def body_values(
+    body: bytes,
+    fields: Collection[str],
+    unsupported: Mapping[str, tuple[Any, ...]],
+    ignored: Collection[str],
+    *,
+    limits: Mapping[str, tuple[int, str]] | None = None,
+    conversations: Collection[str] = (),
+) -> dict[str, Any]:
+    """The values of `fields` in a JSON body, within LIMITS but not validated yet.
+
+    `unsupported`, `ignored`: as for `drop_ignored_fields`. `limits`: instead of LIMITS.
+    `conversations`: the fields that hold messages or items. Raises RequestError.
+    """
+    values = drop_ignored_fields(json_object(body), fields, unsupported, ignored)
+    check_sizes(values, LIMITS if limits is None else limits)
+    for name in conversations:
+        check_num_parts(values.get(name), name)
     return values
 
 

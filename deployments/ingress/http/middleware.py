@@ -1,34 +1,46 @@
 """The edge of the HTTP interface, between uvicorn and the routes: ids, API keys, errors.
 
-Plain ASGI: what decides on access reads the raw scope, not objects that are built from headers.
+`context_of` makes the CallContext of a request for the routes. Plain ASGI: access is decided by the
+raw scope, not by objects that are built from headers.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
-from penstock.deployments.ingress.core.call import new_request_id
+from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import describe
-from penstock.deployments.ingress.core.validation import is_client_id
-from penstock.deployments.ingress.http.body import ClientGone, Receive, Scope, header
-from penstock.deployments.ingress.http.errors import error_format_of
-from penstock.deployments.ingress.http.sse import App, Headers, Send, send_error
+from penstock.deployments.ingress.http.asgi import (
+    App,
+    ClientGone,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    error_format_of,
+    header,
+    send_error,
+)
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
 CLIENT_ID_HEADERS = (b"x-client-request-id", b"x-request-id")
+TIMEOUT_HEADER = b"x-request-timeout-ms"
+TIMINGS_HEADER = b"x-penstock-timings"  # 1: have `usage.timings` in the answer
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
 
 class EdgeMiddleware:
-    """The outermost app: names each request, checks its key, and answers each failure inside.
+    """The outermost app: gives each request an id, checks its key, and answers errors.
 
     Sets `request_id`, `client_id` and `principal` in the scope's state, and echoes the ids. Access
     is denied by default: a path is open without a key only if it is one of `public_paths` exactly.
 
-    A POST to one of `fast_paths` goes straight to that endpoint and not to `app`, whose routing,
-    dependencies and wrappers around each chunk cost as much as the rest of a short request.
+    A POST to one of `fast_paths` calls that endpoint and not `app`, whose routing, dependencies and
+    wrappers around each chunk cost as much as the rest of a short request.
     """
 
     def __init__(
@@ -52,10 +64,11 @@ class EdgeMiddleware:
                 return
             await self._app(scope, receive, send)
             return
-        request_id = new_request_id()
+        path = scope["path"]
+        error_format = error_format_of(path)
         ids = (header(scope, name) for name in CLIENT_ID_HEADERS)
         client_id = next((each for each in ids if each and is_client_id(each)), None)
-        error_format = error_format_of(scope["path"])
+        request_id = new_request_id()
         id_headers: Headers = [(name, request_id.encode()) for name in error_format.id_headers]
         if client_id is not None:
             id_headers.append((b"x-client-request-id", client_id.encode()))
@@ -70,15 +83,16 @@ class EdgeMiddleware:
             await send(message)
 
         principal = self._keys.principal(_offered_key(scope))
-        if principal is None and scope["path"] not in self._public_paths:
+        if principal is None and path not in self._public_paths:
             refusal = describe(_missing_key(), request_id, self._num_errors_returned)
             await send_error(send_with_ids, refusal, request_id, error_format)
             return
         scope.setdefault("state", {}).update(
             request_id=request_id, client_id=client_id, principal=principal or ""
         )
+        fast_path = self._fast_paths.get(path) if scope["method"] == "POST" else None
         try:
-            await self._endpoint(scope)(scope, receive, send_with_ids)
+            await (fast_path or self._app)(scope, receive, send_with_ids)
         except ClientGone:
             return
         except Exception as error:
@@ -86,11 +100,6 @@ class EdgeMiddleware:
             if not has_started:
                 id_headers += scope["state"].get("error_headers", ())
                 await send_error(send_with_ids, failure, request_id, error_format)
-
-    def _endpoint(self, scope: Scope) -> App:
-        if scope["method"] == "POST":
-            return self._fast_paths.get(scope["path"], self._app)
-        return self._app
 
 
 def _missing_key() -> RequestError:
@@ -100,6 +109,30 @@ def _missing_key() -> RequestError:
 
 
 def _offered_key(scope: Scope) -> str | None:
-    """What `authorization` says; without it, a key as Anthropic's clients send it."""
+    """The `authorization` header, or the key in the header that Anthropic's clients send."""
     authorization, key = header(scope, b"authorization"), header(scope, b"x-api-key")
     return f"Bearer {key}" if authorization is None and key is not None else authorization
+
+
+def context_of(scope: Scope) -> CallContext:
+    """From EdgeMiddleware's entries in the scope, and from headers. Raises RequestError."""
+    state = scope["state"]
+    deadline_s = None
+    timeout_ms = header(scope, TIMEOUT_HEADER)
+    if timeout_ms is not None:
+        if not (timeout_ms.isascii() and timeout_ms.isdigit() and len(timeout_ms) <= 8):
+            timeout_ms = "0"
+        if not 1 <= int(timeout_ms) <= MAX_TIMEOUT_MS:
+            raise RequestError(
+                f"{TIMEOUT_HEADER.decode()} must be whole milliseconds, 1 to {MAX_TIMEOUT_MS}",
+                param=TIMEOUT_HEADER.decode(),
+            )
+        deadline_s = time.monotonic() + int(timeout_ms) / 1000
+    return CallContext(
+        request_id=state["request_id"],
+        client_id=state["client_id"],
+        principal=state["principal"],
+        deadline_s=deadline_s,
+        front="http",
+        wants_timings=header(scope, TIMINGS_HEADER) == "1",
+    )

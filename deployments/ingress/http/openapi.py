@@ -31,6 +31,7 @@ from penstock.deployments.ingress.http.responses.requests import (
     MAX_METADATA_VALUE_CHARS,
 )
 from penstock.workers import structured_spec
+from penstock.workers.parameters import Bounds
 from penstock.workers.request import (
     LOGIT_BIAS_BOUNDS,
     MAX_LOGIT_BIAS,
@@ -38,7 +39,6 @@ from penstock.workers.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     PARAMETER_BOUNDS,
-    Bounds,
 )
 
 Limits = Mapping[str, Mapping[str, Any]]  # by JSON type; "items" and "values": of what is inside
@@ -102,9 +102,6 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Limits:
     return {"number": {"exclusiveMinimum" if open_low else "minimum": low, "maximum": high}}
 
 
-_IN_MODELS = ("sinks", "window", "roll")  # pydantic enforces and states their bounds
-
-
 def _within(bounds: Bounds) -> Limits:
     return _number(bounds.low, bounds.high, open_low=bounds.open_low)
 
@@ -124,7 +121,7 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
     metadata_keys = {"maxLength": MAX_METADATA_KEY_CHARS}
     return {
         "model": {"string": names},
-        **{n: _within(b) for n, b in PARAMETER_BOUNDS.items() if n not in _IN_MODELS},
+        **{name: _within(bounds) for name, bounds in PARAMETER_BOUNDS.items()},
         "top_k": _number(-1, PARAMETER_BOUNDS["top_k"].high),  # -1: off, as 0
         **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), answer),
         "min_tokens": _number(0, longest),
@@ -173,5 +170,5 @@ _SPECIAL: dict[str, dict[str, Limits]] = {
     "TokenizeRequest": {"prompt": {}},
     "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
     "StructuredOutputs": {"regex": _REGEX, "grammar": _GRAMMAR, "choice": _CHOICE},
-    **{name: {"name": _TOOL_NAME} for name in ("FunctionBody", "ResponseTool", "ToolBody")},
+    **{name: {"name": _TOOL_NAME} for name in ("FunctionBody", "ResponseTool", "MessagesTool")},
 }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fastapi import FastAPI, Response
+
 FOLDER = Path(__file__).parent / "static"
 
 _SCRIPT = "text/javascript; charset=utf-8"
@@ -18,6 +20,8 @@ FILES = {
     "/console/api.js": ("api.js", _SCRIPT),
     "/console/chat.js": ("chat.js", _SCRIPT),
     "/console/live.js": ("live.js", _SCRIPT),
+    "/console/lines.js": ("lines.js", _SCRIPT),
+    "/console/batches.js": ("batches.js", _SCRIPT),
     "/console/sparkline.js": ("sparkline.js", _SCRIPT),
     "/console/icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -40,3 +44,15 @@ API_PAGE_HEADERS = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
 }
+
+
+def add_console_routes(app: FastAPI) -> None:
+    for path, (name, media_type) in FILES.items():
+        _add_file(app, path, (FOLDER / name).read_bytes(), media_type)
+
+
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    async def file() -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    app.get(path, include_in_schema=False)(file)

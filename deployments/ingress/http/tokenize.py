@@ -8,14 +8,14 @@ from pydantic import BaseModel, Field
 
 from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.http.asgi import read_json_body
 from penstock.deployments.ingress.http.body import (
     Strict,
     drop_ignored_fields,
     json_object,
-    read_json_body,
     validated,
 )
-from penstock.deployments.ingress.http.call_context import context_of
+from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.workers.request import RequestError

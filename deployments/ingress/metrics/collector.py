@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.metrics.gate_tables import (
     ADMISSIONS,
     GATE_COUNTERS,
@@ -51,7 +52,9 @@ class PenstockCollector(Collector):
         requests: RequestMetrics,
         workers: Callable[[], Workers],
         gate: GateClient | None = None,
+        lost: LostRequests | None = None,
     ):
+        self._lost = lost
         self._requests = requests
         self._workers = workers
         self._gate = gate
@@ -62,6 +65,8 @@ class PenstockCollector(Collector):
         yield from self._of_front_ends()
         if self._gate is not None:
             yield from self._of_gate(self._gate)
+        if self._lost is not None:
+            yield from _of_lost(self._lost)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not collect."""
@@ -193,6 +198,25 @@ class PenstockCollector(Collector):
         )
         _add(waits, (), gate.waits.snapshot())
         yield waits
+
+
+def _of_lost(lost: LostRequests) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "penstock_requests_continued",
+        "Times that a request continued on another worker, after its own was lost.",
+        value=lost.num_continued,
+    )
+    yield CounterMetricFamily(
+        "penstock_requests_fatal",
+        "Requests that were refused because three workers ended while they computed them.",
+        value=lost.num_refused,
+    )
+    pause = HistogramMetricFamily(
+        "penstock_continuation_pause_seconds",
+        "From the loss of a request's worker to its next token.",
+    )
+    _add(pause, (), lost.pauses.snapshot())
+    yield pause
 
 
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:

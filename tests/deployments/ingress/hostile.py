@@ -2,7 +2,7 @@
 
 `VALUES` are requests with one thing wrong, in the words of the Python client; each front end says
 them in its own. `RAW` are bytes. A refusal must be the one expected, under the status that the
-catalogue has for it; and whoever is served meanwhile gets what it gets alone.
+catalogue has for it; and requests served meanwhile get what they get alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Told:
+class Reply:
     """How a request ended. `ids` or text of the answer, if it was served."""
 
     status: int | str
@@ -207,7 +207,7 @@ def _http(**good: Any) -> dict[str, Raw]:
         ),
         "not UTF-8": Raw(b'{"%s": "\xff\xfe"}' % name.encode(), "invalid_json"),
         "half a surrogate pair": Raw(b'{"%s": "\\ud800"}' % name.encode(), "invalid_json"),
-        "nothing asked": Raw(b"{}", "missing_parameter", name),
+        "empty body": Raw(b"{}", "missing_parameter", name),
         "an unknown field": Raw(_json(**good, mood=1), "unknown_parameter", "mood"),
         "a number of 4,000 digits": Raw(
             b'{"%s": %s, "seed": %s}' % (name.encode(), part, b"9" * 4000), "invalid_value", "seed"
@@ -282,9 +282,9 @@ class Front:
 
     name: str
     said: Callable[[Mapping[str, Any]], bytes]
-    send: Callable[[bytes], Told]
+    send: Callable[[bytes], Reply]
 
-    def ask(self, **fields: Any) -> Told:
+    def ask(self, **fields: Any) -> Reply:
         return self.send(self.said({**_GOOD, **fields}))
 
 
@@ -316,41 +316,43 @@ class Fronts:
         self._http.close()
         self._channel.close()
 
-    def _poster(self, path: str) -> Callable[[bytes], Told]:
-        def send(body: bytes) -> Told:
+    def _poster(self, path: str) -> Callable[[bytes], Reply]:
+        def send(body: bytes) -> Reply:
             json_type = {"content-type": "application/json"}
             answer = self._http.post(path, content=body, headers=json_type)
             if answer.status_code == 200:
                 (choice,) = answer.json()["choices"]
-                return Told(200, answer=choice.get("text") or choice["message"]["content"])
+                return Reply(200, answer=choice.get("text") or choice["message"]["content"])
             error = answer.json()["error"]
-            return Told(answer.status_code, error["code"], error["param"], error["message"])
+            return Reply(answer.status_code, error["code"], error["param"], error["message"])
 
         return send
 
-    def _streamer(self, method: str) -> Callable[[bytes], Told]:
+    def _streamer(self, method: str) -> Callable[[bytes], Reply]:
         kind = pb.GenerateResponse if method.endswith("Generate") else pb.ChatResponse
         call = self._channel.unary_stream(method, None, kind.FromString)
-        return _told_of(lambda body: "".join(piece.text for piece in call(body, timeout=TIMEOUT_S)))
+        return _reply_of(
+            lambda body: "".join(piece.text for piece in call(body, timeout=TIMEOUT_S))
+        )
 
-    def _caller(self, method: str) -> Callable[[bytes], Told]:
+    def _caller(self, method: str) -> Callable[[bytes], Reply]:
         call = self._channel.unary_unary(method, None, oip.ModelInferResponse.FromString)
 
         def text(body: bytes) -> str:
             outputs = {each.name: each.contents for each in call(body, timeout=TIMEOUT_S).outputs}
             return outputs["text_output"].bytes_contents[0].decode()
 
-        return _told_of(text)
+        return _reply_of(text)
 
 
-def _told_of(text: Callable[[bytes], str]) -> Callable[[bytes], Told]:
-    def send(body: bytes) -> Told:
+def _reply_of(text: Callable[[bytes], str]) -> Callable[[bytes], Reply]:
+    def send(body: bytes) -> Reply:
         try:
-            return Told("OK", answer=text(body))
+            return Reply("OK", answer=text(body))
         except grpc.RpcError as error:
             trailing = dict(error.trailing_metadata() or ())
-            told = trailing.get("error-code"), trailing.get("error-param")
-            return Told(error.code().name, *told, error.details() or "")
+            code_and_param = trailing.get("error-code"), trailing.get("error-param")
+            return Reply(error.code().name, *code_and_param, error.details() or "")
 
     return send
 
@@ -416,15 +418,15 @@ def check(front: Front, name: str, served: Any) -> None:
     """Have `front` answer a case of the corpus. `served`: its answer to the good request."""
     if name in RAW[front.name]:
         raw = RAW[front.name][name]
-        told = front.send(raw.body)
+        reply = front.send(raw.body)
         if raw.code is None and raw.status is None:
-            assert told == Told("OK", answer=served)
+            assert reply == Reply("OK", answer=served)
             return
         expected: tuple[str | None, str | None] = (raw.code, raw.param)
         status = raw.status or _status(front, raw.code)
     else:
         value = VALUES[name]
-        told = front.ask(**value.fields)
+        reply = front.ask(**value.fields)
         expected = (value.code, value.param)
         if front.name in HTTP:
             shape = _SHAPES.get(value.param)
@@ -433,12 +435,12 @@ def check(front: Front, name: str, served: Any) -> None:
         elif front.name == "oip" and not set(value.fields) <= set(_OIP_KNOWS):
             expected = ("unknown_parameter", value.param)
         if expected[0] is None:
-            assert told.answer
+            assert reply.answer
             return
         status = _status(front, expected[0])
-    assert ((told.code, told.param), told.status) == (expected, status), told
-    assert told.words and len(told.words) < 1000
-    assert not any(word in told.words for word in ("Traceback", "File ", ".py", "Error("))
+    assert ((reply.code, reply.param), reply.status) == (expected, status), reply
+    assert reply.words and len(reply.words) < 1000
+    assert not any(word in reply.words for word in ("Traceback", "File ", ".py", "Error("))
 
 
 def _status(front: Front, code: str | None) -> str | int:
@@ -448,7 +450,7 @@ def _status(front: Front, code: str | None) -> str | int:
 
 
 class GoodTraffic:
-    """Somebody who is served beside, over and over, and must notice nothing. A context manager."""
+    """Good requests in parallel, whose answers must not change. A context manager."""
 
     def __init__(self, base_url: str, grpc_target: str):
         self._addresses = (base_url, grpc_target)
@@ -485,9 +487,9 @@ class GoodTraffic:
         with Fronts(*self._addresses) as fronts:
             while not self._leave.is_set():
                 front, i = chance.choice(list(fronts.by_name.values())), chance.randrange(2)
-                told = front.ask(**self._good(i))
-                if told.answer != self.alone[front.name, i]:
-                    self.wrong.append(f"{front.name}: {told}, alone {self.alone[front.name, i]!r}")
+                reply = front.ask(**self._good(i))
+                if reply.answer != self.alone[front.name, i]:
+                    self.wrong.append(f"{front.name}: {reply}, alone {self.alone[front.name, i]!r}")
                 self.num_answers += 1
 
 

@@ -1,6 +1,6 @@
-"""Deadlines from the client to the worker's queue: who waits too long is told, and never computed.
+"""Deadlines from the client to the worker's queue: late requests fail and are not computed.
 
-The worker has one slot, which somebody holds; its counter of prompt tokens is the witness.
+The worker has one slot, which another request holds; its counter of prompt tokens is the proof.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.request import Delta, Request, SamplingParams
-from tests.deployments import serving as servers
+from tests.deployments import waiting
 from tests.deployments.serving import MODEL, EngineBackend, Serving, model, tokenizer
 
 ONE_SLOT = EngineConfig(num_blocks=256, max_num_seqs=1, threads=1)
 PROMPT = "It was a bright morning, and"
 LATE = "No one ever reads these words of"
 WAIT_S = 0.3
-eventually = partial(servers.eventually, timeout_s=20.0)
+eventually = partial(waiting.eventually, within_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,10 @@ def serving() -> Iterator[Serving]:
 def over_grpc(serving: Serving) -> None:
     with (
         Client(serving.grpc_target, timeout_s=WAIT_S) as client,
-        pytest.raises(ClientError) as told,
+        pytest.raises(ClientError) as raised,
     ):
         client.complete(LATE, max_tokens=4)
-    assert told.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert raised.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def over_http(serving: Serving) -> None:
@@ -71,11 +71,11 @@ def over_oip(serving: Serving) -> None:
     )
     with grpc.insecure_channel(serving.grpc_target) as channel:
         stub = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as told:
+        with pytest.raises(grpc.RpcError) as raised:
             stub.ModelInfer(
                 oip.ModelInferRequest(model_name=MODEL, inputs=[tensor]), timeout=WAIT_S
             )
-    assert told.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("ask", [over_grpc, over_http, over_oip])
@@ -109,7 +109,7 @@ def test_who_waits_too_long_is_never_computed(
 
 
 def test_the_worker_keeps_deadlines_by_itself() -> None:
-    """No ingress watches the clock here: what the worker is told must be enough."""
+    """No ingress watches the clock here: what the worker receives must be enough."""
     engine = Engine(ONE_SLOT, model())
     channel = ChannelServer("127.0.0.1", MODEL, engine.max_model_len)
     thread = EngineThread(engine, channel.deliver, num_threads=1)
@@ -129,18 +129,18 @@ def test_the_worker_keeps_deadlines_by_itself() -> None:
             holder = pool.generate(AdmissionRequest(Request("holder", (5, 6, 7), params)))
             await anext(holder)
             late = Request("late", (8, 9), params, deadline_s=time.monotonic() + WAIT_S)
-            told = await last_of(pool.generate(AdmissionRequest(late)))
+            last = await last_of(pool.generate(AdmissionRequest(late)))
             await holder.aclose()
             while engine.has_work():
                 await asyncio.sleep(0.005)
         await pool.close()
-        return told, engine.stats().num_prompt_tokens
+        return last, engine.stats().num_prompt_tokens
 
     try:
-        told, num_read = asyncio.run(scenario())
+        last, num_read = asyncio.run(scenario())
     finally:
         channel.stop()
         thread.stop()
-    assert told.error == "deadline_exceeded"
+    assert last.error == "deadline_exceeded"
     assert engine.stats().num_finished["error"] == 1
     assert num_read == 2  # of the holder's three; the last one is sampled from

@@ -20,7 +20,7 @@ def backend() -> Iterator[EngineBackend]:
 
 @pytest.fixture(scope="module")
 def fronts(backend: EngineBackend) -> Iterator[Fronts]:
-    """All front ends; whoever is served beside must have noticed nothing in the end."""
+    """All front ends; requests served in parallel must be unchanged in the end."""
     with (
         Serving(backend) as serving,
         GoodTraffic(serving.base_url, serving.grpc_target),
@@ -35,7 +35,7 @@ def served(fronts: Fronts) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("front", "name"), CASES, ids=map(" - ".join, CASES))
-def test_refused_by_name_and_hurts_nobody(
+def test_refused_by_name_and_harms_no_other_request(
     fronts: Fronts, served: dict[str, Any], backend: EngineBackend, front: str, name: str
 ) -> None:
     check(fronts.by_name[front], name, served[front])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from tests.deployments.serving import EngineBackend, Serving
 from tests.workers.checkpoints import make_checkpoint
 
 NUM_NEW = 6
-NEURONS = (NUM_NEW - 1) * 4 * 2 * 352  # nobody looks at the last token of an answer
+NEURONS = (NUM_NEW - 1) * 4 * 2 * 352  # the last token of an answer is not an input
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def sparse():
     with Serving(backend) as serving:
         yield serving
     backend.stop()
+    assert model.routed is not None
     model.routed.close()
 
 
@@ -60,10 +62,12 @@ def test_and_nothing_else(sparse):
 
 def test_over_grpc(sparse):
     with Client(sparse.grpc_target) as client:
-        options = {"max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
         usage = list(client.generate("It was", **options))[-1].usage
+        assert usage is not None
         assert (usage.moe_mode, usage.neurons) == ("sparse", NEURONS) and usage.skipped_neurons
         usage = list(client.generate("It was", moe_mode="exact", **options))[-1].usage
+        assert usage is not None
         assert (usage.moe_mode, usage.neurons) == ("exact", 0)
 
 
@@ -71,8 +75,8 @@ def test_calibrate(tmp_path, capsys):
     out = tmp_path / "thresholds.json"
     flags = ["--tokens", "96", "--out", str(out), "--expert-store-dir", str(tmp_path)]
     assert main(["calibrate", str(make_checkpoint("olmoe")), *flags, "--format", "int4"]) == 0
-    told = capsys.readouterr()
-    assert f"--moe-thresholds {out}" in told.out and "calibrating" in told.err
+    printed = capsys.readouterr()
+    assert f"--moe-thresholds {out}" in printed.out and "calibrating" in printed.err
     found = json.loads(out.read_text())
     assert found["format"] == "int4" and len(found["thresholds"]["up"]) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["thresholds.json"]

@@ -9,15 +9,30 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from penstock.deployments.client.client import Client
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.http.anthropic.requests import MessagesRequest
+from penstock.deployments.ingress.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.inference import open_inference_pb2_grpc
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.channel.codec import request_from, submit_message
-from penstock.workers.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.workers.parameters import Api
+from penstock.workers.request import (
+    PARAMETERS,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from penstock.workers.structured_spec import StructuredKind
 from tests.deployments.serving import ScriptedBackend, Serving
 
@@ -50,18 +65,19 @@ SENT: dict[str, Any] = {
     "moe_mode": "exact",
 }
 FIELD = {"bad_words": "bad_words_ids", "regex": "structured"}  # where the Request's name differs
-BASIC = ("temperature", "top_k", "top_p", "max_tokens", "stop", "regex")
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-NUMBERS = (*BASIC[:4], "min_p", "seed", "min_tokens", "ignore_eos", *PENALTIES)
+FRONTS = {
+    "chat": Api.CHAT,
+    "completions": Api.COMPLETIONS,
+    "responses": Api.RESPONSES,
+    "messages": Api.MESSAGES,
+    "grpc generate": Api.GRPC,
+    "grpc chat": Api.GRPC,
+    "open inference": Api.OPEN_INFERENCE,
+    "python client": Api.GRPC,
+}
 OFFERED = {
-    "chat": tuple(SENT),
-    "completions": tuple(SENT),
-    "responses": (*NUMBERS, "stop", "regex"),
-    "messages": (*BASIC,),
-    "grpc generate": tuple(SENT),
-    "grpc chat": tuple(SENT),
-    "open inference": (*NUMBERS, "stop"),
-    "python client": tuple(SENT),
+    front: tuple(name for name in SENT if api in PARAMETERS[FIELD.get(name, name)].apis)
+    for front, api in FRONTS.items()
 }
 
 
@@ -191,6 +207,53 @@ def test_parameters_reach_the_engine(server: Serving, front: str) -> None:
         if name != "stop":
             check_arrived(received, name, front)
     assert received.stop == ()
+
+
+def test_the_apis_that_offer_each_parameter() -> None:
+    basic = {"temperature", "top_k", "top_p", "max_tokens", "stop", "regex"}
+    penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+    numbers = basic - {"stop", "regex"} | {"min_p", "seed", "min_tokens", "ignore_eos"} | penalties
+    assert set(OFFERED["responses"]) == numbers | {"stop", "regex"}
+    assert set(OFFERED["messages"]) == basic
+    assert set(OFFERED["open inference"]) == numbers | {"stop"}
+    for front in ("chat", "completions", "grpc generate", "grpc chat", "python client"):
+        assert OFFERED[front] == tuple(SENT)
+
+
+BODIES: dict[str, tuple[str, type[BaseModel]]] = {
+    "chat": ("ChatCompletionRequest", ChatCompletionRequest),
+    "completions": ("CompletionRequest", CompletionRequest),
+    "responses": ("ResponsesRequest", ResponsesRequest),
+    "messages": ("MessagesRequest", MessagesRequest),
+}
+SPECIAL = ("regex", "bad_words", "logprobs")  # fields with a form and a text of their own
+
+
+@pytest.mark.parametrize("front", BODIES)
+def test_bodies_offer_what_the_metadata_says_and_in_its_words(server: Serving, front: str) -> None:
+    schema_name, body = BODIES[front]
+    document = httpx.get(f"{server.base_url}/openapi.json").json()
+    properties = document["components"]["schemas"][schema_name]["properties"]
+    for name in SENT.keys() - set(SPECIAL):
+        field = next(iter(schema_of(name, SENT[name], front)))
+        if name in OFFERED[front]:
+            assert properties[field]["description"] == PARAMETERS[name].description
+        else:
+            assert field not in body.model_fields
+
+
+def test_bounds_are_stated_and_enforced_as_the_metadata_has_them(server: Serving) -> None:
+    document = httpx.get(f"{server.base_url}/openapi.json").json()
+    chat = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    for name in ("sinks", "window", "roll", "temperature", "min_p"):
+        bounds = PARAMETERS[name].bounds
+        assert bounds is not None
+        number = chat[name]["anyOf"][0]
+        assert (number["minimum"], number["maximum"]) == (bounds.low, bounds.high)
+        for beyond in (bounds.low - 1, bounds.high + 1):
+            sent = {"messages": MESSAGES, "context_policy": "sink_window", name: beyond}
+            refused = httpx.post(f"{server.base_url}/v1/chat/completions", json=sent)
+            assert refused.json()["error"]["message"] == f"{name} must lie in {bounds}"
 
 
 def test_every_parameter_is_sent_and_differs_from_its_default() -> None:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.deployments.client import Client, ClientError
+from penstock.deployments.client import Client, ClientError, FinishReason
 from penstock.deployments.ingress.core.validation import nth_choice
 from penstock.deployments.ingress.http.openai.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
 )
-from penstock.workers.request import FinishReason, Request, SamplingParams
+from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
 from tests.deployments.serving import MODEL, new_engine, tokenizer
 
@@ -119,14 +119,14 @@ def test_completion_logprobs_are_the_engines(client):
     _, expected, _ = engine_alone(prompt_ids, max_tokens=16, ignore_eos=True, logprobs=2, **SEEDED)
     answer = complete(client, max_tokens=16, logprobs=2, ignore_eos=True, **SEEDED)
     (choice,) = answer.choices
-    told = choice.logprobs
-    assert told.token_logprobs == pytest.approx([e.logprob for e in expected], abs=TOLERANCE)
-    assert "".join(told.tokens) == choice.text
-    ends = [*told.text_offset[1:], len(choice.text)]
-    spans = [choice.text[start:end] for start, end in zip(told.text_offset, ends)]
-    assert spans == told.tokens
+    received = choice.logprobs
+    assert received.token_logprobs == pytest.approx([e.logprob for e in expected], abs=TOLERANCE)
+    assert "".join(received.tokens) == choice.text
+    ends = [*received.text_offset[1:], len(choice.text)]
+    spans = [choice.text[start:end] for start, end in zip(received.text_offset, ends)]
+    assert spans == received.tokens
     for token, logprob, top, entry in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, expected
+        received.tokens, received.token_logprobs, received.top_logprobs, expected
     ):
         assert top[token] == logprob
         assert 2 <= len(top) <= 3
@@ -160,18 +160,24 @@ def test_the_end_of_a_sequence_has_an_entry(client):
 def test_scoring_of_a_prompt(client, prompt, num_new):
     prompt_ids = tokenizer().encode(prompt)
     rows = logprobs_by_transformers(prompt_ids)
-    for asked in (prompt, prompt_ids):
+    for wanted_prompt in (prompt, prompt_ids):
         answer = complete(
-            client, asked, max_tokens=num_new, echo=True, logprobs=1, temperature=0, ignore_eos=True
+            client,
+            wanted_prompt,
+            max_tokens=num_new,
+            echo=True,
+            logprobs=1,
+            temperature=0,
+            ignore_eos=True,
         )
         (choice,) = answer.choices
-        told = choice.logprobs
-        assert len(told.tokens) == len(prompt_ids) + num_new
+        received = choice.logprobs
+        assert len(received.tokens) == len(prompt_ids) + num_new
         assert choice.text.startswith(prompt)
-        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+        assert (received.token_logprobs[0], received.top_logprobs[0]) == (None, None)
         own = [float(row[i]) for row, i in zip(rows, prompt_ids[1:])]
-        assert told.token_logprobs[1 : len(prompt_ids)] == pytest.approx(own, abs=TOLERANCE)
-        best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt_ids)]]
+        assert received.token_logprobs[1 : len(prompt_ids)] == pytest.approx(own, abs=TOLERANCE)
+        best = [max(top.values()) for top in received.top_logprobs[1 : len(prompt_ids)]]
         assert best == pytest.approx(rows.max(-1).values.tolist(), abs=TOLERANCE)
         assert answer.usage.completion_tokens == num_new
         assert choice.finish_reason == "length"
@@ -189,12 +195,12 @@ def test_scoring_of_many_prompts_as_evaluation_programs_do(client):
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     for ids, choice in zip(prompts, choices, strict=True):
         rows = logprobs_by_transformers(ids)
-        told = choice.logprobs.token_logprobs[1:-1]
+        received = choice.logprobs.token_logprobs[1:-1]
         own = [float(row[i]) for row, i in zip(rows, ids[1:])]
-        assert told == pytest.approx(own, abs=TOLERANCE)
+        assert received == pytest.approx(own, abs=TOLERANCE)
         greedy = [int(row.argmax()) == i for row, i in zip(rows, ids[1:])]
         tops = choice.logprobs.top_logprobs[1:-1]
-        assert [mine == max(top.values()) for mine, top in zip(told, tops)] == greedy
+        assert [mine == max(top.values()) for mine, top in zip(received, tops)] == greedy
 
 
 def test_prompt_logprobs(client):
@@ -202,11 +208,11 @@ def test_prompt_logprobs(client):
     _, _, expected = engine_alone(prompt_ids, max_tokens=1, prompt_logprobs=2)
     body = complete(client, FOREIGN, max_tokens=1, prompt_logprobs=2).choices[0].prompt_logprobs
     assert body[0] is None
-    for told, entry in zip(body[1:], expected, strict=True):
-        own = told[str(entry.token_id)]
+    for received, entry in zip(body[1:], expected, strict=True):
+        own = received[str(entry.token_id)]
         assert own["logprob"] == pytest.approx(entry.logprob, abs=TOLERANCE)
         assert own["rank"] == entry.rank
-        assert set(told) == {str(entry.token_id), *(str(i) for i, _ in entry.top)}
+        assert set(received) == {str(entry.token_id), *(str(i) for i, _ in entry.top)}
     chat = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=1, n=2, extra_body={"prompt_logprobs": 0}
     )
@@ -230,8 +236,8 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_do_what_the_engine_does(client, grpc_client, name):
     value = PARAMETERS[name]
-    asked = value if isinstance(value, dict) else {name: value}
-    params = dict(asked)
+    fields = value if isinstance(value, dict) else {name: value}
+    params = dict(fields)
     if "logit_bias" in params:
         params["logit_bias"] = tuple((int(i), bias) for i, bias in params["logit_bias"].items())
     if "allowed_token_ids" in params:
@@ -240,11 +246,11 @@ def test_parameters_do_what_the_engine_does(client, grpc_client, name):
     base = {"max_tokens": 20, "ignore_eos": True, **SEEDED}
     expected, _, _ = engine_alone(prompt_ids, **base, **params)
     assert expected != engine_alone(prompt_ids, **base)[0]
-    answer = complete(client, return_token_ids=True, **base, **asked)
+    answer = complete(client, return_token_ids=True, **base, **fields)
     assert answer.choices[0].token_ids == expected
-    if "logit_bias" in asked:
-        asked = {"logit_bias": dict(params["logit_bias"])}
-    assert list(grpc_client.complete(PROMPT, **base, **asked).token_ids) == expected
+    if "logit_bias" in fields:
+        fields = {"logit_bias": dict(params["logit_bias"])}
+    assert list(grpc_client.complete(PROMPT, **base, **fields).token_ids) == expected
 
 
 def test_bad_words_do_not_come(client, grpc_client):
@@ -305,9 +311,9 @@ def test_choices_differ_and_come_again(client, grpc_client):
         assert answer.usage.completion_tokens == 36
     assert len({tuple(ids) for ids in expected}) == 3
     over_grpc = grpc_client.complete(PROMPT, n=3, **base)
-    told = [over_grpc, *over_grpc.others]
-    assert [list(each.token_ids) for each in told] == expected
-    assert {each.finish_reason for each in told} == {FinishReason.LENGTH}
+    answers = [over_grpc, *over_grpc.others]
+    assert [list(each.token_ids) for each in answers] == expected
+    assert {each.finish_reason for each in answers} == {FinishReason.LENGTH}
     assert (over_grpc.usage.prompt_tokens, over_grpc.usage.completion_tokens) == (
         len(prompt_ids),
         36,
@@ -370,10 +376,10 @@ STREAMED = {
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_completion_streams_what_it_says_at_once(client, name):
-    asked = {"max_tokens": 24, "ignore_eos": True, **SEEDED, **STREAMED[name]}
-    whole = complete(client, FOREIGN, **asked)
+    fields = {"max_tokens": 24, "ignore_eos": True, **SEEDED, **STREAMED[name]}
+    whole = complete(client, FOREIGN, **fields)
     joined = [{"text": ""} for _ in whole.choices]
-    for chunk in complete(client, FOREIGN, stream=True, **asked):
+    for chunk in complete(client, FOREIGN, stream=True, **fields):
         Completion.model_validate(chunk.model_dump(exclude_unset=True))
         (choice,) = chunk.choices
         so_far = joined[choice.index]
@@ -405,7 +411,7 @@ def approximately(value):
 
 @pytest.mark.parametrize("stop", [None, ["the", "zqzq"]])
 def test_chat_streams_logprobs_with_their_text(client, stop):
-    asked = {
+    fields = {
         "model": MODEL,
         "messages": MESSAGES,
         "max_tokens": 24,
@@ -421,40 +427,42 @@ def test_chat_streams_logprobs_with_their_text(client, stop):
         },
         **SEEDED,
     }
-    whole = client.chat.completions.create(**asked)
+    whole = client.chat.completions.create(**fields)
     texts, entries, prompts = [b"", b""], [[], []], []
-    for chunk in client.chat.completions.create(stream=True, **asked):
+    for chunk in client.chat.completions.create(stream=True, **fields):
         ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True))
         (choice,) = chunk.choices
         texts[choice.index] += (choice.delta.content or "").encode()
         entries[choice.index] += choice.logprobs.content if choice.logprobs else []
-        if choice.finish_reason is None:  # no token is told of before its text
-            told = b"".join(bytes(each.bytes) for each in entries[choice.index])
+        if choice.finish_reason is None:  # no token is reported before its text
+            received = b"".join(bytes(each.bytes) for each in entries[choice.index])
             if stop is None:
-                assert texts[choice.index].startswith(told)
+                assert texts[choice.index].startswith(received)
         if getattr(chunk, "prompt_logprobs", None):
             prompts.append((chunk.prompt_token_ids, chunk.prompt_logprobs))
-    for choice, text, told in zip(whole.choices, texts, entries, strict=True):
+    for choice, text, received in zip(whole.choices, texts, entries, strict=True):
         assert text.decode() == choice.message.content
         expected = [each.model_dump() for each in choice.logprobs.content]
-        assert [each.model_dump() for each in told] == approximately(expected)
+        assert [each.model_dump() for each in received] == approximately(expected)
     assert prompts == approximately([(whole.prompt_token_ids, whole.prompt_logprobs)])
 
 
 def test_grpc_tells_the_same_logprobs(client, grpc_client):
-    asked = {"max_tokens": 10, "ignore_eos": True, "echo": True, **SEEDED}
-    whole = complete(client, FOREIGN, logprobs=2, prompt_logprobs=1, **asked)
-    told = grpc_client.complete(FOREIGN, logprobs=2, prompt_logprobs=1, **asked)
+    fields = {"max_tokens": 10, "ignore_eos": True, "echo": True, **SEEDED}
+    whole = complete(client, FOREIGN, logprobs=2, prompt_logprobs=1, **fields)
+    answer = grpc_client.complete(FOREIGN, logprobs=2, prompt_logprobs=1, **fields)
     (choice,) = whole.choices
-    assert told.text == choice.text
-    spelt = b"".join(each.token for each in told.logprobs).decode()
-    assert spelt == "<|endoftext|>" + told.text
-    assert [each.logprob for each in told.logprobs] == approximately(choice.logprobs.token_logprobs)
-    ids = [*tokenizer().encode(FOREIGN), *told.token_ids]
-    assert [each.token_id for each in told.logprobs] == ids
-    assert [len(each.top) for each in told.logprobs] == [0] + [2] * (len(ids) - 1)
-    assert [len(each.top) for each in told.prompt_logprobs] == [0] + [1] * (len(ids) - 11)
-    for each in told.logprobs[1:]:
+    assert answer.text == choice.text
+    spelt = b"".join(each.token for each in answer.logprobs).decode()
+    assert spelt == "<|endoftext|>" + answer.text
+    assert [each.logprob for each in answer.logprobs] == approximately(
+        choice.logprobs.token_logprobs
+    )
+    ids = [*tokenizer().encode(FOREIGN), *answer.token_ids]
+    assert [each.token_id for each in answer.logprobs] == ids
+    assert [len(each.top) for each in answer.logprobs] == [0] + [2] * (len(ids) - 1)
+    assert [len(each.top) for each in answer.prompt_logprobs] == [0] + [1] * (len(ids) - 11)
+    for each in answer.logprobs[1:]:
         assert each.rank >= 1
         assert [top.token for top in each.top] == [
             tokenizer().token_bytes(top.token_id) for top in each.top

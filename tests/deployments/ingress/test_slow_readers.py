@@ -19,14 +19,14 @@ import pytest
 from penstock.deployments.client import Client
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
-from tests.deployments import serving as servers
+from tests.deployments import waiting
 from tests.deployments.serving import EngineBackend, Serving
 
 PROMPT = "It was a bright morning, and"
 NUM_SLOW = 3  # of each kind
 LONG = 450
-LOUD = 20  # alternatives that are told of each token: much to write for little to compute
-eventually = partial(servers.eventually, timeout_s=60.0)
+LOUD = 20  # alternatives that are sent with each token: much to write for little to compute
+eventually = partial(waiting.eventually, within_s=60.0)
 
 
 @pytest.fixture
@@ -62,20 +62,20 @@ def over_grpc(channel: grpc.Channel) -> grpc.Call:
 
 
 def test_neighbours_of_slow_readers_are_served_and_nothing_stays_behind(serving: Serving) -> None:
-    asked: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
     backend = serving.backend
     with Client(serving.grpc_target) as client, ExitStack() as slow:
-        alone = [client.complete(PROMPT, seed=seed, **asked).token_ids for seed in range(3)]
+        alone = [client.complete(PROMPT, seed=seed, **fields).token_ids for seed in range(3)]
         channel = slow.enter_context(grpc.insecure_channel(serving.grpc_target))
         calls = [over_grpc(channel) for _ in range(NUM_SLOW)]
         for _ in range(NUM_SLOW):
             slow.enter_context(over_http(serving))
         eventually(lambda: backend.engine.stats().num_running == 2 * NUM_SLOW)
-        beside = [client.complete(PROMPT, seed=seed, **asked).token_ids for seed in range(3)]
+        beside = [client.complete(PROMPT, seed=seed, **fields).token_ids for seed in range(3)]
         assert beside == alone
         # The engine waits for no reader: an answer without one is computed to its end and dropped.
         eventually(lambda: backend.num_live_blocks == 0)
-        assert client.complete(PROMPT, seed=0, **asked).token_ids == alone[0]
+        assert client.complete(PROMPT, seed=0, **fields).token_ids == alone[0]
         for call in calls:
             call.cancel()
     # Their generations have ended, too: the core keeps no client that has left.

@@ -21,17 +21,14 @@ from penstock.deployments.ingress.http.anthropic.blocks import (
     text_of,
 )
 from penstock.deployments.ingress.http.body import (
-    LIMITS,
     Strict,
-    check_num_parts,
-    check_sizes,
-    drop_ignored_fields,
-    json_object,
-    same_name_params,
+    body_values,
+    sampling_field,
+    sampling_params,
     validated,
     validated_at,
 )
-from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredSpec, json_schema
 
 IGNORED = frozenset(("metadata", "service_tier", "inference_geo", "cache_control"))
@@ -47,7 +44,7 @@ _IGNORED_IN_TOOLS = frozenset(
 )
 
 
-class ToolBody(Strict):
+class MessagesTool(Strict):
     """A function that the caller would run."""
 
     type: Literal["custom"] | None = None
@@ -83,7 +80,7 @@ class CountTokensRequest(Strict):
     model: str
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
-    tools: list[ToolBody] | None = Field(None, description="functions that the model may call")
+    tools: list[MessagesTool] | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")
     output_config: OutputConfig | None = Field(None, description="the answer's shape")
     output_format: OutputFormat | None = Field(None, description="older name of the same")
@@ -125,11 +122,11 @@ class CountTokensRequest(Strict):
 class MessagesRequest(CountTokensRequest):
     """A conversation to answer."""
 
-    max_tokens: int = Field(description="most tokens of the answer")
-    temperature: float | None = Field(None, description="0 is greedy; [0, 100]; default 1")
-    top_p: float | None = Field(None, description="(0, 1]; default 1")
-    top_k: int | None = Field(None, description="0 or -1: off, as by default")
-    stop_sequences: list[str] | None = Field(None, description="up to 16 of up to 256 chars")
+    max_tokens: int = Field(description=PARAMETERS["max_tokens"].description)
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k")
+    stop_sequences: list[str] | None = sampling_field("stop")
     stream: bool | None = Field(None, description="send server-sent events; default false")
 
     def prompt(self) -> ChatPrompt:
@@ -145,12 +142,8 @@ class MessagesRequest(CountTokensRequest):
         return prompt
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
-            max_tokens=self.max_tokens,
-            stop=tuple(self.stop_sequences or ()),
-            structured=self._shape(),
-            **same_name_params(self),
+        return sampling_params(
+            self, stop=tuple(self.stop_sequences or ()), structured=self._shape()
         )
 
     def _shape(self) -> StructuredSpec | None:
@@ -171,10 +164,9 @@ RequestT = TypeVar("RequestT", bound=CountTokensRequest)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = drop_ignored_fields(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
-    check_sizes(values, LIMITS)
-    for name in ("system", "messages"):
-        check_num_parts(values.get(name), name)
+    values = body_values(
+        body, kind.model_fields, UNSUPPORTED, IGNORED, conversations=("system", "messages")
+    )
     if isinstance(system := values.get("system"), list):
         values["system"] = known_blocks(system, "system", "system")
     if isinstance(messages := values.get("messages"), list):
@@ -194,4 +186,4 @@ def _known_tool(path: str, tool: Any) -> Any:
             code="unsupported_parameter",
         )
     kept = {name: value for name, value in tool.items() if name not in _IGNORED_IN_TOOLS}
-    return validated_at(path, ToolBody, kept)
+    return validated_at(path, MessagesTool, kept)

@@ -28,11 +28,10 @@ from penstock.deployments.ingress.http.anthropic.requests import (
     MessagesRequest,
     parse,
 )
-from penstock.deployments.ingress.http.body import read_json_body, renamed_fields
-from penstock.deployments.ingress.http.call_context import context_of
-from penstock.deployments.ingress.http.errors import ANTHROPIC_PATH
+from penstock.deployments.ingress.http.asgi import ANTHROPIC_PATH, StreamingAnswer, read_json_body
+from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import request_schema
-from penstock.deployments.ingress.http.sse import StreamingAnswer
 from penstock.workers.request import FinishReason
 
 SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]

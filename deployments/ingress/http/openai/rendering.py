@@ -1,4 +1,4 @@
-"""OpenAI's chat and completion answers, built as plain dictionaries: whole, and chunk by chunk.
+"""OpenAI's chat and completion answers, built of plain dictionaries: whole, and as events.
 
 schemas.py has the models that describe them.
 """
@@ -17,6 +17,7 @@ from penstock.deployments.ingress.core.call import (
     ToolCallPiece,
 )
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob, num_listed_tokens
+from penstock.deployments.ingress.http.asgi import server_sent
 from penstock.deployments.ingress.http.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -142,6 +143,10 @@ class ChatRenderer:
             )
             bodies.append(body)
         return {**head, "choices": bodies, "usage": usage_body(usages)}
+
+    def events(self, index: int, piece: TextDelta) -> bytes:
+        """The chunks of `piece` as server-sent events."""
+        return b"".join(map(server_sent, self.chunks(index, piece)))
 
     def opening(self, index: int) -> dict[str, Any]:
         """The chunk that names the role, before the first text of a chat answer."""

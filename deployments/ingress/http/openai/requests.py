@@ -13,25 +13,24 @@ from pydantic import Field
 
 from penstock.deployments.ingress.core.call import MAX_PRIORITY, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.service import MAX_PROMPTS
-from penstock.deployments.ingress.core.tools import Toolset, only_one
+from penstock.deployments.ingress.core.tools import Toolset, only_one, toolset_of
 from penstock.deployments.ingress.http.body import (
-    LIMITS,
     Strict,
-    check_num_parts,
-    check_sizes,
-    drop_ignored_fields,
-    json_object,
-    same_name_params,
+    body_values,
+    sampling_field,
+    sampling_params,
+    strings,
     validated,
 )
-from penstock.deployments.ingress.http.openai.messages import ChatMessage, known_message
-from penstock.deployments.ingress.http.openai.tools import (
+from penstock.deployments.ingress.http.openai.parts import (
+    ChatMessage,
+    NamedTool,
     ShapeFields,
     ToolBody,
     ToolChoice,
-    toolset,
+    known_messages,
 )
-from penstock.workers.request import MAX_LOGPROBS, MAX_SINKS, RequestError, SamplingParams
+from penstock.workers.request import MAX_LOGPROBS, RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredSpec
 
 # Harmless to ignore: they tell the provider about the caller, or hint at something we do not have.
@@ -69,42 +68,27 @@ class _GenerationRequest(ShapeFields):
     """What chat and completions have in common."""
 
     model: str | None = Field(None, description="as /v1/models names it; default: the one served")
-    temperature: float | None = Field(None, description="0 is greedy; [0, 100]; default 1")
-    top_p: float | None = Field(None, description="(0, 1]; default 1")
-    top_k: int | None = Field(None, description="0 or -1: off, as by default")
-    min_p: float | None = Field(None, description="[0, 1]; default 0")
-    seed: int | None = Field(None, description="64 bits; the same seed draws the same tokens")
-    stop: str | list[str] | None = Field(None, description="up to 16 strings of up to 256 chars")
-    stop_token_ids: list[int] | None = Field(None, description="up to 128 token ids")
-    max_tokens: int | None = Field(None, description="most tokens of the answer")
-    min_tokens: int | None = Field(None, description="nothing ends the answer before; default 0")
-    ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
-    repetition_penalty: float | None = Field(None, description="[0.01, 100]; default 1: off")
-    presence_penalty: float | None = Field(None, description="[-2, 2]; default 0")
-    frequency_penalty: float | None = Field(None, description="[-2, 2]; default 0")
-    logit_bias: dict[str, float] | None = Field(
-        None, description="token id, as a string: [-100, 100] to add to its logit; up to 1024"
-    )
-    allowed_token_ids: list[int] | None = Field(
-        None, min_length=1, description="no other tokens may come"
-    )
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k")
+    min_p: float | None = sampling_field("min_p")
+    seed: int | None = sampling_field("seed")
+    stop: str | list[str] | None = sampling_field("stop")
+    stop_token_ids: list[int] | None = sampling_field("stop_token_ids")
+    max_tokens: int | None = sampling_field("max_tokens")
+    min_tokens: int | None = sampling_field("min_tokens")
+    ignore_eos: bool | None = sampling_field("ignore_eos")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    logit_bias: dict[str, float] | None = sampling_field("logit_bias")
+    allowed_token_ids: list[int] | None = sampling_field("allowed_token_ids", min_length=1)
     bad_words: list[str] | None = Field(None, description="up to 64 words that must not come")
-    context_policy: Literal["full", "sink_window"] | None = Field(
-        None,
-        description="what a token sees of those before it; with sink_window an answer may go on "
-        "without end, max_tokens or not; default: as the server is configured",
-    )
-    sinks: int | None = Field(
-        None, ge=1, le=MAX_SINKS, description="sink_window: first tokens that stay"
-    )
-    window: int | None = Field(None, ge=1, description="sink_window: newest tokens that are seen")
-    roll: int | None = Field(
-        None, ge=1, description="sink_window: tokens by which the window moves on at once"
-    )
-    moe_mode: Literal["exact", "quantized", "sparse"] | None = Field(
-        None,
-        description="of cached experts: exact, or what the server is configured for, as by default",
-    )
+    context_policy: Literal["full", "sink_window"] | None = sampling_field("context_policy")
+    sinks: int | None = sampling_field("sinks")
+    window: int | None = sampling_field("window")
+    roll: int | None = sampling_field("roll")
+    moe_mode: Literal["exact", "quantized", "sparse"] | None = sampling_field("moe_mode")
     n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
     priority: int | None = Field(
         None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"
@@ -112,9 +96,7 @@ class _GenerationRequest(ShapeFields):
     user: str | None = Field(
         None, description="whom it is for: without API keys, those that wait share by it"
     )
-    prompt_logprobs: int | None = Field(
-        None, description="tell how likely the prompt's tokens were, with up to 20 alternatives"
-    )
+    prompt_logprobs: int | None = sampling_field("prompt_logprobs")
     truncate_prompt_tokens: int | None = Field(
         None, description="keep only this many tokens of the prompt, the last ones"
     )
@@ -126,17 +108,14 @@ class _GenerationRequest(ShapeFields):
     stream: bool | None = Field(None, description="send server-sent events; default false")
     stream_options: StreamOptions | None = None
 
-    def sampling(self, max_tokens: int | None) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        return sampling_params(
+            self,
             max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            stop=strings(self.stop),
             logit_bias=tuple(map(_bias, (self.logit_bias or {}).items())),
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             structured=self.shape(),
-            **same_name_params(self),
         )
 
     def options(self) -> CallOptions:
@@ -158,6 +137,11 @@ class _GenerationRequest(ShapeFields):
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @classmethod
+    def cleaned(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` of a body without what is ignored inside them. Raises RequestError."""
+        return values
+
 
 class ChatCompletionRequest(_GenerationRequest):
     """A conversation to answer."""
@@ -176,10 +160,21 @@ class ChatCompletionRequest(_GenerationRequest):
     tool_choice: ToolChoice | None = Field(None, description="default auto, where there are tools")
     parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
 
+    @classmethod
+    def cleaned(cls, values: dict[str, Any]) -> dict[str, Any]:
+        messages = values.get("messages")
+        return values | {"messages": known_messages(messages)} if messages else values
+
     @cached_property
     def toolset(self) -> Toolset | None:
         """The tools, parsed and checked once. Raises RequestError naming what is wrong."""
-        return toolset(self.tools, self.tool_choice, self.parallel_tool_calls)
+        chosen = self.tool_choice
+        return toolset_of(
+            tuple(tool.tool() for tool in self.tools or ()),
+            mode=chosen if isinstance(chosen, str) else None,
+            only=chosen.function.name if isinstance(chosen, NamedTool) else None,
+            is_parallel=self.parallel_tool_calls is not False,
+        )
 
     def shape(self) -> StructuredSpec | None:
         calls = self.toolset
@@ -189,10 +184,11 @@ class ChatCompletionRequest(_GenerationRequest):
     def params(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        params = self.sampling(
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        newer = self.max_completion_tokens
+        return self.sampling(
+            self.max_tokens if newer is None else newer,
+            (self.top_logprobs or 0) if self.logprobs else None,
         )
-        return replace(params, logprobs=self.top_logprobs or 0) if self.logprobs else params
 
     def prompt(self) -> ChatPrompt:
         return ChatPrompt(
@@ -218,12 +214,23 @@ class CompletionRequest(_GenerationRequest):
         None, description="begin with the prompt; max_tokens may then be 0; default false"
     )
 
+    @classmethod
+    def cleaned(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Raises RequestError for more prompts than are served; token ids are one prompt."""
+        prompt = values.get("prompt")
+        if (
+            isinstance(prompt, list)
+            and len(prompt) > MAX_PROMPTS
+            and not isinstance(prompt[0], int)
+        ):
+            raise RequestError(f"send at most {MAX_PROMPTS} prompts in one call", param="prompt")
+        return values
+
     def params(self) -> SamplingParams:
         max_tokens = self.max_tokens
         if max_tokens is None and self.context_policy != "sink_window":
             max_tokens = DEFAULT_COMPLETION_TOKENS
-        params = self.sampling(max_tokens)
-        return replace(params, logprobs=self.logprobs)
+        return self.sampling(max_tokens, self.logprobs)
 
     def options(self) -> CallOptions:
         return replace(
@@ -244,14 +251,6 @@ class CompletionRequest(_GenerationRequest):
         return [each if isinstance(each, str) else tuple(each) for each in prompt]
 
 
-def _few_prompts(prompt: Any) -> None:
-    """Raises RequestError for more prompts than are served; token ids are one prompt."""
-    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
-        return
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"send at most {MAX_PROMPTS} prompts in one call", param="prompt")
-
-
 def _bias(item: tuple[str, float]) -> tuple[int, float]:
     """A token id and its bias. Raises RequestError unless the id is written as JSON would."""
     name, bias = item
@@ -265,14 +264,8 @@ RequestT = TypeVar("RequestT", bound=_GenerationRequest)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = drop_ignored_fields(json_object(body), kind.model_fields, UNSUPPORTED, IGNORED)
-    check_sizes(values, LIMITS)
-    _few_prompts(values.get("prompt"))
-    messages = values.get("messages")
-    check_num_parts(messages, "messages")
-    if isinstance(messages, list):
-        values["messages"] = [known_message(i, message) for i, message in enumerate(messages)]
-    request = validated(kind, values)
+    values = body_values(body, kind.model_fields, UNSUPPORTED, IGNORED, conversations=("messages",))
+    request = validated(kind, kind.cleaned(values))
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return request

@@ -13,14 +13,22 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from penstock.deployments.ingress.core.call import Call, TextDelta, TokenUsage
+from penstock.deployments.ingress.core.call import Call, TokenUsage
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
-from penstock.deployments.ingress.http.body import Receive, Scope, read_json_body, renamed_fields
-from penstock.deployments.ingress.http.call_context import context_of
-from penstock.deployments.ingress.http.errors import server_sent
+from penstock.deployments.ingress.http.asgi import (
+    App,
+    Receive,
+    Scope,
+    Send,
+    StreamingAnswer,
+    read_json_body,
+    server_sent,
+)
+from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.rendering import ChatRenderer, CompletedChoice
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
@@ -36,7 +44,6 @@ from penstock.deployments.ingress.http.openai.schemas import (
     error_responses,
     request_schema,
 )
-from penstock.deployments.ingress.http.sse import App, Send, StreamingAnswer
 
 SCHEMAS: list[type[BaseModel]] = [ChatCompletionRequest, CompletionRequest, ChatCompletionChunk]
 
@@ -129,19 +136,15 @@ async def _events(
                 event = server_sent(renderer.opening(index))
             if piece.logprobs or piece.prompt_logprobs:
                 size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
-                event += await run_off_loop_if_large(size, _rendered, renderer, index, piece)
+                event += await run_off_loop_if_large(size, renderer.events, index, piece)
             else:
-                event += _rendered(renderer, index, piece)
+                event += renderer.events(index, piece)
             if event:
                 yield event
             if piece.usage is not None:
                 usages.append(piece.usage)
     if renderer.shows_usage:
         yield server_sent(renderer.usage_chunk(usages))
-
-
-def _rendered(renderer: ChatRenderer, index: int, piece: TextDelta) -> bytes:
-    return b"".join(map(server_sent, renderer.chunks(index, piece)))
 
 
 def _documented(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class FunctionCall(_AnswerPart):
     arguments: str
 
 
-class ToolCall(_AnswerPart):
+class ToolCallBody(_AnswerPart):
     """In a stream the first piece has id and name; the arguments of all pieces are joined."""
 
     index: int | None = None
@@ -82,7 +82,7 @@ class AssistantMessage(_AnswerPart):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 class ChatChoice(_AnswerPart):
@@ -112,7 +112,7 @@ class ChatDelta(_AnswerPart):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 class ChatChunkChoice(_AnswerPart):

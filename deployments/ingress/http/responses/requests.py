@@ -12,17 +12,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.deployments.ingress.core.call import CallOptions, ChatPrompt
+from penstock.deployments.ingress.core.call import MAX_PRIORITY, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, toolset_of
 from penstock.deployments.ingress.http.body import (
     LIMITS,
     Strict,
-    check_num_parts,
-    check_sizes,
-    drop_ignored_fields,
-    json_object,
+    body_values,
     refuse_unless_neutral,
-    same_name_params,
+    sampling_field,
+    sampling_params,
+    strings,
     validated,
 )
 from penstock.deployments.ingress.http.responses.items import Item, Message, known_item, messages_of
@@ -105,18 +104,21 @@ class ResponsesRequest(Strict):
     model: str | None = Field(None, description="as /v1/models names it; default: the one served")
     instructions: str | None = Field(None, description="a system message, for this response only")
     previous_response_id: str | None = Field(None, description="the response to go on from")
-    max_output_tokens: int | None = Field(None, description="most tokens of the answer")
-    temperature: float | None = Field(None, description="0 is greedy; [0, 100]; default 1")
-    top_p: float | None = Field(None, description="(0, 1]; default 1")
-    top_k: int | None = Field(None, description="0 or -1: off, as by default")
-    min_p: float | None = Field(None, description="[0, 1]; default 0")
-    seed: int | None = Field(None, description="64 bits; the same seed draws the same tokens")
-    repetition_penalty: float | None = Field(None, description="[0.01, 100]; default 1")
-    presence_penalty: float | None = Field(None, description="[-2, 2]; default 0")
-    frequency_penalty: float | None = Field(None, description="[-2, 2]; default 0")
-    stop: str | list[str] | None = Field(None, description="up to 16 strings of up to 256 chars")
-    min_tokens: int | None = Field(None, description="nothing ends the answer before; default 0")
-    ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
+    max_output_tokens: int | None = sampling_field("max_tokens")
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k")
+    min_p: float | None = sampling_field("min_p")
+    seed: int | None = sampling_field("seed")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    stop: str | list[str] | None = sampling_field("stop")
+    min_tokens: int | None = sampling_field("min_tokens")
+    ignore_eos: bool | None = sampling_field("ignore_eos")
+    priority: int | None = Field(
+        None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"
+    )
     stream: bool | None = Field(None, description="send server-sent events; default false")
     background: bool | None = Field(None, description="answer at once and go on without a client")
     store: bool | None = Field(None, description="keep the response for a while; default true")
@@ -166,16 +168,15 @@ class ResponsesRequest(Strict):
         return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
+        return sampling_params(
+            self,
             max_tokens=self.max_output_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=strings(self.stop),
             structured=self._shape(),
-            **same_name_params(self),
         )
 
     def options(self) -> CallOptions:
-        return CallOptions(model=self.model, splits_reasoning=True)
+        return CallOptions(model=self.model, priority=self.priority or 0, splits_reasoning=True)
 
     def messages(self, before: tuple[Message, ...]) -> tuple[Message, ...]:
         """The conversation without the instructions, which no later response inherits."""
@@ -191,11 +192,14 @@ class ResponsesRequest(Strict):
 
 def parse(body: bytes) -> ResponsesRequest:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = drop_ignored_fields(
-        json_object(body), ResponsesRequest.model_fields, UNSUPPORTED, IGNORED
+    values = body_values(
+        body,
+        ResponsesRequest.model_fields,
+        UNSUPPORTED,
+        IGNORED,
+        limits={**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")},
+        conversations=("input",),
     )
-    check_sizes(values, {**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")})
-    check_num_parts(values.get("input"), "input")
     if isinstance(items := values.get("input"), list):
         values["input"] = [known_item(f"input[{i}]", item) for i, item in enumerate(items)]
     if isinstance(tools := values.get("tools"), list):
@@ -208,7 +212,7 @@ def parse(body: bytes) -> ResponsesRequest:
                     code="unsupported_parameter",
                 )
     request = validated(ResponsesRequest, values)
-    _check_metadata(request.metadata or {})
+    check_metadata(request.metadata or {})
     if request.background and request.store is False:
         raise RequestError("background needs store: true", param="store")
     return request
@@ -218,7 +222,8 @@ def _as_sent(part: Strict) -> dict[str, Any]:
     return part.model_dump(by_alias=True, exclude_unset=True)
 
 
-def _check_metadata(metadata: Mapping[str, str]) -> None:
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise RequestError unless there are few pairs, and short ones."""
     if (
         len(metadata) > MAX_METADATA_PAIRS
         or any(len(key) > MAX_METADATA_KEY_CHARS for key in metadata)

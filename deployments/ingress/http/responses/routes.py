@@ -20,9 +20,18 @@ from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.http.body import read_json_body, renamed_fields
-from penstock.deployments.ingress.http.call_context import context_of
-from penstock.deployments.ingress.http.errors import RESPONSES_PATH, server_sent
+from penstock.deployments.ingress.http.asgi import (
+    RESPONSES_PATH,
+    App,
+    Receive,
+    Scope,
+    Send,
+    StreamingAnswer,
+    read_json_body,
+    server_sent,
+)
+from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.deployments.ingress.http.responses.draft import (
     Deleted,
@@ -39,7 +48,6 @@ from penstock.deployments.ingress.http.responses.requests import (
     parse,
 )
 from penstock.deployments.ingress.http.responses.store import ResponseStore, StoredResponse
-from penstock.deployments.ingress.http.sse import StreamingAnswer
 from penstock.workers.request import RequestError
 
 SCHEMAS: list[type[BaseModel]] = [ResponsesRequest]
@@ -129,6 +137,19 @@ def add_response_routes(app: FastAPI, core: RequestCore) -> None:
         await service.cancel(entry)
         service.store.remove(entry)
         return JSONResponse({"id": entry.draft.id, "object": "response", "deleted": True})
+
+
+def fast_path(core: RequestCore) -> App:
+    """POST of responses as a plain ASGI app, for calls from within the process.
+
+    Its responses are kept apart from those that clients made, and nothing reads them again.
+    """
+    service = _ResponseService(core, ResponseStore())
+
+    async def create(scope: Scope, receive: Receive, send: Send) -> None:
+        await (await service.create(Request(scope, receive)))(scope, receive, send)
+
+    return create
 
 
 class _ResponseService:

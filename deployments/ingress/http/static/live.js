@@ -2,6 +2,8 @@
 // Rates are differences of totals over the last seconds, taken here: the server only reports.
 
 import { getJson, key } from "./api.js";
+import { BatchList } from "./batches.js";
+import { age, showLines } from "./lines.js";
 import { drawSparkline } from "./sparkline.js";
 
 const POLL_MS = 1000;
@@ -22,6 +24,7 @@ const setText = (node, text) => {
   if (node.textContent !== text) node.textContent = text;
 };
 
+const plural = (num, one, many = one + "s") => `${num} ${num === 1 ? one : many}`;
 const COUNTS = [
   "num_running", "num_waiting", "num_blocks", "num_live_blocks", "num_cached_blocks",
   "num_prefix_queried_tokens", "num_prefix_hit_tokens",
@@ -106,6 +109,7 @@ export class LivePanel {
   #timer = 0;
   #asking = false;
   #isLocked = false; // the key is not valid: no use in asking until there is another
+  #batches = new BatchList();
   #onStatus;
 
   // `onStatus` gets each answer of the server, and null with a Problem where there is none.
@@ -140,6 +144,7 @@ export class LivePanel {
       const status = await getJson("v1/penstock/status");
       this.#show(status);
       this.#onStatus(status, null);
+      await this.#batches.renew(status).catch(() => {}); // the old list stays
     } catch (problem) {
       this.#isLocked = problem.status === 401 && key.get() === askedWith;
       waitMs = RETRY_MS;
@@ -173,7 +178,37 @@ export class LivePanel {
     setText(this.total.title, num === 1 ? "1 worker" : `${num} workers together`);
     // One worker's own card would only say the same again.
     document.getElementById("workers-title").hidden = this.workers.hidden = num < 2;
+    this.#showNodes(status);
+    this.#showScaling(status);
     this.#showModels(status.models);
+  }
+
+  // What runs on each node; a single node needs no list.
+  #showNodes({ nodes, workers, ingresses }) {
+    const on = (replicas, node) => replicas.filter((each) => each.node === node).length;
+    const lines = nodes.map(({ node, num_gpus, is_head }) => [
+      node + (is_head ? " (head)" : ""),
+      [
+        plural(on(workers, node), "worker"),
+        plural(on(ingresses, node), "ingress", "ingresses"),
+        plural(num_gpus, "GPU"),
+      ].join(", "),
+    ]);
+    showLines("nodes", lines.length > 1 ? lines : []);
+  }
+
+  // The last decision for each deployment, then the last ones that changed a number.
+  #showScaling({ scaling, scale_changes }) {
+    const now = scaling.map((each) => [
+      `${each.deployment}: ${each.ready} ready, ${each.number} wanted ` +
+        `(${each.minimum} to ${each.maximum})`,
+      each.reason,
+    ]);
+    const before = scale_changes.slice(0, 5).map((each) => [
+      `${age(each.age_s)} ago, ${each.deployment} ${each.kind} to ${each.number}`,
+      each.reason,
+    ]);
+    showLines("scaling", [...now, ...before]);
   }
 
   #card(id) {

@@ -169,14 +169,16 @@ class Cancel(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("deltas", "stream_ids", "token_ids")
+    __slots__ = ("deltas", "stream_ids", "token_ids", "accepted")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     STREAM_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     stream_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons")
@@ -235,7 +237,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "others_tokens", "sequence", "step_s", "num_preemptions", "block_size", "max_num_seqs", "request_ids", "generated", "prompt_tokens", "max_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "others_tokens", "sequence", "step_s", "num_preemptions", "block_size", "max_num_seqs", "request_ids", "generated", "prompt_tokens", "max_tokens", "is_draining", "is_stalled")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +252,8 @@ class Report(_message.Message):
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_STALLED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -264,4 +268,6 @@ class Report(_message.Message):
     generated: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., others_tokens: _Optional[int] = ..., sequence: _Optional[int] = ..., step_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., request_ids: _Optional[_Iterable[str]] = ..., generated: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    is_draining: bool
+    is_stalled: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., others_tokens: _Optional[int] = ..., sequence: _Optional[int] = ..., step_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., request_ids: _Optional[_Iterable[str]] = ..., generated: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[_Iterable[int]] = ..., is_draining: _Optional[bool] = ..., is_stalled: _Optional[bool] = ...) -> None: ...

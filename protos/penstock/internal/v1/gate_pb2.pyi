@@ -8,22 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromIngress(_message.Message):
-    __slots__ = ("number", "ingress_id", "reports", "offers", "ended", "declined", "labels")
+    __slots__ = ("number", "ingress_id", "tokenizer_digest", "reports", "offers", "ended", "declined", "labels", "texts", "lost")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INGRESS_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     number: int
     ingress_id: str
+    tokenizer_digest: str
     reports: _containers.RepeatedCompositeFieldContainer[WorkerReport]
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
     declined: _containers.RepeatedScalarFieldContainer[str]
     labels: _containers.RepeatedCompositeFieldContainer[Label]
-    def __init__(self, number: _Optional[int] = ..., ingress_id: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., declined: _Optional[_Iterable[str]] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ...) -> None: ...
+    texts: _containers.RepeatedCompositeFieldContainer[TextFeatures]
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., ingress_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., declined: _Optional[_Iterable[str]] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., texts: _Optional[_Iterable[_Union[TextFeatures, _Mapping]]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("address", "epoch", "report")
@@ -36,7 +42,7 @@ class WorkerReport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ..., report: _Optional[_Union[_channel_pb2.Report, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "credit_epoch", "prefix", "text_follows")
+    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "credit_epoch", "prefix", "generated")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -44,7 +50,7 @@ class Offer(_message.Message):
     CEILING_FIELD_NUMBER: _ClassVar[int]
     CREDIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     features: Features
     priority: int
@@ -52,8 +58,18 @@ class Offer(_message.Message):
     ceiling: int
     credit_epoch: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
-    text_follows: bool
-    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., credit_epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., text_follows: _Optional[bool] = ...) -> None: ...
+    generated: int
+    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., credit_epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., generated: _Optional[int] = ...) -> None: ...
+
+class TextFeatures(_message.Message):
+    __slots__ = ("request_id", "keys", "facts")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    keys: bytes
+    facts: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., facts: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("request_id", "generated")

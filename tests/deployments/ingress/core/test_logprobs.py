@@ -67,10 +67,13 @@ SPELT = {1: b"a", 2: b"\xe6\xb0", 3: b"\xb4", 4: b"a"}
 
 def test_what_is_unlikely_or_no_number_is_json():
     token = TokenLogprob(1, -math.inf, 9, ((2, math.nan), (3, -1.0)))
-    told = decode_logprob(token, 1, SPELT.__getitem__)
-    assert (told.logprob, told.top) == (UNLIKELY, (AlternativeToken(2, b"\xe6\xb0", UNLIKELY),))
+    decoded = decode_logprob(token, 1, SPELT.__getitem__)
+    assert (decoded.logprob, decoded.top) == (
+        UNLIKELY,
+        (AlternativeToken(2, b"\xe6\xb0", UNLIKELY),),
+    )
     for shape in (chat_logprobs, completion_logprobs, prompt_logprobs):
-        json.dumps(shape([told]), allow_nan=False)
+        json.dumps(shape([decoded]), allow_nan=False)
 
 
 def test_parts_of_characters():
@@ -80,9 +83,9 @@ def test_parts_of_characters():
     content = chat_logprobs(scores)["content"]
     assert bytes(content[0]["bytes"] + content[1]["bytes"]).decode() == "水"
     assert content[0]["token"] == "\ufffd"
-    told = completion_logprobs(scores)
-    assert told["tokens"] == ["bytes:\\xe6\\xb0", "bytes:\\xb4"]
-    assert told["top_logprobs"][0] == {"bytes:\\xe6\\xb0": -1.0, "bytes:\\xb4": -2.0}
+    rendered = completion_logprobs(scores)
+    assert rendered["tokens"] == ["bytes:\\xe6\\xb0", "bytes:\\xb4"]
+    assert rendered["top_logprobs"][0] == {"bytes:\\xe6\\xb0": -1.0, "bytes:\\xb4": -2.0}
 
 
 def test_of_tokens_that_read_alike_the_likelier_counts_but_for_the_one_that_came():
@@ -93,12 +96,12 @@ def test_of_tokens_that_read_alike_the_likelier_counts_but_for_the_one_that_came
     chosen = decode_logprob(TokenLogprob(4, -2.0, 2, ((1, -1.0), (4, -2.0))), 2, SPELT.__getitem__)
     assert completion_logprobs([chosen])["top_logprobs"] == [{"a": -2.0}]
     by_id = prompt_logprobs(
-        decode_prompt_logprobs([1, 4], [TokenLogprob(4, -2.0, 2)], 2, SPELT.get)
+        decode_prompt_logprobs([1, 4], [TokenLogprob(4, -2.0, 2)], 2, SPELT.__getitem__)
     )
     assert by_id == [None, {"4": {"logprob": -2.0, "rank": 2, "decoded_token": "a"}}]
 
 
-# What the engine is asked for
+# What the engine is to compute
 
 
 def test_seeds_of_choices():
@@ -134,7 +137,7 @@ def ran(core, call, num_choices):
     """(texts by choice, error) of a call."""
 
     async def run():
-        got = {}
+        got: dict[int, str] = {}
         try:
             generations = await core.prepare_choices(call, num_choices)
             async for index, piece in core.run_many(generations):

@@ -208,11 +208,11 @@ def test_what_the_template_opens(template: str, said: str, expected: Any, stream
 SWITCH = "{% if think %}" + OPENS + "{% else %}" + CLOSES + "{% endif %}{{ bos_token }}"
 
 
-def test_the_template_can_be_told_not_to_reason() -> None:
+def test_reasoning_can_be_switched_off_in_the_template() -> None:
     with server_of(SWITCH.removesuffix("{{ bos_token }}"), "Yes.") as server:
         for think, expected in ((True, ("Yes.", None)), (False, (None, "Yes."))):
-            told = {"chat_template_kwargs": {"think": think}}
-            assert chat(server, extra_body=told)[:2] == expected
+            extra = {"chat_template_kwargs": {"think": think}}
+            assert chat(server, extra_body=extra)[:2] == expected
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_scores_are_whole(stream: bool) -> None:
             Serving(backend, of=known, marks=Marks("e", "th")) as server,
             openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as client,
         ):
-            asked: Any = {"max_tokens": 30, "seed": 5, "logprobs": True, "stream": stream}
-            answer = client.chat.completions.create(model="builtin", messages=MESSAGES, **asked)
+            fields: Any = {"max_tokens": 30, "seed": 5, "logprobs": True, "stream": stream}
+            answer = client.chat.completions.create(model="builtin", messages=MESSAGES, **fields)
             choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     finally:
         backend.stop()
@@ -274,7 +274,7 @@ def test_without_marks_it_is_text() -> None:
         assert chat(server)[:2] == (None, SAID)
 
 
-def test_only_where_it_is_asked_for() -> None:
+def test_only_where_it_is_requested() -> None:
     """Completions, and front ends that have no place for it, get the text as it is."""
     known = model_of(SEES)
     ids = known.encode(SAID, add_special_tokens=False)

@@ -9,28 +9,35 @@ import time
 from collections import Counter
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, ChatPrompt
+from penstock.deployments.ingress.core.call import (
+    Call,
+    CallContext,
+    CallOptions,
+    ChatPrompt,
+    is_client_id,
+)
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
 from penstock.deployments.ingress.core.streams import MAX_INLINE_SIZE
-from penstock.deployments.ingress.core.validation import MAX_MESSAGES, is_client_id
+from penstock.deployments.ingress.core.validation import MAX_MESSAGES
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from tests.deployments.serving import (
     MODEL,
     EngineBackend,
     ScriptedBackend,
     core_over,
-    eventually,
     generated,
     model,
     reference_ids,
     tokenizer,
 )
+from tests.deployments.waiting import eventually
 
 SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}  # varied, and yet reproducible
 PROMPT = "It was a bright morning, and"
@@ -103,7 +110,7 @@ def test_chat_is_the_rendered_template(engine_backend):
 
 def test_a_seed_makes_the_answer_reproducible(engine_backend):
     core = core_over(engine_backend)
-    sampled = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 12}
+    sampled: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 12}
     texts = [
         text_of(collect(core, Call(PROMPT, SamplingParams(seed=seed, **sampled)))[0])
         for seed in (7, 7, 8)
@@ -111,7 +118,7 @@ def test_a_seed_makes_the_answer_reproducible(engine_backend):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_cached_prompt_tokens_are_told(engine_backend):
+def test_cached_prompt_tokens_are_reported(engine_backend):
     core = core_over(engine_backend)
     long_prompt = "Once upon a time there was a mill. " * 8
     first, _ = collect(core, seeded(long_prompt, num_new=2))
@@ -177,7 +184,7 @@ def test_many_answers_side_by_side(engine_backend):
     assert turns != sorted(turns), "one after the other instead of side by side"
 
 
-# What an engine cannot be asked for
+# What an engine does not support
 
 
 @settings(max_examples=60, deadline=None)
@@ -487,11 +494,11 @@ def test_a_client_that_left_is_logged_as_such(caplog):
     assert json.loads(caplog.records[-1].getMessage())["finish"] == "disconnect"
 
 
-def test_unexpected_errors_are_told_by_id_only(caplog):
-    told = describe(KeyError("/secret/path"), "some-id", Counter())
-    assert told.code == "internal_error"
-    assert "secret" not in told.message
-    assert "some-id" in told.message
+def test_unexpected_errors_are_reported_by_id_only(caplog):
+    error = describe(KeyError("/secret/path"), "some-id", Counter())
+    assert error.code == "internal_error"
+    assert "secret" not in error.message
+    assert "some-id" in error.message
     assert "secret" in caplog.text
     known = describe(RequestError("top_k is odd", param="top_k"), "some-id", Counter())
     assert (known.code, known.message, known.param) == ("invalid_value", "top_k is odd", "top_k")

@@ -12,6 +12,7 @@ import pytest
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch import gate_outbox
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
+from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
 from penstock.deployments.prediction.features import Features
 from penstock.protos.penstock.internal.v1 import channel_pb2
 from penstock.workers.request import Request, SamplingParams
@@ -58,29 +59,34 @@ def test_news_wait_for_more_and_go_by_themselves():
         assert message.number == 2
         assert [each.request_id for each in message.ended] == ["a", "b", "c"]
         assert [each.length for each in message.labels] == [3, 3, 3]
-        # Each is reported before its end: as admitted, then with its text.
+        # Each is reported before its end: once as admitted, and its text.
         offers = [
-            (each.request_id, each.credit_epoch, each.text_follows) for each in message.offers
+            (each.request_id, each.credit_epoch, each.features.HasField("text_keys"))
+            for each in message.offers
         ]
-        assert offers == [(name, 7, late) for name in ("a", "b", "c") for late in (True, False)]
+        assert offers == [(name, 7, False) for name in ("a", "b", "c")]
+        assert [(each.request_id, len(each.keys) > 0) for each in message.texts] == [
+            (name, True) for name in ("a", "b", "c")
+        ]
         assert not await is_due(outbox, 3 * gate_outbox.GATHER_S), "nothing is left"
 
     with_outbox(scenario)
 
 
-def test_what_somebody_waits_for_goes_at_once_and_takes_the_news_along(monkeypatch):
+def test_an_urgent_message_goes_at_once_and_takes_the_reports_along(monkeypatch):
     monkeypatch.setattr(gate_outbox, "GATHER_S", 3600.0)
 
     async def scenario(outbox: GateOutbox) -> None:
         outbox.admitted_on_credit(request("a"), 7)
         assert not await is_due(outbox, 0.05)
         number = outbox.next_number
-        outbox.ask(request("b"), declined=True)
+        outbox.offer(PendingAdmission(request("b")), with_text=True, returned="declined")
         assert await is_due(outbox, 10)
         message = outbox.take()
         assert message.number == number
         assert [each.request_id for each in message.offers] == ["a", "b"]
         assert list(message.declined) == ["b"]
+        assert [each.request_id for each in message.texts] == ["b"]
         outbox.ended("a", 1, is_awaited=True)
         assert await is_due(outbox, 10)
         assert [each.request_id for each in outbox.take().ended] == ["a"]
@@ -131,7 +137,87 @@ def test_a_new_stream_counts_from_one_and_begins_with_what_workers_run():
 def test_what_is_remembered_of_texts_is_bounded(num):
     async def scenario(outbox: GateOutbox) -> None:
         for n in range(num):
-            outbox.compute_features(request(f"r{n}"))
+            outbox.offer(PendingAdmission(request(f"r{n}")), with_text=False)
+        assert not outbox._features, "no text is read before its offer is sent"
+        outbox.compute_texts()
         assert len(outbox._features) == min(num, gate_outbox.MAX_FEATURES)
+
+    with_outbox(scenario)
+
+
+def names(items: Any) -> list[str]:
+    return [each.request_id for each in items]
+
+
+def test_the_text_of_an_admitted_request_is_sent_alone_and_once(monkeypatch):
+    monkeypatch.setattr(gate_outbox, "TEXT_S", 0.03)
+
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.admitted_on_credit(request("credit"), 7)
+        pending = PendingAdmission(request("ticket"))
+        outbox.offer(pending, with_text=False)
+        message = outbox.take()
+        assert (names(message.offers), names(message.texts)) == (["credit", "ticket"], [])
+        pending.decide(8)
+        states = [pending.state]
+        outbox.admitted(pending)
+        assert await is_due(outbox, 10)
+        message = outbox.take()
+        assert (names(message.offers), names(message.texts)) == ([], ["credit", "ticket"])
+        states.append(pending.state)
+        assert states == [State.TEXT_PENDING, State.ADMITTED]
+        outbox.ended("credit", 1, is_awaited=True)
+        outbox.ended("ticket", 1, is_awaited=True)
+        message = outbox.take()
+        assert (names(message.texts), names(message.ended)) == ([], ["credit", "ticket"])
+        assert not outbox._incomplete
+
+    with_outbox(scenario)
+
+
+def test_the_text_of_a_waiting_request_goes_when_the_gate_asks_for_it():
+    async def scenario(outbox: GateOutbox) -> None:
+        pending = PendingAdmission(request("a"))
+        outbox.offer(pending, with_text=False)
+        outbox.take()
+        outbox.send_text(pending)
+        assert await is_due(outbox, 10)
+        message = outbox.take()
+        assert (names(message.offers), names(message.texts)) == ([], ["a"])
+        pending.decide(7)
+        assert pending.state is State.ADMITTED
+        outbox.admitted(pending)
+        outbox.ended("a", 1, is_awaited=True)
+        assert not outbox.take().texts, "it was sent"
+
+    with_outbox(scenario)
+
+
+def test_a_declined_request_is_offered_anew_and_its_earlier_admission_is_over():
+    """Else the gate would read its text as one of the worker that declined it."""
+
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.admitted_on_credit(request("a"), 7)
+        assert [each.credit_epoch for each in outbox.take().offers] == [7]
+        outbox.offer(PendingAdmission(request("a")), with_text=True, returned="declined")
+        message = outbox.take()
+        assert not message.offers[0].HasField("credit_epoch")
+        assert (names(message.offers), names(message.texts)) == (["a"], ["a"])
+        outbox.ended("b", 1, is_awaited=True)  # sends the texts that are pending
+        assert not outbox.take().texts
+
+    with_outbox(scenario)
+
+
+def test_a_new_stream_tells_nothing_of_requests_of_the_old_one():
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.admitted_on_credit(request("a"), 7)
+        outbox.close()
+        outbox.begin()
+        outbox.take()
+        outbox.open()
+        outbox.ended("b", 1, is_awaited=True)
+        message = outbox.take()
+        assert (len(message.offers), len(message.texts)) == (0, 0)
 
     with_outbox(scenario)

@@ -25,12 +25,12 @@ class Driven:
     """A pool with one link that is not connected; `step` is what its worker would send."""
 
     def __init__(self, num_calls: int):
-        self.pool = WorkerPool("test")
+        self.pool = WorkerPool("test", lost_wait_s=0.0)
         self.link = worker_link.WorkerLink(INFO, "test", self.pool)
         self.link.is_connected = True
         self.pool._links[1] = self.link
-        self.told: dict[int, list[Delta]] = {n: [] for n in range(1, num_calls + 1)}
-        self._readers = [asyncio.ensure_future(self._read(n)) for n in self.told]
+        self.received: dict[int, list[Delta]] = {n: [] for n in range(1, num_calls + 1)}
+        self._readers = [asyncio.ensure_future(self._read(n)) for n in self.received]
 
     async def _read(self, number: int) -> None:
         params = SamplingParams(max_tokens=100)
@@ -38,22 +38,22 @@ class Driven:
         deltas: AsyncIterator[Delta] = self.pool.generate(admission)
         async for delta in deltas:
             # What is handed out may be joined with nothing later.
-            self.told[number].append(Delta("", list(delta.token_ids), delta.finish_reason))
+            self.received[number].append(Delta("", list(delta.token_ids), delta.finish_reason))
             if delta.token_ids:
                 assert delta.engine == INFO.address  # joined or not
 
     async def step(self, token_id: int, finish: FinishReason | None = None) -> None:
         times = FIRST if token_id == 0 else None
-        deltas = {n: Delta("", [token_id], finish, times=times) for n in self.told}
+        deltas = {n: Delta("", [token_id], finish, times=times) for n in self.received}
         self.link._take_step(step_message(deltas))
         for _ in range(5):  # turns of the loop, in which woken readers read
             await asyncio.sleep(0)
 
     def counts(self) -> set[int]:
-        return {len(deltas) for deltas in self.told.values()}
+        return {len(deltas) for deltas in self.received.values()}
 
     def ids(self, number: int) -> list[int]:
-        return [i for delta in self.told[number] for i in delta.token_ids]
+        return [i for delta in self.received[number] for i in delta.token_ids]
 
     async def end(self) -> None:
         async with asyncio.timeout(10):
@@ -81,7 +81,7 @@ def test_on_many_streams_tokens_gather_but_the_first_and_the_last(patient: None)
         return driven
 
     driven = asyncio.run(scenario())
-    for number, deltas in driven.told.items():
+    for number, deltas in driven.received.items():
         assert [delta.token_ids for delta in deltas] == [[0], [1, 2, 3, 4, 5, 6]], number
         assert [delta.finish_reason for delta in deltas] == [None, FinishReason.LENGTH]
 
@@ -98,7 +98,7 @@ def test_on_few_streams_nothing_waits(patient: None) -> None:
         return driven
 
     driven = asyncio.run(scenario())
-    assert all(driven.ids(number) == list(range(7)) for number in driven.told)
+    assert all(driven.ids(number) == list(range(7)) for number in driven.received)
 
 
 def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
@@ -115,7 +115,7 @@ def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
         return driven
 
     driven = asyncio.run(scenario())
-    assert all(driven.ids(number) == [0, 1, 2] for number in driven.told)
+    assert all(driven.ids(number) == [0, 1, 2] for number in driven.received)
 
 
 def test_the_more_streams_the_longer_tokens_gather_up_to_a_bound(
@@ -161,7 +161,7 @@ def test_nothing_waits_for_a_step_that_comes_too_late(step_s: float, waits: bool
     assert asyncio.run(scenario()) is waits
 
 
-def test_tokens_before_a_loss_are_told_before_the_loss(patient: None) -> None:
+def test_tokens_before_a_loss_are_delivered_before_the_loss(patient: None) -> None:
     async def scenario() -> Driven:
         driven = Driven(in_flight.FEW_CALLS + 1)
         await asyncio.sleep(0)
@@ -172,7 +172,7 @@ def test_tokens_before_a_loss_are_told_before_the_loss(patient: None) -> None:
         return driven
 
     driven = asyncio.run(scenario())
-    for number, deltas in driven.told.items():
+    for number, deltas in driven.received.items():
         assert driven.ids(number) == [0, 1, 2, 3]
         assert deltas[-1].finish_reason is FinishReason.ERROR
         assert not deltas[-1].token_ids

@@ -10,12 +10,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
 from penstock.deployments.ingress.core.call import Call
@@ -25,13 +24,12 @@ from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel import framing, server
 from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
 from penstock.workers.channel.framing import connected
-from penstock.workers.channel.outbox import joined
+from penstock.workers.channel.peer import joined
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
-from penstock.workers.models.loader import load_model
 from penstock.workers.request import (
     Delta,
     FinishReason,
@@ -43,7 +41,6 @@ from penstock.workers.request import (
 from penstock.workers.stats import WorkerInfo
 
 CONFIG = EngineConfig(weights="fp32", device="cpu", num_blocks=400, max_num_seqs=16, threads=1)
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class Node:
@@ -69,28 +66,6 @@ class Node:
         self.engine.check()
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.set_num_threads(1)
-    return load_model("builtin", weights="fp32", progress=False)
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture
-def nodes(model: Any) -> Iterator[list[Node]]:
-    made = [Node(model) for _ in range(2)]
-    for node in made:
-        node.thread.start()
-    yield made
-    for node in made:
-        node.stop()
-
-
 @contextlib.asynccontextmanager
 async def pool_of(*nodes: Node) -> AsyncIterator[WorkerPool]:
     pool = WorkerPool("test")
@@ -112,19 +87,19 @@ def request(number: int, max_tokens: int = 24, **params: Any) -> Request:
     return Request(f"req-{number}", prompt, sampling)
 
 
-async def collect(pool: WorkerPool, asked: Request) -> tuple[list[int], Delta]:
+async def collect(pool: WorkerPool, submitted: Request) -> tuple[list[int], Delta]:
     ids: list[int] = []
-    async for delta in pool.generate(AdmissionRequest(asked)):
-        assert delta.request_id == asked.request_id
+    async for delta in pool.generate(AdmissionRequest(submitted)):
+        assert delta.request_id == submitted.request_id
         ids += delta.token_ids
         last = delta
     return ids, last
 
 
-def alone(model: Any, asked: Request) -> list[int]:
+def alone(model: Any, submitted: Request) -> list[int]:
     """The ids of a request that an engine runs alone."""
     engine = Engine(CONFIG, model)
-    engine.add(asked)
+    engine.add(submitted)
     ids: list[int] = []
     while engine.has_work():
         for delta in engine.step():
@@ -153,19 +128,21 @@ def test_what_a_request_contains_reaches_its_worker(model, nodes, run, monkeypat
 
 
 def test_requests_and_deltas_survive_the_wire():
-    asked = Request(
+    submitted = Request(
         "r",
         (1, 70_000, 3),
         SamplingParams(0.7, 5, 0.9, 0.01, -(2**63), None, 2, True, ("halt",), (9, 8)),
         emitted_ids=(4, 5),
     )
-    back = request_from(pb.Submit.FromString(submit_message(asked, 7, 9).SerializeToString()), "r")
+    back = request_from(
+        pb.Submit.FromString(submit_message(submitted, 7, 9).SerializeToString()), "r"
+    )
     assert back.params.stop == ()  # stays at the ingress
-    assert back.prompt_ids == asked.prompt_ids
-    assert back.emitted_ids == asked.emitted_ids
+    assert back.prompt_ids == submitted.prompt_ids
+    assert back.emitted_ids == submitted.emitted_ids
     for name in SamplingParams.__slots__:
         if name != "stop":
-            assert getattr(back.params, name) == getattr(asked.params, name), name
+            assert getattr(back.params, name) == getattr(submitted.params, name), name
     for delta in (
         Delta("r", [1, 2, 2**31]),
         Delta("r", [1], times=FirstTokenTimes(queue_s=0.5, prefill_s=0.0)),
@@ -177,14 +154,14 @@ def test_requests_and_deltas_survive_the_wire():
 
 
 def test_many_requests_on_two_workers_give_the_ids_of_each_alone(model, nodes, run):
-    asked = [request(n, seed=n, temperature=n % 2 * 0.8) for n in range(16)]
+    submitted = [request(n, seed=n, temperature=n % 2 * 0.8) for n in range(16)]
 
     async def scenario():
         async with pool_of(*nodes) as pool:
-            return await asyncio.gather(*(collect(pool, each) for each in asked))
+            return await asyncio.gather(*(collect(pool, each) for each in submitted))
 
     answers = run(scenario())
-    for each, (ids, last) in zip(asked, answers):
+    for each, (ids, last) in zip(submitted, answers):
         assert ids == alone(model, each), each.request_id
         assert last.finish_reason is FinishReason.LENGTH
     served = [node.thread.stats().num_finished["length"] for node in nodes]
@@ -195,23 +172,25 @@ def test_many_requests_on_two_workers_give_the_ids_of_each_alone(model, nodes, r
 def test_what_shapes_and_scores_an_answer_goes_all_the_way(model, nodes, run):
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 1.0}
     forms = {"logit_bias": ((300, 4.0),), "bad_words_ids": ((300, 301), (7,))}
-    asked = request(6, seed=3, temperature=1.0, **penalties, **forms)
+    submitted = request(6, seed=3, temperature=1.0, **penalties, **forms)
     scored = request(6, seed=3, temperature=1.0, logprobs=2, prompt_logprobs=1)
     only = request(6, temperature=1.0, seed=3, allowed_token_ids=(300, 301, 302))
 
     async def scenario():
         async with pool_of(*nodes) as pool:
             deltas = [delta async for delta in pool.generate(AdmissionRequest(scored))]
-            return deltas, [(await collect(pool, each))[0] for each in (asked, only)]
+            return deltas, [(await collect(pool, each))[0] for each in (submitted, only)]
 
     deltas, ids = run(scenario())
-    assert ids == [alone(model, asked), alone(model, only)]
+    assert ids == [alone(model, submitted), alone(model, only)]
     engine = Engine(CONFIG, model)
     engine.add(scored)
     expected = [delta for _ in range(24) for delta in engine.step()]
     for part in ("token_ids", "logprobs", "prompt_logprobs"):
-        told, made = ([e for d in each for e in getattr(d, part)] for each in (deltas, expected))
-        assert told == made, part
+        received, made = (
+            [e for d in each for e in getattr(d, part)] for each in (deltas, expected)
+        )
+        assert received == made, part
     assert len(deltas[0].prompt_logprobs) == len(scored.prompt_ids) - 1
 
 
@@ -265,7 +244,7 @@ def test_when_an_ingress_vanishes_its_requests_are_cancelled(nodes, run):
         assert (last.finish_reason, last.error) == (FinishReason.ERROR, "worker_lost")
 
 
-def test_a_lost_worker_ends_what_it_began_and_the_rest_goes_elsewhere(model, nodes, run):
+def test_what_a_lost_worker_began_is_continued_elsewhere(model, nodes, run):
     async def scenario():
         async with pool_of(*nodes) as pool:
             calls = [
@@ -274,25 +253,24 @@ def test_a_lost_worker_ends_what_it_began_and_the_rest_goes_elsewhere(model, nod
             await asyncio.sleep(0.1)
             nodes[0].channel.stop()
             async with asyncio.timeout(30):
-                return await asyncio.gather(*calls)
+                answers = await asyncio.gather(*calls)
+            return answers, pool.lost_requests.num_continued
 
-    answers = run(scenario())
-    lost = [(n, ids) for n, (ids, last) in enumerate(answers) if last.error == "worker_lost"]
-    assert len(lost) == 2
+    answers, num_continued = run(scenario())
+    assert num_continued == 2
     for n, (ids, last) in enumerate(answers):
-        truth = alone(model, request(n, max_tokens=300))
-        assert ids == truth[: len(ids)]
-        assert (n, ids) in lost or (ids == truth and last.finish_reason is FinishReason.LENGTH)
+        assert ids == alone(model, request(n, max_tokens=300))
+        assert last.finish_reason is FinishReason.LENGTH
 
 
 def test_what_a_lost_worker_had_not_begun_is_done_elsewhere(model, run):
     dead, live = Node(model), Node(model)  # the first one's engine never starts
     live.thread.start()
-    asked = [request(n) for n in range(6)]
+    submitted = [request(n) for n in range(6)]
 
     async def scenario():
         async with pool_of(dead, live) as pool:
-            calls = [asyncio.ensure_future(collect(pool, each)) for each in asked]
+            calls = [asyncio.ensure_future(collect(pool, each)) for each in submitted]
             await asyncio.sleep(0.2)
             dead.channel.stop()
             async with asyncio.timeout(20):
@@ -300,7 +278,7 @@ def test_what_a_lost_worker_had_not_begun_is_done_elsewhere(model, run):
 
     answers = run(scenario())
     live.stop()
-    for each, (ids, last) in zip(asked, answers):
+    for each, (ids, last) in zip(submitted, answers):
         assert last.finish_reason is FinishReason.LENGTH, last
         assert ids == alone(model, each)
 
@@ -342,8 +320,8 @@ def test_a_failed_engine_is_a_lost_worker_at_once(model, run, monkeypatch):
 
     seen, (ids, last) = run(scenario())
     began = [token_id for delta in seen for token_id in delta.token_ids]
-    assert began == alone(model, begun)[: len(began)]
-    assert (seen[-1].finish_reason, seen[-1].error) == (FinishReason.ERROR, "worker_lost")
+    assert began == alone(model, begun)
+    assert seen[-1].finish_reason is FinishReason.LENGTH
     assert (ids, last.finish_reason) == (alone(model, waiting), FinishReason.LENGTH)
     assert not failing.thread.alive  # which is what the health check asks
     for node in (failing, live):
@@ -370,9 +348,7 @@ def test_a_refused_request_comes_back_with_its_code(nodes, run):
     assert (last.finish_reason, last.error) == (FinishReason.ERROR, "context_length_exceeded")
 
 
-def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
-    model, nodes, run, monkeypatch
-):
+def test_a_silent_worker_is_dead_and_what_it_sends_later_is_dropped(model, nodes, run, monkeypatch):
     monkeypatch.setattr(worker_link, "TICK_S", 0.15)  # so silence of 1.5 s is death
     step, frozen_until_s = nodes[0].engine.step, 0.0
 
@@ -390,18 +366,17 @@ def test_a_silent_worker_is_dead_and_what_it_says_later_is_not_heard(
             # As if stopped: connections stay open, and nothing comes.
             frozen_until_s = time.monotonic() + 4.0
             nodes[0].channel._loop.call_soon_threadsafe(time.sleep, 4.0)
-            began_s = time.monotonic()
-            seen = [first] + [delta async for delta in stream]
-            silent_s = time.monotonic() - began_s
-            async with asyncio.timeout(15):
-                while not pool.ready():  # it thaws, and is welcome again
+            async with asyncio.timeout(3.5):
+                while pool.ready():
                     await asyncio.sleep(0.05)
-            return seen, silent_s, await collect(pool, request(4))
+            # It thaws, is connected again, and continues: nothing of the old connection counts.
+            seen = [first] + [delta async for delta in stream]
+            return seen, await collect(pool, request(4))
 
-    seen, silent_s, (ids, last) = run(scenario())
-    assert seen[-1].error == "worker_lost"
-    assert silent_s < 3.5
+    seen, (ids, last) = run(scenario())
     assert [delta.finish_reason for delta in seen[:-1]] == [None] * (len(seen) - 1)
+    begun = [token_id for delta in seen for token_id in delta.token_ids]
+    assert begun == alone(model, request(3, max_tokens=1500))
     assert ids == alone(model, request(4))
     assert last.finish_reason is FinishReason.LENGTH
 
@@ -462,7 +437,7 @@ def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, 
     assert nodes[0].thread.stats().num_finished["length"] == 1
 
 
-def test_connections_that_break_at_once_harm_nobody(nodes, run):
+def test_connections_that_break_at_once_harm_no_request(nodes, run):
     info = nodes[0].channel.info
 
     async def scenario():
@@ -541,28 +516,29 @@ def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
     monkeypatch.setattr(framing, "_prepare", prepare_with_little_room)
+    monkeypatch.setattr(server, "SILENCE_TICKS", 10_000)  # this reader sends no heartbeats
     node = Node(model)
     node.thread.start()
-    info, asked = node.channel.info, request(2, max_tokens=600, logprobs=20)
+    info, submitted = node.channel.info, request(2, max_tokens=600, logprobs=20)
 
     async def scenario():
-        loop, told = asyncio.get_running_loop(), []
+        loop, received = asyncio.get_running_loop(), []
         async with narrow(info) as connection:
-            submit = framed(epoch=info.epoch, submit=submit_message(asked, 1, 600))
+            submit = framed(epoch=info.epoch, submit=submit_message(submitted, 1, 600))
             await loop.sock_sendall(connection, submit)
             async with asyncio.timeout(30):
                 while not node.thread.stats().num_finished["length"]:
                     await asyncio.sleep(0.01)  # it all lies with the worker by now
-                while not told or told[-1].finish_reason is None:
+                while not received or received[-1].finish_reason is None:
                     message = await heard(connection)
-                    told += [delta_from(each, "") for each in message.step.deltas]
-        return told
+                    received += [delta_from(each, "") for each in message.step.deltas]
+        return received
 
-    told = run(scenario())
+    received = run(scenario())
     node.stop()
-    assert [i for delta in told for i in delta.token_ids] == alone(model, asked)
-    assert len(told) < 600  # steps that found no room went in one message
-    assert sum(len(delta.logprobs) for delta in told) == 600
+    assert [i for delta in received for i in delta.token_ids] == alone(model, submitted)
+    assert len(received) < 600  # steps that found no room went in one message
+    assert sum(len(delta.logprobs) for delta in received) == 600
 
 
 def scored(
@@ -612,22 +588,22 @@ def test_a_worker_tells_who_is_here_at_once_and_that_they_go_on_once_a_second(
     monkeypatch.setattr(node.engine, "step", lambda: (time.sleep(0.02), step())[1])
 
     async def scenario() -> int:
-        told: list[set[str]] = []
+        received: list[set[str]] = []
         async with pool_of(node) as pool:
             monkeypatch.setattr(
-                pool, "reported", lambda _, report: told.append(set(report.request_ids))
+                pool, "reported", lambda _, report: received.append(set(report.request_ids))
             )
 
             async def until(names: set[str]) -> None:
                 async with asyncio.timeout(20):
-                    while not told or told[-1] != names:
+                    while not received or received[-1] != names:
                         await asyncio.sleep(0.01)
 
             long = asyncio.ensure_future(collect(pool, request(1, 1800)))
             await until({"req-1"})
-            del told[:]
+            del received[:]
             await asyncio.sleep(3.0)
-            num_quiet = len(told)
+            num_quiet = len(received)
             assert not long.done()
             other = asyncio.ensure_future(collect(pool, request(2, 1800)))
             await until({"req-1", "req-2"})

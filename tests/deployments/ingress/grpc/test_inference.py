@@ -22,7 +22,8 @@ from penstock.deployments.ingress.grpc.server import start_server
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import FinishReason
-from tests.deployments.serving import MODEL, ScriptedGrpc, eventually, reference_ids, tokenizer
+from tests.deployments.serving import MODEL, ScriptedGrpc, reference_ids, tokenizer
+from tests.deployments.waiting import eventually
 
 PROMPT = "It was a bright morning, and"
 SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}

@@ -137,7 +137,7 @@ def test_texts(stub):
         assert not response.raw_output_contents
 
 
-def test_only_what_is_asked_for(stub):
+def test_only_the_requested_outputs(stub):
     wanted = pb.ModelInferRequest.InferRequestedOutputTensor(name="text_output")
     response = stub.ModelInfer(infer(outputs=[wanted]))
     assert values(response) == {"text_output": [expected(PROMPTS[0])]}
@@ -235,7 +235,7 @@ def test_models_that_are_not_served(stub):
         (stub.ModelReady, pb.ModelReadyRequest(name="b")),
         (stub.ModelMetadata, pb.ModelMetadataRequest(name=MODEL, version="7")),
     ):
-        assert refused(lambda call=method, asked=request: call(asked))[0] is Code.NOT_FOUND
+        assert refused(lambda call=method, message=request: call(message))[0] is Code.NOT_FOUND
 
 
 def test_failures_have_a_status_and_leak_nothing():
@@ -280,7 +280,7 @@ def test_every_method_wants_a_key():
         ]
         assert len(calls) == len(pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods)
         for method, request in calls:
-            assert refused(lambda call=method, asked=request: call(asked)) == (
+            assert refused(lambda call=method, message=request: call(message)) == (
                 Code.UNAUTHENTICATED,
                 "invalid_api_key",
                 None,

@@ -11,11 +11,10 @@ import grpc
 import httpx
 import pytest
 
-from penstock.deployments.client import Answer, Client, Piece
-from penstock.deployments.client.types import answer_of
+from penstock.deployments.client import Answer, Client, FinishReason, Piece
+from penstock.deployments.client.messages import answer_of
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
-from penstock.workers.request import FinishReason
 from penstock.workers.text.reasoning import Marks
 from tests.deployments.ingress.core.test_reasoning import (
     ADDED,
@@ -49,7 +48,7 @@ def by_http(serving: Serving, **body: Any) -> tuple[Any, Any, int]:
     return said.get("reasoning"), said["content"], details.get("reasoning_tokens", 0)
 
 
-def told(answer: Answer) -> tuple[Any, Any, int]:
+def parts_of(answer: Answer) -> tuple[Any, Any, int]:
     return answer.reasoning or None, answer.text or None, answer.usage.reasoning_tokens
 
 
@@ -61,7 +60,7 @@ def test_it_is_kept_apart_as_over_http(tokens: Any, group: int) -> None:
         expected = by_http(server)
     answer = answer_of(pieces)
     assert expected[:2] == (THOUGHT, "The penstock.")
-    assert told(answer) == expected
+    assert parts_of(answer) == expected
     assert answer.finish_reason is FinishReason.STOP
     known = model_of(None, *tokens)
     assert list(answer.token_ids) == known.encode(SAID, add_special_tokens=False)
@@ -82,13 +81,13 @@ def test_it_is_kept_apart_as_over_http(tokens: Any, group: int) -> None:
 def test_what_the_template_opens_over_grpc(template: str, said: str, expected: Any) -> None:
     with server_of(template, said) as server:
         answer = answer_of(pieces_of(server))
-        assert told(answer) == by_http(server)
-    assert told(answer)[:2] == expected
+        assert parts_of(answer) == by_http(server)
+    assert parts_of(answer)[:2] == expected
 
 
 def test_without_marks_and_without_a_conversation_it_is_text() -> None:
     with server_of(SEES, SAID, marks=None) as server:
-        assert told(answer_of(pieces_of(server))) == (None, SAID, 0)
+        assert parts_of(answer_of(pieces_of(server))) == (None, SAID, 0)
     with server_of(SEES, SAID) as server, Client(server.grpc_target) as client:
         answer = client.complete("The")
         assert (answer.reasoning, answer.text, answer.usage.reasoning_tokens) == ("", SAID, 0)
@@ -109,11 +108,11 @@ def test_of_several_answers_each_has_its_own() -> None:
         marks = Marks("<|", "e")
         of = model_of(PLAIN + "<|")  # it has been opened: all is reasoning up to an e
         with Serving(backend, of=of, marks=marks, max_model_len=1024) as server:
-            asked: Any = {"n": 3, "max_tokens": 40, "seed": 1}
-            answer = answer_of(pieces_of(server, **asked))
+            fields: Any = {"n": 3, "max_tokens": 40, "seed": 1}
+            answer = answer_of(pieces_of(server, **fields))
             body = httpx.post(
                 f"{server.base_url}/v1/chat/completions",
-                json={"messages": MESSAGES, **asked},
+                json={"messages": MESSAGES, **fields},
                 timeout=60,
             ).json()
     finally:

@@ -15,7 +15,7 @@ import httpx
 import jsonschema
 import pytest
 
-from penstock.deployments.client import Client, ClientError, Timings, ToolCall
+from penstock.deployments.client import Client, ClientError, Timings, ToolCall, types
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import FinishReason
@@ -69,7 +69,7 @@ def test_forced_calls(client: Client, choice: str) -> None:
         )
     )
     assert not "".join(piece.text for piece in pieces)
-    assert pieces[-1].finish_reason is FinishReason.STOP
+    assert pieces[-1].finish_reason is types.FinishReason.STOP
     calls = [call for piece in pieces for call in piece.tool_calls]
     assert calls[0].id.startswith("call_") and calls[0].name
     assert len(calls) > 2, "arguments come in pieces"
@@ -109,10 +109,10 @@ def test_calls_in_an_answer_are_found() -> None:
         assert json.loads("".join(call.arguments for call in calls)) == {"city": "Köln"}
 
 
-@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_it_is_text(asked: Any) -> None:
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_it_is_text(fields: Any) -> None:
     with scripted(SAID) as server, Client(server.grpc_target) as client:
-        answer = client.reply(MESSAGES, **asked)
+        answer = client.reply(MESSAGES, **fields)
     assert (answer.text, answer.tool_calls) == (SAID, ())
 
 
@@ -179,9 +179,9 @@ def call(**fields: Any) -> ToolCall:
 )
 def test_refusals(client: Client, changed: dict[str, Any], param: str) -> None:
     messages = changed.get("messages", MESSAGES)
-    asked = {name: value for name, value in changed.items() if name != "messages"}
+    fields = {name: value for name, value in changed.items() if name != "messages"}
     with pytest.raises(ClientError) as refused:
-        client.reply(messages, max_tokens=5, **asked)
+        client.reply(messages, max_tokens=5, **fields)
     assert refused.value.status is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.param == param
     assert ".function" not in refused.value.message
@@ -197,7 +197,7 @@ def test_an_unknown_mode_is_refused(serving: Serving) -> None:
     assert dict(refused.value.trailing_metadata())["error-param"] == "tool_choice.mode"
 
 
-def test_timings_where_asked_for(client: Client) -> None:
+def test_timings_where_requested(client: Client) -> None:
     for ask in (client.complete, client.reply):
         prompt: Any = MESSAGES if ask == client.reply else "The river"
         timings = ask(prompt, max_tokens=6, ignore_eos=True, n=2, return_timings=True).usage.timings

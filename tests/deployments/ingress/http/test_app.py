@@ -26,11 +26,11 @@ from tests.deployments.serving import (
     MODEL,
     ScriptedBackend,
     Serving,
-    eventually,
     reference_ids,
     scripted,
     tokenizer,
 )
+from tests.deployments.waiting import eventually
 
 MESSAGES = [
     {"role": "system", "content": "Answer in one line."},
@@ -512,7 +512,7 @@ def test_a_client_that_leaves_while_nothing_comes():
     with scripted(30.0) as (servers, plain):
         with pytest.raises(httpx.ReadTimeout):
             plain.post(CHAT, json={"messages": MESSAGES, "stream": True}, timeout=0.3)
-        eventually(lambda: servers.backend.num_closed == 1, timeout_s=5)
+        eventually(lambda: servers.backend.num_closed == 1, within_s=5)
 
 
 def test_a_client_that_leaves_in_mid_body(serving):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 import time
@@ -10,8 +12,21 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from penstock.deployments.ingress.http.console import Status
+from penstock.deployments.batch.batch_store import (
+    BatchSpec,
+    BatchState,
+    BatchStatus,
+    BatchStore,
+    new_batch_id,
+)
+from penstock.deployments.ingress.http.cluster_status import Status
 from penstock.deployments.ingress.http.static import API_PAGE, FILES, FOLDER
+from penstock.deployments.supervision.view import (
+    ClusterView,
+    IngressInfo,
+    NodeInfo,
+    ScaleReport,
+)
 from penstock.workers.request import FinishReason
 from penstock.workers.stats import EngineStats, WorkerInfo
 from tests.deployments.serving import MODEL, EngineBackend, ScriptedBackend, Serving
@@ -39,10 +54,10 @@ WATCH = """(then) => {
 }"""
 
 
-def worker(epoch, stats):
+def worker(epoch, stats, **of_info):
     address = f"127.0.0.1:{epoch}"
     info = WorkerInfo(address, epoch=epoch << 32, token="", pid=1, model=MODEL, max_model_len=512)
-    return info, stats
+    return replace(info, **of_info), stats
 
 
 class WatchedBackend(EngineBackend):
@@ -64,10 +79,30 @@ class WatchedBackend(EngineBackend):
 class CountingBackend(ScriptedBackend):
     """Workers whose figures a test sets."""
 
-    alive = ()
+    alive: tuple[tuple[WorkerInfo, EngineStats], ...] = ()
 
     def workers(self):
         return self.alive
+
+
+class ClusterBackend(CountingBackend):
+    """Workers in a cluster of two nodes that is being scaled."""
+
+    def view(self):
+        first = ScaleReport("Worker", 2, 1, 1, 8, "up", "1 to 2: work waits", time.time() - 300)
+        second = ScaleReport("Worker", 3, 2, 1, 8, "up", "2 to 3: work waits", time.time() - 10)
+        ingress = IngressInfo(
+            "a-machine-beefcafe", 1, "10.0.0.9:8000", "10.0.0.9:8001", num_workers=2, node="b"
+        )
+        return ClusterView(
+            workers=self.alive,
+            ingresses=(ingress,),
+            failures=("a worker could not start: no such file",),
+            num_failures=2,
+            nodes=(NodeInfo("head0000", 0, 0, is_head=True), NodeInfo("b", 8, 1)),
+            scaling=(second,),
+            scale_changes=(first, second),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +215,90 @@ def test_status_tells_what_workers_announced(serving):
     assert "127.0.0.1" not in raw and 'token"' not in raw
 
 
+def test_status_has_nodes_ingresses_and_scaling_and_no_address():
+    with Serving(ClusterBackend([5])) as servers:
+        raw = httpx.get(servers.base_url + STATUS).text
+    status = Status.model_validate_json(raw)
+    assert [(each.node, each.is_head) for each in status.nodes] == [
+        ("head0000", True),
+        ("b", False),
+    ]
+    assert [(each.id, each.node) for each in status.ingresses] == [("beefcafe", "b")]
+    (now,) = status.scaling
+    assert (now.number, now.minimum, now.maximum, now.reason) == (3, 1, 8, "2 to 3: work waits")
+    assert 9 <= now.age_s < 60
+    assert [each.number for each in status.scale_changes] == [3, 2]  # newest first
+    assert status.num_failed_starts == 2
+    for secret in ("10.0.0.9", "a-machine", "no such file"):
+        assert secret not in raw
+
+
+def test_the_panel_shows_nodes_and_what_the_autoscaler_decided(opened):
+    backend = ClusterBackend([5])
+    backend.alive = (worker(1, EngineStats(), node="b"), worker(2, EngineStats(), node="b"))
+    with Serving(backend) as servers:
+        page = opened(servers)
+        page.goto(servers.base_url + "/")
+        page.wait_for_selector("#nodes li >> nth=1")
+        texts = "(all) => all.map((each) => each.innerText.replace(/\\s+/g, ' '))"
+        assert page.eval_on_selector_all("#nodes li", texts) == [
+            "head0000 (head) 0 workers, 0 ingresses, 0 GPUs",
+            "b 2 workers, 1 ingress, 1 GPU",
+        ]
+        lines = page.eval_on_selector_all("#scaling li", texts)
+        assert lines[0] == "Worker: 2 ready, 3 wanted (1 to 8) 2 to 3: work waits"
+        assert re.fullmatch(r"1\d s ago, Worker up to 3 2 to 3: work waits", lines[1])
+        assert page.is_visible("#scaling-title")
+        page.close()
+
+
+def test_the_panel_shows_batches_where_the_server_runs_some(opened, tmp_path):
+    lock = os.open(tmp_path / "executor.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # nobody runs them: the test writes how far they are
+    (tmp_path / "content").write_text("{}")
+    now = int(time.time())
+    batches = []
+    for age_s in (0, 60):
+        spec = BatchSpec(
+            new_batch_id(), "", "/v1/completions", "file", "24h", now - age_s, now + 7230
+        )
+        batches.append(BatchStore(tmp_path).of("").create(spec, tmp_path / "content"))
+    runs, failed = batches
+    counts = {"num_lines": 2400, "num_completed": 1310, "num_failed": 10}
+    runs.write(BatchState().to(BatchStatus.IN_PROGRESS, **counts))
+    problem = {"line": 3, "param": "url", "code": "invalid_url", "message": "url must be <b>x</b>"}
+    failed.write(BatchState().to(BatchStatus.FAILED, errors=[problem, problem]))
+    texts = "(all) => all.map((each) => each.innerText)"
+    with Serving(ScriptedBackend([5]), data_dir=tmp_path) as servers:
+        page = opened(servers)
+        page.goto(servers.base_url + "/")
+        page.wait_for_selector("#batches li >> nth=1")
+        first, second = page.eval_on_selector_all("#batches li", texts)
+        assert first == (
+            f"{runs.spec.id[:14]} 55 %\n"
+            "in progress, 1,310 of 2,400 answered, 10 failed, expires in 2.0 h"
+        )
+        assert second == (
+            f"{failed.spec.id[:14]}\nfailed: line 3: url must be <b>x</b> (and others)"
+        )
+        runs.write(replace(runs.recorded(), num_completed=2390, cause="worker_lost"))
+        page.wait_for_function(
+            "() => document.getElementById('batches').innerText.includes('sent again: worker_lost')"
+        )
+        runs.write(runs.recorded().to(BatchStatus.COMPLETED))
+        page.wait_for_function(
+            "() => document.getElementById('batches').innerText.includes('completed, 2,390 of')"
+        )
+        page.close()
+    os.close(lock)
+    with Serving(ScriptedBackend([5])) as servers:
+        page = opened(servers)
+        page.goto(servers.base_url + "/")
+        assert state(page, "ready") == "ready"
+        assert not page.is_visible("#batches-title")
+        page.close()
+
+
 def test_a_conversation_streams_and_the_live_figures_move(serving, opened):
     page = opened(serving)
     page.goto(serving.base_url + "/")
@@ -195,13 +314,13 @@ def test_a_conversation_streams_and_the_live_figures_move(serving, opened):
         shown = answer_of(page)
         messages.append({"role": "user", "content": text})
         # The oracle: the same conversation, without the console.
-        asked = {"messages": messages, **sampling}
-        told = httpx.post(serving.base_url + "/v1/chat/completions", json=asked, timeout=60).json()
-        assert shown == told["choices"][0]["message"]["content"]
+        body = {"messages": messages, **sampling}
+        answer = httpx.post(serving.base_url + "/v1/chat/completions", json=body, timeout=60).json()
+        assert shown == answer["choices"][0]["message"]["content"]
         assert page.text_content(".user >> nth=-1 >> .text") == text
-        num_tokens = told["usage"]["completion_tokens"]
+        num_tokens = answer["usage"]["completion_tokens"]
         assert page.text_content("#length") == f"{num_tokens} tokens"
-        assert page.text_content("#prompt").startswith(f"{told['usage']['prompt_tokens']} tokens")
+        assert page.text_content("#prompt").startswith(f"{answer['usage']['prompt_tokens']} tokens")
         assert float(page.text_content("#rate")) > 0
         assert re.fullmatch(r"\d+ ms", page.text_content("#first"))
         messages.append({"role": "assistant", "content": shown})
@@ -256,7 +375,7 @@ def test_stop_ends_the_generation(serving, opened):
     assert page.locator(".turn").count() == 4
 
 
-def test_a_bad_key_and_other_refusals_are_told_in_words(opened):
+def test_a_bad_key_and_other_refusals_are_shown_in_words(opened):
     backend = WatchedBackend()
     with Serving(backend, api_keys=[KEY]) as servers:
         page = opened(servers)
@@ -265,8 +384,8 @@ def test_a_bad_key_and_other_refusals_are_told_in_words(opened):
         set_fields(page, API_key="not-the-key", Temperature=0, Max_tokens=5)
         ask(page, "Hello?")
         page.wait_for_selector("#problem")
-        told = page.text_content("#problem")
-        assert "wants an API key" in told and "Authorization: Bearer <key>" in told
+        problem = page.text_content("#problem")
+        assert "wants an API key" in problem and "Authorization: Bearer <key>" in problem
         assert page.input_value("#message") == "Hello?"  # to be sent again
         assert page.evaluate("document.activeElement.id") == "key"
 
@@ -280,8 +399,8 @@ def test_a_bad_key_and_other_refusals_are_told_in_words(opened):
         set_fields(page, Max_tokens=100_000)
         ask(page, "Hello again?")
         page.wait_for_selector("#problem")
-        told = page.text_content("#problem")
-        assert "too long for this model" in told and "512 tokens" in told
+        problem = page.text_content("#problem")
+        assert "too long for this model" in problem and "512 tokens" in problem
         set_fields(page, Temperature=9)  # what the form itself refuses is not sent
         page.focus("#message")
         page.keyboard.press("Enter")
@@ -313,8 +432,8 @@ def test_the_panel_adds_workers_up_and_rests_while_hidden(opened):
     backend.alive = (worker(1, busy), worker(2, full))
     with Serving(backend) as servers:
         page = opened(servers)
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
+        urls = []
+        page.on("request", lambda request: urls.append(request.url))
         page.clock.install()
         page.goto(servers.base_url + "/")
         page.wait_for_selector("#workers .card >> nth=1")
@@ -337,9 +456,9 @@ def test_the_panel_adds_workers_up_and_rests_while_hidden(opened):
         }"""
         page.wait_for_load_state("networkidle")
         page.evaluate(show, True)
-        num_asked = len(asked)
+        num_urls = len(urls)
         page.clock.run_for(60_000)
-        assert len(asked) <= num_asked + 1  # one may have been under way
+        assert len(urls) <= num_urls + 1  # one may have been under way
         with page.expect_response("**" + STATUS):
             page.evaluate(show, False)
         page.close()

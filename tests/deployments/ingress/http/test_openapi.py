@@ -35,7 +35,7 @@ NEEDED: dict[tuple[str, str], Any] = {  # or the field means nothing
 
 
 class OneToken(ScriptedBackend):
-    """Says one token, however it is asked, and how likely it was."""
+    """Answers with one token and its logprob, whatever the request."""
 
     async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
         scores = [TokenLogprob(5, -1.0, 1)]
@@ -96,10 +96,10 @@ def test_what_is_stated_is_enforced(raw: httpx.Client, schemas: Any, kind: str) 
             known = {**body, **NEEDED.get((kind, name), {})}
             refused = raw.post(path, json={**known, name: beyond})
             assert refused.status_code == 400, (name, beyond)
-            told = refused.json()["error"]
-            assert name in str(told), (name, told)
+            error = refused.json()["error"]
+            assert name in str(error), (name, error)
             taken = raw.post(path, json={**known, name: at})
-            # What is as long as the context leaves no room for the prompt; a word of so many
+            # What is as long as the context leaves no room for the prompt; a word of as many
             # characters may have too many tokens.
             crossed = "exceed" in taken.text or "64 tokens" in taken.text
             assert taken.status_code == 200 or crossed, (name, at, taken.text)
@@ -111,7 +111,9 @@ def test_names_and_roles_are_stated(schemas: Any) -> None:
     assert {"enum": ["builtin"], "type": "string"} in chat["model"]["anyOf"]
     assert "tool" in schemas["ChatMessage"]["properties"]["role"]["enum"]
     assert chat["logit_bias"]["anyOf"][0]["maxProperties"] == 1024
-    assert schemas["FunctionBody"]["properties"]["name"]["pattern"] == "^[A-Za-z0-9_-]{1,64}$"
+    for tool in ("FunctionBody", "ResponseTool", "MessagesTool"):
+        assert schemas[tool]["properties"]["name"]["pattern"] == "^[A-Za-z0-9_-]{1,64}$"
+    assert not [name for name in schemas if "__" in name], "two models have one name"
     longest = schemas["ResponsesRequest"]["properties"]["max_output_tokens"]["anyOf"][0]
     assert longest["maximum"] == MAX_MODEL_LEN
     prompts = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
@@ -126,8 +128,8 @@ def test_events_are_as_the_document_has_them(raw: httpx.Client, kind: str) -> No
     answers = document["paths"][path]["post"]["responses"]["200"]["content"]
     event = answers["text/event-stream"]["schema"]
     mark, spelt = event["properties"]["data"]["anyOf"]
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    lines = raw.post(path, json=asked).text.splitlines()
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = raw.post(path, json=streamed).text.splitlines()
     datas = [line.removeprefix("data: ") for line in lines if line]
     assert len(datas) >= 3 and datas[-1] == mark["const"]
     content = {**spelt["contentSchema"], "components": document["components"]}

@@ -34,8 +34,8 @@ def test_a_text(raw):
 
 
 def test_pieces_are_those_of_the_vocabulary(raw):
-    asked = {"prompt": "The river", "return_token_strs": True}
-    assert raw.post("/tokenize", json=asked).json()["token_strs"] == [
+    body = {"prompt": "The river", "return_token_strs": True}
+    assert raw.post("/tokenize", json=body).json()["token_strs"] == [
         "<|endoftext|>",
         "The",
         "Ġriver",

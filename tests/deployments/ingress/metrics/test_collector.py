@@ -24,6 +24,7 @@ from penstock.deployments.ingress.core.request_metrics import (
     token_bounds,
 )
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.workers.execution.timing import PHASES
@@ -143,10 +144,10 @@ def test_counts_are_what_was_sent():
     assert seen("vllm:request_generation_tokens_sum") == num_generated
     short = sum(len(prompt) <= 5 for prompt in [*prompts, prompts[0]]) + (num_river <= 5)
     assert seen("vllm:request_prompt_tokens_bucket", le="5.0") == short
-    told = {"invalid_value", "model_not_found", "unknown_parameter", "unsupported_media_type"}
+    counted = {"invalid_value", "model_not_found", "unknown_parameter", "unsupported_media_type"}
     for code in CATALOGUE:
         num = seen.plain("penstock_request_errors_total", code=code)
-        assert num == (code in told), code
+        assert num == (code in counted), code
     total = seen("vllm:e2e_request_latency_seconds_sum")
     assert 0 < seen("vllm:request_decode_time_seconds_sum") < total
     assert 0 < seen("vllm:request_prefill_time_seconds_sum") < total
@@ -195,9 +196,9 @@ def test_a_client_that_leaves_is_an_abort_and_a_disconnect():
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         seen = scrape()
-    nobody = {"engine": "none"}
-    assert seen("vllm:request_success_total", finished_reason="abort", **nobody) == 1
-    assert seen("vllm:generation_tokens_total", **nobody) == 1
+    no_worker = {"engine": "none"}
+    assert seen("vllm:request_success_total", finished_reason="abort", **no_worker) == 1
+    assert seen("vllm:generation_tokens_total", **no_worker) == 1
     assert seen.plain("penstock_ingress_disconnects_total") == 1
 
 
@@ -208,10 +209,10 @@ def test_metrics_are_on_their_own_port_only_and_want_no_key():
         key = {"authorization": "Bearer k"}
         assert plain.get("/metrics", headers=key).status_code == 404
         families = scrape().families
-        told = scrape()
+        scraped = scrape()
     assert "vllm:time_to_first_token_seconds" in families
     assert "process_resident_memory_bytes" in families
-    assert told.plain("penstock_request_errors_total", code="invalid_api_key") >= 1
+    assert scraped.plain("penstock_request_errors_total", code="invalid_api_key") >= 1
 
 
 def test_names_are_whole_in_whatever_format_prometheus_asks_for():
@@ -261,9 +262,9 @@ def test_phases_and_gaps_by_the_clock():
     metrics.count_tokens(times, Delta("r", [4, 5, 6, 7]), 4, used)  # 0.5 s each
     now_s += 0.25
     metrics.count_end(times, "stop", used)
-    told = times.timings(now_s)
-    assert (told.queue_s, told.prefill_s, told.first_token_s) == (0.5, 1.25, 2.0)
-    assert (told.decode_s, told.total_s) == (2.5, 4.75)
+    timings = times.timings(now_s)
+    assert (timings.queue_s, timings.prefill_s, timings.first_token_s) == (0.5, 1.25, 2.0)
+    assert (timings.decode_s, timings.total_s) == (2.5, 4.75)
     counts = metrics.engines["a"]
     totals = {
         "first_token": (1, 2.0),
@@ -304,7 +305,7 @@ def test_bounds_of_lengths():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_timings_come_where_they_are_asked_for(streams):
+def test_timings_come_where_they_are_requested(streams):
     body = {"prompt": ["A river", "A mill"], "max_tokens": 6, **GREEDY, "stream": streams}
     if streams:
         body["stream_options"] = {"include_usage": True}
@@ -325,9 +326,9 @@ def test_timings_come_where_they_are_asked_for(streams):
 
 def all_names():
     info = WorkerInfo("a:1", epoch=1, token="", pid=1, model="m", max_model_len=9)
-    gate = GateClient("ingress", where=None)  # never asked for an address
+    gate = GateClient("ingress", where=None)  # the address is never looked up
     workers = [(info, EngineStats())]
-    collector = PenstockCollector(RequestMetrics("m", 9), lambda: workers, gate)
+    collector = PenstockCollector(RequestMetrics("m", 9), lambda: workers, gate, LostRequests())
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in collector.collect()
@@ -353,11 +354,11 @@ def test_names_are_those_of_vllm_and_all_are_documented():
 
 def test_the_board_asks_for_what_there_is():
     board = json.loads((DOCS / "grafana" / "penstock.json").read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    assert len(asked) >= 12
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    assert len(queries) >= 12
     named = {
         re.sub(r"_(bucket|sum|count)$", "", name)
-        for expr in asked
+        for expr in queries
         for name in re.findall(r"(?:vllm:|penstock_)\w+", expr)
     }
     assert named <= all_names()

@@ -123,7 +123,7 @@ def test_frames_of_a_stream(raw):
 def test_a_stop_sequence(client):
     whole = text_of(expected_ids(prompt_ids(), 40))
     stop = whole[9:15]
-    asked = {
+    fields = {
         "model": MODEL,
         "max_tokens": 40,
         "system": SYSTEM,
@@ -131,10 +131,10 @@ def test_a_stop_sequence(client):
         "stop_sequences": ["never there", stop],
         **GREEDY,
     }
-    answer = client.messages.create(**asked)
+    answer = client.messages.create(**fields)
     assert answer.content[0].text == whole[: whole.index(stop)]
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
-    with client.messages.stream(**asked) as stream:
+    with client.messages.stream(**fields) as stream:
         final = stream.get_final_message()
     assert final.content[0].text == whole[: whole.index(stop)]
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)

@@ -180,7 +180,7 @@ def nested(depth: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_refused_by_name_and_hurts_nobody(
+def test_refused_by_name_and_harms_no_other_request(
     serving: Serving, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -202,13 +202,13 @@ def test_a_deep_schema_is_refused_before_it_is_read(serving: Serving) -> None:
 @pytest.mark.parametrize("choice", ["required", "get_weather", "clock"])
 def test_forced_calls(serving: Serving, choice: str, streams: bool) -> None:
     named = {"type": "function", "function": {"name": choice}}
-    asked = {
+    fields = {
         "tools": TOOLS,
         "tool_choice": choice if choice == "required" else named,
         "parallel_tool_calls": False,
         "stream": streams,
     }
-    answer = chat(serving, **asked)
+    answer = chat(serving, **fields)
     if streams:
         assert answer[-1].finish_reason == "tool_calls"
         assert not "".join(each.delta.content or "" for each in answer)
@@ -252,10 +252,10 @@ def test_calls_in_an_answer_are_found(streams: bool) -> None:
     assert json.loads(arguments) == {"city": "Köln"}
 
 
-@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_it_is_text(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_it_is_text(fields: dict[str, Any]) -> None:
     with scripted(SAID) as server:
-        answer = chat(server, **asked)
+        answer = chat(server, **fields)
     assert (answer.message.content, answer.message.tool_calls) == (SAID, None)
     assert answer.finish_reason == "stop"
 
@@ -297,9 +297,9 @@ def test_a_conversation_with_calls_and_results() -> None:
 )
 def test_over_grpc(serving: Serving, shape: Any, pattern: str) -> None:
     with Client(serving.grpc_target) as client:
-        asked = {"max_tokens": 60, **shape}
-        assert re.fullmatch(pattern, client.complete("The", **asked).text, re.DOTALL)
-        assert re.fullmatch(pattern, client.reply(MESSAGES, **asked).text, re.DOTALL)
+        fields = {"max_tokens": 60, **shape}
+        assert re.fullmatch(pattern, client.complete("The", **fields).text, re.DOTALL)
+        assert re.fullmatch(pattern, client.reply(MESSAGES, **fields).text, re.DOTALL)
 
 
 @pytest.mark.parametrize(

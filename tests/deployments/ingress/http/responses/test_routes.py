@@ -111,8 +111,8 @@ def test_going_on_from_a_response(client):
         model=MODEL, input="Why?", previous_response_id=first.id, max_output_tokens=6, **GREEDY
     )
     # The instructions are the first response's own.
-    told = [user(QUESTION), {"role": "assistant", "content": first.output_text}, user("Why?")]
-    assert second.output_text == expected_text(told, 6)
+    messages = [user(QUESTION), {"role": "assistant", "content": first.output_text}, user("Why?")]
+    assert second.output_text == expected_text(messages, 6)
     assert second.previous_response_id == first.id
     by_hand = client.responses.create(
         model=MODEL,
@@ -124,8 +124,8 @@ def test_going_on_from_a_response(client):
     third = client.responses.create(
         model=MODEL, input="And?", previous_response_id=second.id, max_output_tokens=6, **GREEDY
     )
-    told += [{"role": "assistant", "content": second.output_text}, user("And?")]
-    assert third.output_text == expected_text(told, 6)
+    messages += [{"role": "assistant", "content": second.output_text}, user("And?")]
+    assert third.output_text == expected_text(messages, 6)
 
 
 def test_the_stream_of_a_response(client):
@@ -272,15 +272,15 @@ def test_a_stream_can_be_taken_up_again(client):
 
 
 def test_sampling_parameters_arrive():
-    asked = {
+    fields = {
         **{"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.1, "seed": 3},
         **{"stop": "ab", "min_tokens": 1, "ignore_eos": True},
         **{"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5},
     }
     with scripted([5], FinishReason.STOP) as (servers, plain):
-        assert post(plain, **asked).status_code == 200
+        assert post(plain, **fields).status_code == 200
         (request,) = servers.backend.requests
-    expected = {**asked, "stop": ("ab",), "max_tokens": 4}
+    expected = {**fields, "stop": ("ab",), "max_tokens": 4}
     assert {name: getattr(request.params, name) for name in expected} == expected
 
 

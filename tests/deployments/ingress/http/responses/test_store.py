@@ -1,4 +1,4 @@
-"""What is kept of responses, and for how long: bounds, owners, and whoever follows a stream."""
+"""What is kept of responses, and for how long: bounds, owners, and readers of a stream."""
 
 from __future__ import annotations
 

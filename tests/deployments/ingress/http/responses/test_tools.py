@@ -201,8 +201,8 @@ def test_input_items() -> None:
         result = {"type": "function_call_output", "call_id": call_id, "output": "12 degrees"}
         second = respond(server, tools=[WEATHER], input=[result], previous_response_id=first.id)
         InputItems.model_validate(client.get(f"/responses/{first.id}/input_items", cast_to=object))
-        [asked] = client.responses.input_items.list(first.id).data
-        assert (asked.type, asked.role, asked.content[0].text) == ("message", "user", QUESTION)
+        [item] = client.responses.input_items.list(first.id).data
+        assert (item.type, item.role, item.content[0].text) == ("message", "user", QUESTION)
         oldest_first = client.responses.input_items.list(second.id, order="asc").data
         assert [each.type for each in oldest_first] == [
             *("message", "function_call"),

@@ -1,4 +1,4 @@
-"""OpenAI's request fields for structured output and tools, as StructuredSpecs and Toolsets."""
+"""The parts of OpenAI's request bodies: messages, tools, and the shape of the answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pydantic_core
 from pydantic import Field
 
-from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, toolset_of
-from penstock.deployments.ingress.http.body import Strict
+from penstock.deployments.ingress.core.tools import Tool, only_one
+from penstock.deployments.ingress.http.body import Strict, refuse_unless_neutral
 from penstock.workers.request import RequestError
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice, json_schema
 
@@ -81,6 +81,10 @@ class ToolBody(Strict):
     type: Literal["function"]
     function: FunctionBody
 
+    def tool(self) -> Tool:
+        given = self.function
+        return Tool(given.name, given.description, given.parameters, is_strict=bool(given.strict))
+
 
 class FunctionName(Strict):
     name: str
@@ -145,22 +149,78 @@ class ShapeFields(Strict):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-def toolset(
-    tools: list[ToolBody] | None, tool_choice: ToolChoice | None, parallel: bool | None
-) -> Toolset | None:
-    """The tools that the model may call; None: it gets none. Raises RequestError."""
-    given = tuple(
-        Tool(
-            tool.function.name,
-            tool.function.description,
-            tool.function.parameters,
-            is_strict=bool(tool.function.strict),
-        )
-        for tool in tools or ()
-    )
-    return toolset_of(
-        given,
-        mode=tool_choice if isinstance(tool_choice, str) else None,
-        only=tool_choice.function.name if isinstance(tool_choice, NamedTool) else None,
-        is_parallel=parallel is not False,
-    )
+IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations", "reasoning_details"))
+
+
+UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("function_call", "audio"), (None,)),
+}
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    role: str = Field(description="system, developer, user, assistant or tool")
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="of an assistant's message")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
+    tool_calls: list[CalledTool] | None = Field(None, description="of an assistant's message")
+    tool_call_id: str | None = Field(None, description="of a tool's message")
+
+    def plain(self, where: str) -> dict[str, Any]:
+        """As templates take it. Raises RequestError, naming the field by `where` it is."""
+        parts = self.content
+        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, field) and self.role != role:
+                raise RequestError(
+                    f"{where}.{field} is for role {role!r}", param=f"{where}.{field}"
+                )
+        reasoning = self.reasoning_content or self.reasoning
+        rest: dict[str, Any] = {"name": self.name, "reasoning_content": reasoning}
+        rest["tool_call_id"] = self.tool_call_id
+        rest["tool_calls"] = [
+            call.plain(f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())
+        ]
+        return {"role": self.role, "content": text} | {k: v for k, v in rest.items() if v}
+
+
+def known_messages(messages: Any) -> Any:
+    """`messages` without what is ignored. Raises RequestError for what is not served."""
+    if not isinstance(messages, list):
+        return messages
+    return [_known_message(index, message) for index, message in enumerate(messages)]
+
+
+def _known_message(index: int, message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    kept = {}
+    for name, value in message.items():
+        if name in UNSUPPORTED_IN_MESSAGES:
+            path = f"messages[{index}].{name}"
+            refuse_unless_neutral(path, value, UNSUPPORTED_IN_MESSAGES[name])
+        elif name not in IGNORED_IN_MESSAGES:
+            kept[name] = value
+    if isinstance(content := kept.get("content"), list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if isinstance(kind, str) and kind != "text":
+                raise RequestError(
+                    f"messages[{index}].content: this server takes parts of type 'text' only",
+                    param=f"messages[{index}].content",
+                    code="unsupported_parameter",
+                )
+    if isinstance(calls := kept.get("tool_calls"), list):
+        # Clients send back what they were given, also with an index.
+        kept["tool_calls"] = [
+            {name: value for name, value in call.items() if name != "index"}
+            if isinstance(call, dict)
+            else call
+            for call in calls
+        ]
+    return kept

@@ -1,0 +1,5 @@
+"""Faults injected into real processes, and whether clients notice.
+
+Programs; no other package imports them.
+Begin with random_kills.py.
+"""

@@ -1,0 +1,309 @@
+"""ASGI for all APIs: headers, JSON bodies, server-sent events, failures, and disconnects.
+
+One class sends the answers (`StreamingAnswer`); `ErrorFormat` renders errors in the format of each
+API. Imports Starlette, and no FastAPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from penstock.deployments.ingress.core.errors import ApiError, describe
+from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
+from penstock.workers.request import RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+DEFAULT_RETRY_AFTER_S = b"1"
+# A stream without events for this time gets a comment, which clients ignore: a request may wait
+# long for memory or for a worker that starts, and proxies close silent connections (60 s by
+# default).
+KEEP_ALIVE_S = 10.0
+COMMENT = b": waiting\n\n"
+_NO_BUFFER: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+ANTHROPIC_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class ClientGone(Exception):
+    """The client disconnected before its request was complete: there is no response to send."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of that lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """How one API renders errors. `failure` takes the error and the id of the request."""
+
+    status: Callable[[ApiError], int]
+    failure: Callable[[ApiError, str], dict[str, Any]]
+    failure_event: str | None = None  # event type of a failure in mid-stream
+    last_event: bytes = b""
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+
+    def failure_frame(self, error: ApiError, request_id: str) -> bytes:
+        """A failure after the stream has begun."""
+        return server_sent(self.failure(error, request_id), self.failure_event)
+
+
+def json_bytes(body: Any) -> bytes:
+    """JSON in UTF-8, without spaces. By orjson, because it is called for every token."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # a number beyond 64 bits in a request, which the error repeats
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def server_sent(body: dict[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event. `event` None: of no type, as OpenAI's older streams."""
+    data = json_bytes(body)
+    if event is None:
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
+
+
+def _anthropic_status(error: ApiError) -> int:
+    """The HTTP status: Anthropic's API has 529 for 503."""
+    status = error.entry.http_status
+    return 529 if status == 503 else status
+
+
+def _anthropic_failure(error: ApiError, request_id: str) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(_anthropic_status(error), "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }
+
+
+def _openai_failure(error: ApiError, _: str) -> dict[str, Any]:
+    return error.openai_body()
+
+
+def _openai_status(error: ApiError) -> int:
+    return error.entry.http_status
+
+
+OPENAI = ErrorFormat(_openai_status, _openai_failure, last_event=b"data: [DONE]\n\n")
+RESPONSES = ErrorFormat(_openai_status, _openai_failure, failure_event="error")
+ANTHROPIC = ErrorFormat(
+    _anthropic_status,
+    _anthropic_failure,
+    failure_event="error",
+    id_headers=(b"x-request-id", b"request-id"),
+)
+
+
+def error_format_of(path: str) -> ErrorFormat:
+    """The error format of the API that `path` belongs to."""
+    for root, error_format in ((ANTHROPIC_PATH, ANTHROPIC), (RESPONSES_PATH, RESPONSES)):
+        if path == root or path.startswith(f"{root}/"):
+            return error_format
+    return OPENAI
+
+
+class StreamingAnswer(Response):
+    """Sends an answer while it is generated, and cancels the work when the client disconnects.
+
+    `body`: an async generator of server-sent events, or an awaitable of one JSON body.
+    `num_errors_returned` counts a failure in mid-stream by its code.
+    """
+
+    def __init__(
+        self,
+        body: AsyncGenerator[bytes, None] | Awaitable[Any],
+        num_errors_returned: Counter[str],
+    ):
+        super().__init__()
+        self._body = body
+        self._num_errors_returned = num_errors_returned
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self._body
+        if isinstance(body, AsyncGenerator):
+            work = self._send_events(send, body, scope)
+        else:
+            work = _send_whole(send, body)
+        await _until_disconnect(receive, work)
+
+    async def _send_events(
+        self, send: Send, events: AsyncGenerator[bytes, None], scope: Scope
+    ) -> None:
+        """Server-sent events, each flushed at once, and at the end the API's last one (as [DONE]).
+
+        A failure before the first event or comment becomes an error response, which EdgeMiddleware
+        sends; a later one becomes an event with the error, which ends the stream.
+        """
+        stream = _EventStream(send)
+        error_format = error_format_of(scope["path"])
+        async with aclosing(events):
+            try:
+                await stream.send_all(events)
+            except Exception as error:
+                if not stream.has_started:
+                    raise
+                request_id = scope["state"]["request_id"]
+                failure = describe(error, request_id, self._num_errors_returned)
+                await _send_chunk(send, error_format.failure_frame(failure, request_id))
+            else:
+                if error_format.last_event:
+                    await _send_chunk(send, error_format.last_event)
+            await send({"type": "http.response.body", "body": b""})
+
+
+class _EventStream:
+    """One response of server-sent events; sends a comment after KEEP_ALIVE_S without an event."""
+
+    def __init__(self, send: Send):
+        self.has_started = False
+        self._send = send
+        self._is_quiet = True  # since the timer was set
+        self._lock = asyncio.Lock()  # an event and a comment may be sent at the same time
+        self._comment: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._on_time)
+
+    async def send_all(self, events: AsyncGenerator[bytes, None]) -> None:
+        """Send each event at once; when this returns or raises, no comment follows."""
+        try:
+            async for event in events:
+                await self._send_next(event)
+        finally:
+            self._timer.cancel()
+            if self._comment is not None:
+                await asyncio.gather(self._comment, return_exceptions=True)
+
+    async def _send_next(self, content: bytes) -> None:
+        """The first one begins the response."""
+        self._is_quiet = False
+        async with self._lock:
+            if not self.has_started:
+                self.has_started = True
+                await _send_start(self._send, 200, b"text/event-stream; charset=utf-8", _NO_BUFFER)
+            await _send_chunk(self._send, content)
+
+    def _on_time(self) -> None:
+        if self._is_quiet and (self._comment is None or self._comment.done()):
+            self._comment = asyncio.ensure_future(self._send_next(COMMENT))
+        self._is_quiet = True
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._on_time)
+
+
+async def _send_whole(send: Send, body: Awaitable[Any]) -> None:
+    await send_json(send, 200, await body)
+
+
+async def _until_disconnect(receive: Receive, work: Awaitable[None]) -> None:
+    """Run `work`, but cancel it when the client disconnects. The body must have been read."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _send_start(
+    send: Send, status: int, content_type: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    all_headers = [(b"content-type", content_type), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+
+async def _send_chunk(send: Send, content: bytes) -> None:
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+
+
+async def send_json(
+    send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """A whole JSON response."""
+    content = json_bytes(body)
+    length = (b"content-length", str(len(content)).encode())
+    await _send_start(send, status, b"application/json", [length, *headers])
+    await send({"type": "http.response.body", "body": content})
+
+
+async def send_error(
+    send: Send, error: ApiError, request_id: str, error_format: ErrorFormat
+) -> None:
+    """An error response, with Retry-After where another attempt may succeed."""
+    headers: Headers = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
+    elif error.entry.http_status in (429, 503):
+        headers.append((b"retry-after", DEFAULT_RETRY_AFTER_S))
+    if error.code == "request_killed_workers":  # clients of OpenAI's API repeat other 5xx
+        headers.append((b"x-should-retry", b"false"))
+    if error.entry.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    status, body = error_format.status(error), error_format.failure(error, request_id)
+    await send_json(send, status, body, headers)
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body, its size checked as it arrives. Raises RequestError or ClientGone."""
+    content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+    # Browsers send other types across origins without a preflight request; not this one.
+    if content_type != "application/json" or header(scope, b"content-encoding") is not None:
+        raise RequestError(
+            "send the body uncompressed, with 'Content-Type: application/json'",
+            code="unsupported_media_type",
+        )
+    too_large = RequestError(
+        f"the body exceeds the {max_bytes} bytes that this server accepts",
+        code="request_too_large",
+    )
+    declared = header(scope, b"content-length") or "0"
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    chunks, num_bytes = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise too_large
+        chunks.append(chunk)
+        if not message.get("more_body"):
+            return b"".join(chunks)

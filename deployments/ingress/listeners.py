@@ -1,0 +1,143 @@
+"""The listeners of one ingress: HTTP under uvicorn, gRPC, and Prometheus' metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress.core.reasoning import find_marks
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.dispatch.pool import WorkerPool
+from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.http.app import build_app
+from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.metrics.collector import PenstockCollector
+from penstock.deployments.ingress.metrics.server import MetricsServer
+from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.supervision.view import ClusterView
+from penstock.workers.context_policy import ContextSettings
+from penstock.workers.model_config import read_limits
+from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.weights.hub import resolve_model
+
+ERRORS_S = 1.0  # after the drain, for errors to reach clients
+# Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60 s). The client
+# must close it first, or a request can meet a connection that the server is closing.
+KEEP_ALIVE_S = 75
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listeners:
+    """The open listeners of one ingress. `app` also serves Serve's own HTTP route."""
+
+    app: Any  # ASGI
+    http: uvicorn.Server
+    http_task: asyncio.Task[None]
+    grpc: Any  # grpc.aio.Server
+    metrics: MetricsServer | None  # None: metrics are off
+    core: RequestCore
+    batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
+
+    async def close(self, notice_s: float, drain_s: float) -> None:
+        """Report "not ready", then accept no new request, then wait for running requests.
+
+        For `notice_s` requests are still served: a load balancer sends them until it notices the
+        status. Returns when all connections have ended, or `drain_s` later: each HTTP answer that
+        has not begun has the header `Connection: close`, and gRPC clients receive GOAWAY.
+        """
+        self.core.is_stopping = True
+        if self.batches is not None:
+            self.batches.cancel()  # another ingress resumes them
+        await asyncio.sleep(notice_s)
+        self.http.should_exit = True
+        await asyncio.gather(self.grpc.stop(drain_s + ERRORS_S), self.http_task)
+
+
+async def open_listeners(
+    config: ServeConfig,
+    pool: WorkerPool,
+    gate: GateClient | None,
+    view: Callable[[], ClusterView],
+) -> Listeners:
+    """Load the tokenizer, build the request core, and listen for HTTP, gRPC and Prometheus.
+
+    `view`: the registry's last answer. Raises ConfigError, LoadError or OSError.
+    """
+    core = await _request_core(config, pool, gate)
+    api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
+    data_dir = Path(config.data_dir) if config.data_dir else None
+    app = build_app(
+        core,
+        api_keys=api_keys,
+        workers=lambda: view().workers,
+        view=view,
+        gate=gate,
+        admission=config.admission,
+        data_dir=data_dir,
+    )
+    http = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=round(config.drain_s + ERRORS_S),
+        )
+    )
+    listener = _listen(config.host, config.http_port)
+    http_task = asyncio.ensure_future(http.serve(sockets=[listener]))
+    grpc = await start_server(core, config.address(config.grpc_port), api_keys=api_keys)
+    metrics = None
+    if config.metrics_port:
+        collector = PenstockCollector(
+            core.metrics, lambda: view().workers, gate, pool.lost_requests
+        )
+        # In a thread: it looks up the name of the address.
+        metrics = await asyncio.to_thread(
+            MetricsServer, collector, config.metrics_host, config.metrics_port
+        )
+    batches = None
+    if data_dir is not None:
+        batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
+    return Listeners(app, http, http_task, grpc, metrics, core, batches)
+
+
+async def _request_core(
+    config: ServeConfig, pool: WorkerPool, gate: GateClient | None
+) -> RequestCore:
+    """The request core for the configured model. Raises ConfigError or LoadError."""
+    folder = await asyncio.to_thread(resolve_model, config.engine.model)
+    vocab_size, max_model_len = read_limits(folder)
+    max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
+    tokenizer = Tokenizer.load(folder)
+    return RequestCore(
+        tokenizer,
+        pool,
+        model_name=config.model_name,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        contexts=ContextSettings.of(config.engine, max_model_len),
+        marks=find_marks(config.reasoning_marks, tokenizer),
+        learner=gate,
+        seed=config.engine.seed,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket that other ingress replicas on this machine can share."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(2048)
+    return listener

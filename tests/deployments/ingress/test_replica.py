@@ -1,0 +1,127 @@
+"""How an ingress stops: not ready first, then no new connections, then its running requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress.dispatch.pool import WorkerPool
+from penstock.deployments.ingress.listeners import Listeners, open_listeners
+from penstock.deployments.supervision.view import ClusterView
+from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
+from tests.deployments.ports import free_port
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def node(model: Any) -> Iterator[Node]:
+    made = Node(model)
+    made.thread.start()
+    yield made
+    made.stop()
+
+
+class Ingress:
+    """The listeners of an ingress over a pool with one worker, and plain clients of them."""
+
+    def __init__(self, config: ServeConfig, listeners: Listeners, http: httpx.AsyncClient):
+        self.listeners, self.http = listeners, http
+        self.url = f"http://127.0.0.1:{config.http_port}"
+        self.target = f"127.0.0.1:{config.grpc_port}"
+
+    async def complete(self, max_tokens: int) -> httpx.Response:
+        body = {"model": "builtin", "prompt": "It was", "max_tokens": max_tokens, "temperature": 0}
+        return await self.http.post(f"{self.url}/v1/completions", json=body | {"ignore_eos": True})
+
+    async def new_connection(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=30) as fresh:
+            return await fresh.get(self.url + path)
+
+    async def health(self) -> int:
+        async with grpc.aio.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            return (await stub.Check(health_pb2.HealthCheckRequest())).status
+
+
+async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
+    config = ServeConfig(
+        engine=CONFIG, http_port=free_port(), grpc_port=free_port(), metrics_port=0, drain_s=30.0
+    )
+    pool = WorkerPool("test")
+    listeners = await open_listeners(config, pool, None, ClusterView)
+    pool.update([node.channel.info])
+    async with asyncio.timeout(10):
+        while not (pool.ready() and listeners.http.started):
+            await asyncio.sleep(0.01)
+    return Ingress(config, listeners, httpx.AsyncClient(timeout=60)), pool
+
+
+def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_finishes(
+    node, run, monkeypatch
+):
+    step = node.engine.step
+
+    def slow_step():  # so that the long request outlasts the notice
+        time.sleep(0.005)
+        return step()
+
+    monkeypatch.setattr(node.engine, "step", slow_step)
+
+    async def scenario():
+        ingress, pool = await opened(node)
+        assert (await ingress.new_connection("/ready")).status_code == 200
+        assert await ingress.health() == SERVING
+        alone = (await ingress.complete(600)).json()["choices"][0]["text"]
+        long = asyncio.ensure_future(ingress.complete(600))
+        await asyncio.sleep(0.05)
+        closing = asyncio.ensure_future(ingress.listeners.close(2.0, 30.0))
+        await asyncio.sleep(0.05)
+        # A load balancer sees it, and what it still sends is served, on new connections as well.
+        refusal = await ingress.new_connection("/ready")
+        assert refusal.status_code == 503 and "about to stop" in refusal.text
+        assert await ingress.health() == NOT_SERVING
+        assert (await ingress.new_connection("/live")).status_code == 200
+        assert (await ingress.complete(4)).status_code == 200
+        async with asyncio.timeout(20):
+            while True:  # the notice is over
+                try:
+                    await ingress.new_connection("/live")
+                except httpx.TransportError:
+                    break
+                await asyncio.sleep(0.02)
+        assert not long.done()
+        answer = await long
+        await asyncio.wait_for(closing, 20)
+        await pool.close()
+        await ingress.http.aclose()
+        return alone, answer
+
+    alone, answer = run(scenario())
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == alone
+    assert answer.headers["connection"] == "close"
+
+
+def test_without_a_notice_new_connections_are_refused_at_once(node, run):
+    async def scenario():
+        ingress, pool = await opened(node)
+        async with asyncio.timeout(5):  # nothing runs: it does not last for drain_s
+            await ingress.listeners.close(0.0, 30.0)
+        with pytest.raises(httpx.TransportError):
+            await ingress.new_connection("/live")
+        await pool.close()
+        await ingress.http.aclose()
+
+    run(scenario())
