@@ -7,21 +7,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
 
-from penstock.deployments.config import ServeConfig, config_from
+from penstock.deployments.autoscale.starts import PRIOR_S
+from penstock.deployments.config import ServeConfig, config_from, settings_that_differ
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.ingress.replica import IngressReplica
-from penstock.deployments.placement import ReplicaResources, resolve
+from penstock.deployments.placement import ClusterResources, resolve
+from penstock.deployments.state.url import redis_options
 from penstock.deployments.supervision.ray_workarounds import one_event_loop
+from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.replica import WorkerReplica
 
 HEALTH_PERIOD_S = 2.0  # a dead replica is noticed and replaced within it
 HEALTH_TIMEOUT_S = 30.0
 MAX_START_ATTEMPTS = 3
+TARGET_WAIT_S = 5.0
+NODE_START_S = 180.0  # of a worker on a node that has to be started first, before one was seen
+POLICIES = "penstock.deployments.autoscale.serve_policy"
+STOP_SLACK_S = 10.0  # for a replica to deregister after its drain, before Serve kills it
 
 
 def build_app(args: Mapping[str, Any] | ServeConfig) -> Any:
@@ -29,35 +37,120 @@ def build_app(args: Mapping[str, Any] | ServeConfig) -> Any:
     return wire(args if isinstance(args, ServeConfig) else config_from(args))
 
 
+def application(config: ServeConfig, cluster: ClusterResources | None) -> dict[str, Any]:
+    """The application as an entry of Serve's configuration file, which `serve deploy` reads.
+
+    The numbers of replicas stand beside the arguments: a change of arguments restarts all replicas,
+    a change of numbers none.
+    """
+    arguments = settings_that_differ(config)
+    for name in ("num_workers", "num_ingress"):
+        arguments.pop(name, None)
+    if config.min_workers == 0:  # of the range, gate and ingresses must know only this
+        arguments["num_workers"] = "0:1"
+    resources = resolve(config, cluster).worker
+    if not resources.num_gpus:
+        arguments["cpus_per_worker"] = resources.num_cpus
+    return {
+        "name": config.app_name,
+        "route_prefix": "/" if config.app_name == ServeConfig.app_name else f"/{config.app_name}",
+        "import_path": "penstock.deployments.app:build_app",
+        "args": arguments,
+        "deployments": [
+            {"name": "Worker", **worker_scale(config, cluster)},
+            {"name": "Ingress", **ingress_scale(config)},
+        ],
+    }
+
+
 def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     """The Serve application of `config`, for the cluster that this process is connected to.
 
     `channel_host`: address on which workers and gate listen; None: their node's in the cluster.
     """
-    resolved = resolve(config, cluster_resources())
-    config = resolved.config
+    cluster = cluster_resources()
+    resolved = resolve(config, cluster)
+    config, setup = resolved.config, gate_setup(resolved.config, channel_host)
+    if setup is not None and cluster is not None:
+        registry = RegistryClient(config.app_name)
+        setup = replace(setup, generation=registry.call_when_up("begin", setup.digest))
     supervision = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "max_constructor_retry_count": MAX_START_ATTEMPTS,
-        "graceful_shutdown_timeout_s": config.drain_s + 5,
+        "graceful_shutdown_timeout_s": config.drain_notice_s + config.drain_s + STOP_SLACK_S,
         "graceful_shutdown_wait_loop_s": 0.1,
     }
+    ingress = replace(resolved.ingress, env_vars=one_event_loop())
     workers = serve.deployment(
         WorkerReplica,
         name="Worker",
-        num_replicas=config.num_workers,
         ray_actor_options=resolved.worker.actor_options,
+        max_surge_percent=config.surge_percent,
+        **worker_scale(config, cluster),
         **supervision,
     ).bind(config, channel_host)
     return serve.deployment(
         IngressReplica,
         name="Ingress",
-        num_replicas=config.num_ingress,
         max_ongoing_requests=1000,
-        ray_actor_options=ReplicaResources(0, env_vars=one_event_loop()).actor_options,
+        ray_actor_options=ingress.actor_options,
+        # Two ingresses share the ports of a node, unless nodes are declared for one each.
+        max_surge_percent=0 if ingress.resources else 100,
+        **ingress_scale(config),
         **supervision,
-    ).bind(config, gate_setup(config, channel_host), workers)
+    ).bind(config, setup, workers)
+
+
+def worker_scale(config: ServeConfig, cluster: ClusterResources | None = None) -> dict[str, Any]:
+    """Serve's options for the number of workers: fixed, or decided by our policy."""
+    if not config.is_autoscaled:
+        return {"num_replicas": config.num_workers}
+    return _autoscaled(
+        config.min_workers,
+        config.max_workers,
+        "WorkerScaling",
+        {
+            "app_name": config.app_name,
+            "target_wait_s": target_wait_s(config),
+            "down_window_s": config.scale_down_after_s,
+            "zero_after_s": config.scale_to_zero_after_s,
+            "start_s": NODE_START_S if cluster is not None and cluster.declared else PRIOR_S,
+        },
+    )
+
+
+def ingress_scale(config: ServeConfig) -> dict[str, Any]:
+    """Serve's options for the number of ingresses."""
+    if isinstance(config.num_ingress, int):
+        return {"num_replicas": config.num_ingress}
+    return _autoscaled(
+        config.min_ingress,
+        config.max_ingress,
+        "IngressScaling",
+        {"app_name": config.app_name},
+    )
+
+
+def _autoscaled(low: int, high: int, policy: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "autoscaling_config": {
+            "min_replicas": low,
+            "max_replicas": high,
+            # The policy has its own hysteresis; Serve's would come on top.
+            "upscale_delay_s": 0,
+            "downscale_delay_s": 0,
+            "policy": {
+                "policy_function": f"{POLICIES}:{policy}",
+                "policy_kwargs": arguments,
+            },
+        }
+    }
+
+
+def target_wait_s(config: ServeConfig) -> float:
+    """How long a request may wait before more workers are started."""
+    return config.target_wait_s or config.longest_wait_s or TARGET_WAIT_S
 
 
 def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
@@ -70,4 +163,7 @@ def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
         longest_wait_s=config.longest_wait_s,
         host=host,
         snapshot_file=config.predictor_file,
+        state=redis_options(config),
+        snapshot_key=f"predictor/{config.app_name}",
+        may_wake=config.min_workers == 0,
     )

@@ -19,16 +19,21 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from penstock.deployments.app import wire
+from penstock.deployments.app import application, wire
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
-from penstock.deployments.gate.server import end_gate
+from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.placement import uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import descendants, end
-from penstock.deployments.supervision.ray_workarounds import is_start_timeout
-from penstock.deployments.supervision.registry import ClusterView, RegistryClient
+from penstock.deployments.supervision.ray_workarounds import (
+    deploy_application,
+    is_start_timeout,
+    log_raylet_messages,
+)
+from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
+from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.cpu_affinity import allowed_cores, keep_to
 
 log = logging.getLogger("penstock.serve")
@@ -82,6 +87,7 @@ class Cluster:
 
     def _init_ray(self) -> None:
         config = self._config
+        log_raylet_messages()
         quiet = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
@@ -103,7 +109,7 @@ class Cluster:
         """Deploy; return before the replicas are ready. Raises StartError if GPUs are missing."""
         cluster = cluster_resources()
         num_gpus = 0 if cluster is None else int(cluster.num_gpus)
-        is_short = uses_gpus(self._config, cluster) and num_gpus < self._config.num_workers
+        is_short = uses_gpus(self._config, cluster) and num_gpus < self._config.max_workers
         if self._is_local and is_short:
             raise StartError(
                 f"each worker needs a GPU: num_workers is {self._config.num_workers}, and this "
@@ -113,10 +119,13 @@ class Cluster:
         serve.start(proxy_location="Disabled")
         self._registry.call_now("begin")
         config = self._config
+        if not self._is_local:
+            deploy_application(application(config, cluster))
+            return
         if self._folder is not None and config.predictor_file is None:
             # A restarted gate keeps what was learnt; the folder is removed with the cluster.
             config = replace(config, predictor_file=os.path.join(self._folder, PREDICTOR_FILE))
-        app = wire(config, channel_host="127.0.0.1" if self._is_local else None)
+        app = wire(config, channel_host="127.0.0.1")
         serve.run_many(
             [serve.RunTarget(target=app, name=self._config.app_name)],
             wait_for_ingress_deployment_creation=False,
@@ -135,7 +144,7 @@ class Cluster:
             if view.failures:
                 raise StartError(view.failures[0])
             reach = [ingress.num_workers for ingress in view.ingresses]
-            if len(reach) >= config.num_ingress and min(reach) >= config.num_workers:
+            if len(reach) >= config.min_ingress and min(reach) >= config.min_workers:
                 return
             if time.monotonic() >= next_status_s:
                 next_status_s = time.monotonic() + STATUS_EVERY_S
@@ -152,14 +161,18 @@ class Cluster:
         return self._last_view
 
     def drain(self, is_hurried: Callable[[], bool]) -> None:
-        """Let requests finish: until `drain_s` is over, or `is_hurried` returns true."""
+        """Let requests finish: until the drain is over, or `is_hurried` returns true."""
         if not self._is_local:  # Serve drains the replicas that it removes
             return
         with contextlib.suppress(RayError, TimeoutError, ValueError):
             self._registry.call_now("drain")
-        deadline_s = time.monotonic() + self._config.drain_s + DRAIN_SLACK_S
+        config = self._config
+        drain_s = config.drain_notice_s + config.drain_s + DRAIN_SLACK_S
+        deadline_s = time.monotonic() + drain_s
         while self.view().ingresses and time.monotonic() < deadline_s and not is_hurried():
             time.sleep(POLL_S)
+        with contextlib.suppress(RayError):
+            end_gate(config.app_name)  # it saves what it has learnt
 
     def stop(self) -> None:
         """End and remove every process and folder that was started or made here."""

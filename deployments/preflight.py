@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
 from pathlib import Path
 
-from penstock.deployments.config import ServeConfig, read_api_keys
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.security.api_keys import read_api_keys
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError
@@ -32,8 +34,22 @@ def check_before_start(config: ServeConfig) -> None:
     check_cores(config)
     if config.api_keys_file is not None:
         read_api_keys(config.api_keys_file)
+    if config.data_dir is not None:
+        check_data_dir(Path(config.data_dir).expanduser())
     for name in ("http_port", "grpc_port"):
         check_port_free(name, config.host, getattr(config, name))
+
+
+def check_data_dir(folder: Path) -> None:
+    """Make `folder` if it is missing; raise ConfigError unless files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"data_dir {folder} cannot be written: {error.strerror}; choose a folder that can"
+        ) from None
 
 
 def _check_experts(engine: EngineConfig, scheme: StoredScheme | None) -> None:
@@ -64,7 +80,7 @@ def check_cores(config: ServeConfig) -> None:
             f"compute_cores {config.engine.compute_cores} must be among the cores that this "
             f"process may use ({listed}), and leave at least one to ingress, gate and Ray"
         )
-    if (num := config.num_workers * (config.engine.threads or 1)) > len(cores):
+    if (num := config.max_workers * (config.engine.threads or 1)) > len(cores):
         raise ConfigError(
             f"compute_cores {config.engine.compute_cores} is {len(cores)} cores for {num} threads "
             "(threads x num_workers): name more cores, or use fewer threads"

@@ -19,6 +19,7 @@ from penstock.deployments.bench import report
 from penstock.deployments.bench.ablation import Call, Recipe, Run, ablate, parts_of, pool_gb
 from penstock.deployments.bench.load import WORDS, Job
 from penstock.deployments.cli.bench import compute_of, jobs_of, plain
+from penstock.deployments.cli.tables import aligned
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
 
@@ -100,10 +101,7 @@ def table(full: Recipe, runs: Mapping[str, Sequence[Run]]) -> str:
                 published.get(name, ""),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def _median(runs: Sequence[Run], name: str) -> float:

@@ -21,7 +21,7 @@ from penstock.deployments.bench import open_loop, report
 from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job, Lengths, make_jobs, read_trace
 from penstock.deployments.bench.targets import Target, TargetError, target_of
-from penstock.deployments.cli.bench_flags import LEAST_VOCABULARY
+from penstock.deployments.cli.flags.bench import LEAST_VOCABULARY
 from penstock.workers.config import Device, EngineConfig
 from penstock.workers.errors import ConfigError
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.deployments.cli.flags.commands import add_command
 from penstock.workers.errors import ConfigError
 from penstock.workers.weights.hub import resolve_model
 
@@ -38,14 +39,13 @@ curve of the built-in model.
 
 def add_calibrate(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     """Add `calibrate` to the commands of the command line."""
-    calibrate = commands.add_parser(
+    calibrate = add_command(
+        commands,
         "calibrate",
         help="measure neuron thresholds of a mixture-of-experts model, for moe_mode sparse",
         description="Run a mixture-of-experts model over some text, and write the thresholds above "
         "which moe_mode sparse keeps a neuron.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     calibrate.add_argument("model", metavar="MODEL", help="folder, hub id, or builtin-moe")
     calibrate.add_argument(

@@ -63,9 +63,9 @@ class ChatRepl:
     def _answer(self, text: str) -> None:
         """Send `text`, print the answer while it arrives, and keep both as context."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        asked = {"role": "user", "content": text}
+        turn = {"role": "user", "content": text}
         pieces: list[str] = []
-        stream = self._server.chat([*system, *self._turns, asked], self._sampling)
+        stream = self._server.chat([*system, *self._turns, turn], self._sampling)
         try:
             for piece in stream:
                 pieces.append(piece)
@@ -80,7 +80,7 @@ class ChatRepl:
             if closing is not None:
                 closing()
         print()
-        self._turns += [asked, {"role": "assistant", "content": "".join(pieces)}]
+        self._turns += [turn, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def _lines(prompt: str) -> Iterator[str]:

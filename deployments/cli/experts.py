@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.deployments.cli.server import HttpServer, connect
-from penstock.workers.errors import ConfigError
+from penstock.deployments.cli.server import connect_http
 
 Figures = Mapping[str, Any]
 
 
 def run_experts(url: str, api_key: str | None) -> int:
     """Print the table; the exit status. Raises ConfigError or ServerError."""
-    with connect(url, api_key=api_key) as server:
-        if not isinstance(server, HttpServer):
-            raise ConfigError("penstock experts asks over HTTP; give --url http://host:port")
+    with connect_http(url, "experts", api_key) as server:
         status = server.get("/v1/penstock/status")
     found = [(each["id"], each["experts"]) for each in status["workers"] if each.get("experts")]
     if not found:

@@ -14,17 +14,22 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from penstock.deployments.cli.bench_flags import add_bench
 from penstock.deployments.cli.calibrate import add_calibrate, run_calibrate
-from penstock.deployments.cli.plan import add_plan, run_plan
-from penstock.deployments.cli.quantize import add_quantize, run_quantize
-from penstock.deployments.config import (
-    config_from,
-    read_api_keys,
-    read_config,
-    settings,
-    settings_by_group,
+from penstock.deployments.cli.flags.batch import add_batch
+from penstock.deployments.cli.flags.bench import add_bench
+from penstock.deployments.cli.flags.commands import add_command
+from penstock.deployments.cli.flags.plan import add_plan
+from penstock.deployments.cli.flags.server import (
+    DEFAULT_URL,
+    KEY_VARIABLE,
+    add_sampling_flags,
+    add_server_flags,
 )
+from penstock.deployments.cli.plan import run_plan
+from penstock.deployments.cli.quantize import add_quantize, run_quantize
+from penstock.deployments.config import config_from, settings, settings_by_group
+from penstock.deployments.config_file import read_config
+from penstock.deployments.security.api_keys import read_api_keys
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 
@@ -38,8 +43,7 @@ examples:
 A file for --config holds the same settings, one a line (num_workers: 2); flags override it.
 Numbers may end in k, M or G (x1000), or Ki, Mi or Gi (x1024).
 """
-DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret: other users can read command lines
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,26 +75,31 @@ def build_parser() -> argparse.ArgumentParser:
     _add_complete(commands)
     add_bench(
         commands,
-        _add_server_flags,
         run_serve=_bench_serve,
         run_offline=_bench_offline,
         run_ablate=_bench_ablate,
     )
+    add_batch(commands, _batch)
     add_plan(commands, run_plan)
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
     )
-    _add_server_flags(experts)
+    add_server_flags(experts)
     experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
     add_calibrate(commands, run_calibrate)
     models = commands.add_parser("models", help="list the models of a server")
-    _add_server_flags(models)
+    add_server_flags(models)
     models.set_defaults(run=_models)
+    status = commands.add_parser(
+        "status", help="show a server's nodes, workers, scaling decisions and batches"
+    )
+    add_server_flags(status)
+    status.set_defaults(run=_status)
     queue = commands.add_parser(
         "queue", help="show the requests that wait at a server's gate, and why"
     )
-    _add_server_flags(queue)
+    add_server_flags(queue)
     queue.add_argument(
         "--limit", type=int, default=50, metavar="N", help="maximum rows (default: 50)"
     )
@@ -100,14 +109,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(commands: Any) -> None:
-    serve = commands.add_parser(
+    serve = add_command(
+        commands,
         "serve",
         help="serve a model over HTTP and gRPC",
         usage="penstock serve [MODEL] [--config FILE] [--SETTING VALUE ...]",
-        allow_abbrev=False,
         description="Serve a model over HTTP (OpenAI-compatible) and gRPC, until Ctrl-C.",
         epilog=SERVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = settings_by_group()
     (model,) = (setting for setting in groups["model"] if setting.name == "model")
@@ -140,14 +148,14 @@ def _add_setting(group: Any, setting: Setting) -> None:
     elif setting.choices:
         group.add_argument(flag, choices=setting.choices, **common)
     else:
-        metavar = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+        metavar = "N|MIN:MAX" if setting.is_range else _METAVARS[setting.kind]
         group.add_argument(flag, metavar=metavar, **common)
 
 
 def _add_chat(commands: Any) -> None:
     chat = commands.add_parser("chat", help="chat with a model in the terminal")
-    _add_server_flags(chat)
-    _add_sampling_flags(chat)
+    add_server_flags(chat)
+    add_sampling_flags(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.set_defaults(run=_chat)
 
@@ -157,44 +165,9 @@ def _add_complete(commands: Any) -> None:
     complete.add_argument(
         "prompt", metavar="PROMPT", help="text to complete; '-' reads it from stdin"
     )
-    _add_server_flags(complete)
-    _add_sampling_flags(complete)
+    add_server_flags(complete)
+    add_sampling_flags(complete)
     complete.set_defaults(run=_complete)
-
-
-def _add_server_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        help=f"http://host:port or grpc://host:port (default: {DEFAULT_URL})",
-    )
-    group.add_argument("--model", help="model name; none: the served one")
-    group.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help=f"file with the API key; none: the environment variable {KEY_VARIABLE}",
-    )
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling; the server decides what is not given")
-    group.add_argument(
-        "--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy"
-    )
-    group.add_argument(
-        "--top-p", type=float, metavar="X", help="nucleus sampling: probability mass"
-    )
-    group.add_argument(
-        "--top-k", type=int, metavar="N", help="sample from the N most likely tokens"
-    )
-    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens of the answer")
-    group.add_argument(
-        "--seed", type=int, metavar="N", help="seed; the same seed gives the same answer"
-    )
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="stop before this text; repeatable"
-    )
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -233,8 +206,14 @@ def _experts(args: argparse.Namespace) -> int:
     return run_experts(args.url, _api_key(args))
 
 
+def _status(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.status import run_status
+
+    return run_status(args.url, _api_key(args))
+
+
 def _queue(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.queue import run_queue
+    from penstock.deployments.cli.status import run_queue
 
     return run_queue(args.url, _api_key(args), args.limit)
 
@@ -242,6 +221,12 @@ def _queue(args: argparse.Namespace) -> int:
 def _version(_: argparse.Namespace) -> int:
     print(f"penstock {version('penstock')}")
     return 0
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.batch import run_batch
+
+    return run_batch(args, args.url or DEFAULT_URL, _api_key(args))
 
 
 def _bench_serve(args: argparse.Namespace) -> int:
@@ -283,6 +268,8 @@ def _not_understood(argument: str) -> ConfigError:
     """The error for an unknown flag or argument; it names the nearest flag."""
     if not argument.startswith("-"):
         return ConfigError(f"unexpected argument {argument!r}; see `penstock --help`")
+    if argument.partition("=")[0] == "--model":
+        return ConfigError("the model is given without a flag: `penstock serve MODEL`")
     flags = [_flag(setting.name) for setting in settings()]
     near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "see --help"

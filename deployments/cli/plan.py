@@ -1,24 +1,23 @@
 """`penstock plan`: upper bounds for a model on a device, by the roofline. No GPU, no weights.
 
-Flags and report only: workers/planning/roofline.py does the arithmetic.
+Checks the flags of flags/plan.py and reports; workers/planning/roofline.py does the arithmetic.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.deployments.bench import report
 from penstock.deployments.cli import plan_report
+from penstock.deployments.cli.flags.plan import DEFAULT_CONTEXT, PROMPT_LENS
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import (
-    DEVICES,
     KV_FORMATS,
     WEIGHT_FORMATS,
     Device,
@@ -26,137 +25,8 @@ from penstock.workers.planning.hardware import (
 )
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import Roofline
-from penstock.workers.planning.shapes import SHAPES, shape_named
+from penstock.workers.planning.shapes import shape_named
 from penstock.workers.weights.hub import BUILTIN, resolve_model
-
-EXAMPLES = f"""\
-examples:
-  penstock plan Llama-3-8B                                 on every device of the table
-  penstock plan Qwen2.5-7B --device L4,4090 --context 8192
-  penstock plan ./my-checkpoint --device A100 --weights bf16,int4 --kv int8 --price-per-hour 1.8
-  penstock plan Mixtral-8x7B --device H200 --json plan.json --plot plan.png
-
-Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
---context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
-that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
-million generated tokens. These are bounds, nothing can be faster: for an estimate give
---compute-share 0.5 --bandwidth-share 0.8, or the shares that you have measured.
-
-models:  {", ".join(SHAPES)}
-devices: {", ".join(DEVICES)}
-"""
-DEFAULT_CONTEXT = 2048
-PROMPT_LENS = (128, 1024, 8192)
-
-
-def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add `plan` to the commands of the command line."""
-    plan = commands.add_parser(
-        "plan",
-        help="bound a model's batch, speed and cost on a device",
-        description="Roofline bounds for each number format: KV blocks, largest batch, step time, "
-        "tokens/s, ridge, TTFT, cost. Needs no GPU and no weights.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    plan.add_argument("model", metavar="MODEL", help="folder with config.json, or a name below")
-    group = plan.add_argument_group("what to compare; comma-separated")
-    group.add_argument(
-        "--device", default=",".join(DEVICES), metavar="NAMES", help="(default: all of them)"
-    )
-    group.add_argument(
-        "--weights",
-        default="bf16,int8,fp8,int4,nf4",
-        metavar="FORMATS",
-        help="(default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv", default="bf16,int8", metavar="FORMATS", help="(default: %(default)s)"
-    )
-    group = plan.add_argument_group("the load")
-    group.add_argument(
-        "--context",
-        type=_positive_int,
-        metavar="N",
-        help=f"tokens of each sequence (default: {DEFAULT_CONTEXT}, or the model's longest)",
-    )
-    group.add_argument(
-        "--prompt-lens",
-        metavar="N,N",
-        help=f"prompt lengths for TTFT (default: those of {PROMPT_LENS} that fit the model)",
-    )
-    group.add_argument(
-        "--batch",
-        type=_positive_int,
-        metavar="N",
-        help="batch size to plan for (default: the largest that fits)",
-    )
-    group = plan.add_argument_group("memory and machine")
-    group.add_argument(
-        "--block-size",
-        type=_positive_int,
-        default=16,
-        metavar="N",
-        help="tokens in one KV block (default: 16)",
-    )
-    group.add_argument(
-        "--kv-group",
-        default="auto",
-        metavar="N",
-        help="head dimensions that share a scale in int8 and fp8 KV, or head; 0: no scales; "
-        f"auto, as the engine: {DEFAULT_KV_GROUP}, or the head where that does not divide it",
-    )
-    group.add_argument(
-        "--quantize-o",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="apply --weights to the attention output projections too (default: yes)",
-    )
-    group.add_argument(
-        "--quantize-lm-head",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="apply --weights to the LM head too (default: no)",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=_positive_int,
-        default=2048,
-        metavar="N",
-        help="maximum tokens of one step; sets the memory for activations (default: 2048)",
-    )
-    group.add_argument(
-        "--reserve-gb",
-        type=_finite,
-        default=1.0,
-        metavar="X",
-        help="GB kept free for everything else (default: 1)",
-    )
-    group.add_argument(
-        "--compute-share",
-        type=_finite,
-        default=1.0,
-        metavar="X",
-        help="share of the peak compute rate that is reached (default: 1)",
-    )
-    group.add_argument(
-        "--bandwidth-share",
-        type=_finite,
-        default=1.0,
-        metavar="X",
-        help="share of the peak memory bandwidth that is reached (default: 1)",
-    )
-    group.add_argument(
-        "--price-per-hour",
-        type=_finite,
-        metavar="X",
-        help="price of one device, for the cost column",
-    )
-    group = plan.add_argument_group("output in addition to the table")
-    group.add_argument("--json", metavar="FILE", help="write all figures")
-    group.add_argument("--plot", metavar="FILE.png", help="write a picture; needs matplotlib")
-    plan.set_defaults(run=run)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -255,17 +125,3 @@ def _prompt_lens(text: str | None, model: ModelConfig) -> list[int]:
     if min(numbers) < 1 or max(numbers) > longest:
         raise ConfigError(f"--prompt-lens must lie in [1, {longest}], the model's; got {text}")
     return numbers
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
-    return number

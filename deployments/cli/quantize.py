@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.deployments.cli.flags.commands import add_command
 from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.hub import resolve_model
@@ -37,14 +38,13 @@ int8.
 
 def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     """Add `quantize` to the commands of the command line."""
-    quantize = commands.add_parser(
+    quantize = add_command(
+        commands,
         "quantize",
         help="write a quantised copy of a checkpoint",
         description="Write a quantised copy of a checkpoint, tensor by tensor. Needs memory for "
         "one tensor only, and no GPU.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     quantize.add_argument("model", metavar="MODEL", help="folder, hub id, builtin or builtin-moe")
     quantize.add_argument("--to", choices=QUANTIZED_FORMATS, required=True, help="the format")

@@ -19,7 +19,7 @@ from penstock.deployments.supervision.ray_workarounds import driver_environment
 
 if TYPE_CHECKING:
     from penstock.deployments.cluster import Cluster
-    from penstock.deployments.supervision.registry import ClusterView
+    from penstock.deployments.supervision.view import ClusterView
 
 WATCH_S = 0.25
 
@@ -51,7 +51,7 @@ def run_serve(config: ServeConfig) -> int:
         signals.take_over()
         _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
-        cluster.wait_until_up(_WorkerProgress(config.num_workers).report)
+        cluster.wait_until_up(_WorkerProgress(config.min_workers).report)
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
         _say(_welcome(config, cluster.view()))
@@ -81,7 +81,7 @@ def _prepare_environment(config: ServeConfig) -> None:
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
     """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
-    num_workers, num_failures = config.num_workers, 0
+    num_workers, num_failures = config.min_workers, 0
     while not signals.num_seen:
         time.sleep(WATCH_S)
         view = cluster.view()
@@ -90,9 +90,12 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
         num_failures = view.num_failures
         if len(view.workers) != num_workers:
             is_less = len(view.workers) < num_workers
-            what = "a worker was lost and is being replaced" if is_less else "a worker is ready"
             num_workers = len(view.workers)
-            _say(f"{what}: {num_workers} of {config.num_workers} workers serve")
+            if config.is_autoscaled:
+                _say(f"{num_workers} workers serve, of {config.num_workers}")
+            else:
+                what = "a worker was lost and is being replaced" if is_less else "a worker is ready"
+                _say(f"{what}: {num_workers} of {config.num_workers} workers serve")
         if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
             _say(f"{time.strftime('%H:%M:%S')} {line}")
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):

@@ -49,6 +49,14 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None) -
     raise ConfigError(f"cannot read --url {url!r}: write http://host:port or grpc://host:port")
 
 
+def connect_http(url: str, command: str, api_key: str | None) -> HttpServer:
+    """As `connect`, for a `command` that only HTTP serves. Raises ConfigError for other URLs."""
+    server = connect(url, api_key=api_key)
+    if not isinstance(server, HttpServer):
+        raise ConfigError(f"penstock {command} needs HTTP; give --url http://host:port")
+    return server
+
+
 class HttpServer:
     """An OpenAI-compatible server."""
 

@@ -1,12 +1,13 @@
 """The Python client over gRPC: `Client` and `AsyncClient`.
 
 Imported by users, cli/ and bench/; this package alone re-exports its public names.
-Begin with client.py; types.py holds what it returns.
+Begin with client.py; types.py has its arguments and results.
 """
 
 from penstock.deployments.client.client import AsyncClient, Client, ClientError
 from penstock.deployments.client.types import (
     Answer,
+    FinishReason,
     Model,
     Piece,
     Timings,
@@ -18,6 +19,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ClientError",
+    "FinishReason",
     "Model",
     "Piece",
     "Timings",

@@ -9,12 +9,20 @@ Needs nothing of the server's code but the protocol.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
 
+from penstock.deployments.client.messages import (
+    answer_of,
+    message_of,
+    models_of,
+    piece_of,
+    sampling_fields,
+)
 from penstock.deployments.client.types import (
     Answer,
     Message,
@@ -27,11 +35,6 @@ from penstock.deployments.client.types import (
     Tool,
     ToolCall,
     Usage,
-    answer_of,
-    message_of,
-    models_of,
-    piece_of,
-    sampling_fields,
 )
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
@@ -78,8 +81,8 @@ class ClientError(Exception):
         super().__init__(f"{self.code}: {self.message}")
 
 
-class _Base:
-    """What the two clients have in common: requests out, messages in."""
+class _Base(ABC):
+    """What the two clients share: the channel, the key, and the request messages."""
 
     def __init__(
         self,
@@ -98,8 +101,9 @@ class _Base:
         self._channel = self._connect(target, credentials)
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
+    @abstractmethod
     def _connect(self, target: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        raise NotImplementedError
+        """The gRPC channel; without credentials it is not encrypted."""
 
     def _how(self) -> dict[str, Any]:
         return {"metadata": self._metadata, "timeout": self._timeout_s}

@@ -43,6 +43,11 @@ class ExpertStoreClient:
         manifest: Manifest = self.ask("manifest")
         return manifest
 
+    def manifest_for_start(self) -> Manifest:
+        """`manifest`, for a worker that starts: the store waits for its first heartbeat."""
+        manifest: Manifest = self.ask("manifest_for_start")
+        return manifest
+
     def is_on_this_node(self) -> bool:
         """Whether the store's file can be mapped here."""
         return not self._spec.is_single or self.ask("node") == _own_node()

@@ -33,7 +33,7 @@ from penstock.workers.weights.sources import DTYPES
 log = logging.getLogger("penstock.experts")
 
 RELOAD_PAUSE_S = 10.0  # between two automatic reloads
-IDLE_S = 600.0  # without a heartbeat: the store then frees its memory and ends
+START_S = 600.0  # longest from a worker's request for the manifest to its first heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,17 @@ class ExpertStore:
         self._last_heartbeat_s: dict[int, float] = {}  # when, by worker
         self._hot: dict[int, Sequence[HotExpert]] = {}
         self._corrupted: dict[int, int] = {}
+        self._starting: list[float] = []  # when workers got the manifest that sent no heartbeat yet
+        self._created_s = clock()
         self._num_loads = self._num_packed_bytes = 0
         self._last_reload_s = -RELOAD_PAUSE_S
+
+    def manifest_for_start(self) -> Manifest:
+        """`manifest`, for a worker that starts: the store waits for its first heartbeat."""
+        manifest = self.manifest()
+        with self._lock:
+            self._starting.append(self._clock())
+        return manifest
 
     def manifest(self) -> Manifest:
         """The manifest of the expert file. The first call writes the file, or reuses the one that
@@ -97,6 +106,8 @@ class ExpertStore:
         """
         manifest = self.manifest()
         with self._lock:
+            if worker not in self._last_heartbeat_s and self._starting:
+                del self._starting[0]
             self._last_heartbeat_s[worker] = self._clock()
             self._hot[worker] = hot
             grew = stats.num_corrupted > self._corrupted.get(worker, 0)
@@ -139,9 +150,13 @@ class ExpertStore:
             )
 
     def idle_s(self) -> float:
-        """Seconds since the last heartbeat of any worker; 0 before the first."""
+        """Seconds since the last heartbeat of any worker, or the start; 0 while one starts."""
+        now_s = self._clock()
         with self._lock:
-            return self._clock() - max(self._last_heartbeat_s.values(), default=self._clock())
+            self._starting = [each for each in self._starting if now_s - each < START_S]
+            if self._starting or self._loading.locked():
+                return 0.0
+            return now_s - max(self._last_heartbeat_s.values(), default=self._created_s)
 
     def remove(self) -> None:
         """Unlink the file; its memory is freed when the last worker unmaps it."""
@@ -215,7 +230,11 @@ class ExpertStore:
 
 
 class StoreActor(ExpertStore):
-    """A store that ends, and frees its memory, after IDLE_S without a heartbeat."""
+    """A store that ends, and frees its memory, after `spec.idle_s` without a heartbeat.
+
+    While it runs, Ray does not count its node as idle, and an autoscaler keeps the node. The next
+    worker that starts there makes a new store.
+    """
 
     def __init__(self, spec: StoreSpec):
         logging.basicConfig(level=logging.INFO)
@@ -227,11 +246,12 @@ class StoreActor(ExpertStore):
         return ray.get_runtime_context().get_node_id()
 
     def _end_when_idle(self) -> None:
-        while self.idle_s() < IDLE_S:
-            time.sleep(IDLE_S / 20)
+        while self.idle_s() < self._spec.idle_s:
+            time.sleep(self._spec.idle_s / 20)
+        log.info("no worker has sent a heartbeat for %g s: this store ends", self._spec.idle_s)
         self.remove()
         me = ray.get_runtime_context().current_actor
-        ray.kill(me, no_restart=True)
+        ray.kill(me, no_restart=True)  # else Ray would restart it
 
 
 def _epoch_of(path: Path) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.workers.errors import ConfigError
 
 DIGEST_PREFIX = "sha256:"
 
@@ -39,3 +42,15 @@ def _digest(key: str) -> bytes:
     if key.startswith(DIGEST_PREFIX):
         return bytes.fromhex(key.removeprefix(DIGEST_PREFIX))
     return hashlib.sha256(key.encode()).digest()
+
+
+def read_api_keys(path: str) -> tuple[str, ...]:
+    """The keys in a file, one a line, without blank lines and '#' comments. Raises ConfigError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read api_keys_file {path}: {error.strerror}") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"api_keys_file {path} has no key; write one a line")
+    return keys

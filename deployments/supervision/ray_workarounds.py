@@ -1,4 +1,4 @@
-"""Every place where we lean on what Ray does not promise, one function each.
+"""Every place that relies on undocumented behaviour of Ray, one function each.
 
 Each says which behaviour of Ray it works around, and what to look at when Ray is upgraded; its
 test fails when the internals have moved. No function imports Ray before it is called.
@@ -7,6 +7,10 @@ test fails when the internals have moved. No function imports Ray before it is c
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger("penstock.ray")
 
 SEEN_ON = "2.60"  # the version of Ray for which all of this was found to be needed
 
@@ -52,6 +56,21 @@ def serve_logger() -> logging.Logger:
     return logging.getLogger(SERVE_LOGGER_NAME)
 
 
+def log_raylet_messages() -> None:
+    """Write the messages of Ray's node processes to `log`, at DEBUG, instead of to stdout.
+
+    When a replica ends, Ray prints a paragraph of advice into the output of `penstock serve`,
+    `log_to_driver=False` or not; the supervisor reports the end in a line of its own. Look in
+    `listen_error_messages` (_private/worker.py) for a setting.
+    """
+    from ray._private import worker
+
+    def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        log.debug("(%s) %s", data["pid"], " ".join(data["lines"]))
+
+    worker.print_to_stdstream = to_log
+
+
 def keep_serve_port_local() -> None:
     """Bind the gRPC port that Serve is about to open for this replica to the loopback address.
 
@@ -65,7 +84,40 @@ def keep_serve_port_local() -> None:
         return
     add_port = replica.add_port_to_grpc_server
 
-    def add_local_port(server, address):  # type: ignore[no-untyped-def]
-        return add_port(server, address.replace("[::]", "127.0.0.1"))
+    def add_local_port(server: Any, address: str) -> int:
+        return int(add_port(server, address.replace("[::]", "127.0.0.1")))
 
     replica.add_port_to_grpc_server = add_local_port
+
+
+def declared_resources() -> dict[str, float]:
+    """The total resources of all nodes that the cluster's autoscaler may start, by name.
+
+    Empty without an autoscaler. Only Ray's own libraries (Data, Train) use this state. Look for a
+    public function in ray.autoscaler.sdk.
+    """
+    from ray._private.state import state
+
+    return dict(state.get_max_resources_from_cluster_config() or {})
+
+
+def deploy_application(application: dict[str, Any]) -> None:
+    """Have Serve deploy an entry of a configuration file, as `serve deploy` does; returns at once.
+
+    Serve versions replicas by their entry, so replicas with an unchanged entry keep running;
+    `serve.run` restarts all. Serve removes all applications that a configuration does not name, so
+    the configuration keeps the deployed ones. The public ways are the command, and REST by the
+    dashboard, which may not run. Look for a function in ray.serve.
+    """
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client = _get_global_client()
+    deployed = client.get_serve_details()["applications"]
+    others = [
+        each["deployed_app_config"]
+        for name, each in deployed.items()
+        if name != application["name"] and each.get("deployed_app_config")
+    ]
+    config = {"applications": [*others, application]}
+    client.deploy_apps(ServeDeploySchema.model_validate(config))

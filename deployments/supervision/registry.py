@@ -1,4 +1,4 @@
-"""Liveness registry: workers and ingresses send heartbeats every second; anyone may read the view.
+"""Liveness registry: workers and ingresses send heartbeats every second; every process may read it.
 
 `Registry` is a plain class; `RegistryClient` reaches the one Ray actor of it. It is not on the path
 of a request, and nothing in it needs saving: after a crash the heartbeats of the next second
@@ -10,60 +10,62 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError
 
-from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, named_actor
+from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, HEAD, named_actor
+from penstock.deployments.supervision.view import (
+    ClusterView,
+    IngressInfo,
+    NodeInfo,
+    ScaleReport,
+    short_node,
+)
 from penstock.workers.stats import EngineStats, WorkerInfo
 
-EXPIRY_S = 3.0  # without a heartbeat: gone
+EXPIRY_S = 3.0  # without a heartbeat: no longer listed
 MAX_FAILURES = 10
-
-
-@dataclass(frozen=True, slots=True)
-class IngressInfo:
-    """Where one ingress replica listens, and how many workers it is connected with."""
-
-    ingress_id: str
-    pid: int
-    http_address: str
-    grpc_address: str
-    num_workers: int
-    metrics_address: str = ""  # none if metrics are off
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    """All live processes, by their last heartbeats."""
-
-    workers: tuple[tuple[WorkerInfo, EngineStats], ...] = ()
-    ingresses: tuple[IngressInfo, ...] = ()
-    failures: tuple[str, ...] = ()  # messages of the last replicas that could not start
-    num_failures: int = 0  # all of them
-    is_draining: bool = False  # the cluster is about to stop: take no new requests
-    pid: int = 0  # of the registry itself
+MAX_CHANGES = 50
+NODES_S = 2.0  # the nodes are listed at most this often
+START_TIMEOUT_S = 60.0  # for the registry's process to start, on a busy machine
+MAX_LEFT = 1024  # ended epochs, whose late heartbeats are ignored
 
 
 class Registry:
-    """The table itself. `clock` gives monotonic seconds."""
+    """The table itself. `clock` gives monotonic seconds, `nodes` the living nodes."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        nodes: Callable[[], tuple[NodeInfo, ...]] = tuple,
+    ):
         self._clock = clock
+        self._find_nodes = nodes
+        self._nodes: tuple[NodeInfo, ...] = ()
+        self._nodes_s = float("-inf")  # when they were listed
         self._workers: dict[int, tuple[float, WorkerInfo, EngineStats]] = {}  # by epoch
+        self._left: deque[int] = deque(maxlen=MAX_LEFT)  # epochs
         self._ingresses: dict[str, tuple[float, IngressInfo]] = {}
         self._failures: list[str] = []
         self._num_failures = 0
         self._is_draining = False
+        self._scaling: dict[str, ScaleReport] = {}  # by deployment
+        self._scale_changes: deque[ScaleReport] = deque(maxlen=MAX_CHANGES)
+        self._generation, self._digest = 0, ""  # of the newest deployment
 
     def worker_beat(self, info: WorkerInfo, stats: EngineStats) -> None:
-        self._workers[info.epoch] = (self._clock(), info, stats)
+        """Heartbeat of a worker, also while it drains; late ones of ended epochs are ignored."""
+        if info.epoch not in self._left:
+            self._workers[info.epoch] = (self._clock(), info, stats)
 
     def ingress_beat(self, info: IngressInfo) -> ClusterView:
         """Heartbeat of an ingress; returns the view."""
+        if info.generation > self._generation:  # this registry has restarted since
+            self._generation, self._digest = info.generation, info.digest
         self._ingresses[info.ingress_id] = (self._clock(), info)
         return self.view()
 
@@ -71,6 +73,8 @@ class Registry:
         self._ingresses.pop(ingress_id, None)
 
     def worker_left(self, epoch: int) -> None:
+        """A worker has ended; later heartbeats of its epoch are ignored."""
+        self._left.append(epoch)
         self._workers.pop(epoch, None)
 
     def failed(self, message: str) -> None:
@@ -78,14 +82,31 @@ class Registry:
         self._num_failures += 1
         self._failures = [*self._failures, message][-MAX_FAILURES:]
 
-    def begin(self) -> None:
-        """A new deployment starts: forget the failures of earlier ones."""
+    def begin(self, digest: str = "") -> int:
+        """A new deployment starts: clear the failures of earlier ones. Returns its generation.
+
+        `digest`: of its settings. The settings of the newest deployment keep its generation,
+        because Serve may build the same deployment several times; other settings get the next
+        generation, also if an earlier deployment had them. The drain of a cluster that stops
+        continues.
+        """
         self._failures, self._num_failures = [], 0
-        self._is_draining = False
+        if digest and digest != self._digest:
+            self._generation, self._digest = self._generation + 1, digest
+        return self._generation
 
     def drain(self) -> None:
-        """Have every ingress finish what it has and take nothing new."""
+        """Have every ingress finish its requests and accept no new ones."""
         self._is_draining = True
+
+    def scaled(self, reports: Sequence[ScaleReport]) -> ClusterView:
+        """Record decisions of the autoscaler, for operators; returns the view."""
+        for report in reports:
+            before = self._scaling.get(report.deployment)
+            if before is not None and before.number != report.number:
+                self._scale_changes.append(report)
+            self._scaling[report.deployment] = report
+        return self.view()
 
     def view(self) -> ClusterView:
         oldest_s = self._clock() - EXPIRY_S
@@ -98,7 +119,31 @@ class Registry:
             num_failures=self._num_failures,
             is_draining=self._is_draining,
             pid=os.getpid(),
+            scaling=tuple(self._scaling.values()),
+            scale_changes=tuple(self._scale_changes),
+            nodes=self._living_nodes(),
         )
+
+    def _living_nodes(self) -> tuple[NodeInfo, ...]:
+        now = self._clock()
+        if now - self._nodes_s >= NODES_S:
+            self._nodes, self._nodes_s = self._find_nodes(), now
+        return self._nodes
+
+
+def living_nodes() -> tuple[NodeInfo, ...]:
+    """The nodes of the cluster that this process is in, head first."""
+    found = [
+        NodeInfo(
+            short_node(node["NodeID"]),
+            node["Resources"].get("CPU", 0),
+            node["Resources"].get("GPU", 0),
+            is_head=HEAD in node["Resources"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return tuple(sorted(found, key=lambda each: (not each.is_head, each.node)))
 
 
 class RegistryClient:
@@ -121,12 +166,23 @@ class RegistryClient:
         view: ClusterView = await self._call("ingress_beat", info)
         return view
 
+    async def view(self) -> ClusterView:
+        view: ClusterView = await self._call("view")
+        return view
+
     async def ingress_left(self, ingress_id: str) -> None:
         await self._call("ingress_left", ingress_id)
+
+    async def worker_left(self, epoch: int) -> None:
+        await self._call("worker_left", epoch)
 
     def call_now(self, method: str, *args: Any) -> Any:
         """Any method of Registry, for callers without an event loop."""
         return ray.get(getattr(self._actor(), method).remote(*args), timeout=CALL_TIMEOUT_S)
+
+    def call_when_up(self, method: str, *args: Any) -> Any:
+        """The same, for a caller that may have to wait for the start of the registry's process."""
+        return ray.get(getattr(self._actor(), method).remote(*args), timeout=START_TIMEOUT_S)
 
     async def _call(self, method: str, *args: Any) -> Any:
         # Looking up a name waits for Ray's control plane, which may be away: never on the loop.
@@ -139,5 +195,7 @@ class RegistryClient:
 
     def _actor(self) -> Any:
         if self._handle is None:
-            self._handle = named_actor(Registry, self._name)
+            self._handle = named_actor(
+                Registry, self._name, time.monotonic, living_nodes, is_on_head=True
+            )
         return self._handle

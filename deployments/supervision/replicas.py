@@ -1,4 +1,4 @@
-"""What every replica does when it starts: its log, the cluster's resources, errors in words.
+"""Start-up code that all replicas share: the log, the cluster's resources, error messages.
 
 Used by the replicas of ingress and worker, and (resources) by app.py and cluster.py.
 """
@@ -12,14 +12,16 @@ import ray
 
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.placement import ClusterResources
-from penstock.deployments.supervision.ray_workarounds import serve_logger
+from penstock.deployments.supervision.ray_workarounds import declared_resources, serve_logger
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def cluster_resources() -> ClusterResources | None:
     """The nodes of the cluster that this process is connected to; None: it is connected to none."""
-    return ClusterResources.of_ray(ray.nodes()) if ray.is_initialized() else None
+    if not ray.is_initialized():
+        return None
+    return ClusterResources.of_ray(ray.nodes(), declared_resources())
 
 
 class _ServeLogHandler(logging.Handler):

@@ -5,7 +5,10 @@ The registry and the expert store receive the heartbeats. workers/worker.py comp
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+from dataclasses import replace
 
 import ray
 
@@ -21,9 +24,12 @@ from penstock.deployments.supervision.replicas import (
     configure_logging,
     start_failure,
 )
+from penstock.deployments.supervision.view import short_node
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
+
+log = logging.getLogger("penstock.worker")
 
 
 class WorkerReplica:
@@ -35,11 +41,12 @@ class WorkerReplica:
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
+        self._node = short_node(ray.get_runtime_context().get_node_id())
         try:
             client = _store_client(config)
             manifest, far = None, None
             if client is not None:
-                manifest = client.manifest()
+                manifest = client.manifest_for_start()
                 far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
             self._worker = Worker.load(
                 config.engine,
@@ -60,18 +67,27 @@ class WorkerReplica:
         """Send heartbeats to the registry and to the expert store of this node."""
         if self._store is not None and stats.experts is not None:
             await self._store.heartbeat(info.epoch, stats.experts)
-        await self._registry.worker_beat(info, stats)
+        await self._registry.worker_beat(replace(info, node=self._node), stats)
 
     def check_health(self) -> None:
         self._worker.check_health()
 
-    def __del__(self) -> None:
-        """Serve stops this replica: requests in flight may end first."""
+    async def __del__(self) -> None:
+        """Drain the worker and stop it; Serve calls this when it stops a replica.
+
+        Meanwhile the worker's heartbeats continue, with `is_draining`. The drain blocks a thread of
+        its own: Serve's calls and those heartbeats run on this event loop.
+        """
         worker = getattr(self, "_worker", None)
-        if worker is not None:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
-                self._registry.call_now("worker_left", worker.info.epoch)
-            worker.stop(drain_s=self._drain_s)
+        if worker is None:  # it never started
+            return
+        log.info("draining: running requests have %g s to finish", self._drain_s)
+        num_left = await asyncio.to_thread(worker.drain, self._drain_s)
+        if num_left:
+            log.warning("%d requests did not end in %g s: dropped", num_left, self._drain_s)
+        await asyncio.to_thread(worker.stop)
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
+            await self._registry.worker_left(worker.info.epoch)
 
 
 def _store_client(config: ServeConfig) -> ExpertStoreClient | None:

@@ -1,22 +1,49 @@
-"""A server for the tests of a file, with the engine in this process, and plain ends of it."""
+"""Shared by the tests of a file: an event loop, a model, a server with plain clients, Ray nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
 import pytest
 
-from tests.deployments.serving import EngineBackend, Serving
+from tests.deployments import serving as servers
+from tests.deployments.serving import Serving
+
+if TYPE_CHECKING:
+    from tests.deployments.nodes import Nodes
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs coroutines on one event loop."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The built-in model in fp32, on one thread."""
+    return servers.model()
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[Nodes]:
+    """A Ray cluster of several nodes on this machine: only its head, until a test adds nodes."""
+    from tests.deployments.nodes import Nodes
+
+    made = Nodes()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
-    backend = EngineBackend()
-    with Serving(backend) as running:
+    with servers.engine_serving() as running:
         yield running
-    backend.stop()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Real listeners over the real core for tests: uvicorn and grpc.aio on ports of their own.
 
 `EngineBackend` is a TokenBackend over an engine in this process. `ScriptedBackend` does what an
-engine cannot be asked for: pauses, failures, and tokens in given groups.
+engine cannot be made to do: pauses, failures, and tokens in given groups.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import contextlib
 import functools
 import socket
 import threading
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from penstock.deployments.ingress.core.call import Call, TextDelta
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
+from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
@@ -183,10 +184,18 @@ def core_over(
 class Serving:
     """Both front ends over one core, on an event loop of their own. A context manager."""
 
-    def __init__(self, backend: Any, *, api_keys: Sequence[str] = (), **of_core: Any):
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        api_keys: Sequence[str] = (),
+        data_dir: Path | None = None,
+        **of_core: Any,
+    ):
         self.backend = backend
         self.core = core_over(backend, **of_core)
         self._api_keys = api_keys
+        self._data_dir = data_dir
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -215,7 +224,16 @@ class Serving:
 
     async def _serve(self) -> None:
         workers = getattr(self.backend, "workers", None)  # where a test wants the status route
-        app = build_app(self.core, api_keys=self._api_keys, workers=workers)
+        app = build_app(
+            self.core,
+            api_keys=self._api_keys,
+            workers=workers,
+            view=getattr(self.backend, "view", None),
+            data_dir=self._data_dir,
+        )
+        batches = None
+        if self._data_dir is not None:
+            batches = asyncio.ensure_future(batch_executor(self.core, self._data_dir).run())
         listener = socket.create_server(("127.0.0.1", 0))
         self.http_port: int = listener.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{self.http_port}"
@@ -228,7 +246,19 @@ class Serving:
             await asyncio.sleep(0.01)
         self._started.set()
         await serving
+        if batches is not None:
+            batches.cancel()
+            await asyncio.gather(batches, return_exceptions=True)
         await grpc_server.stop(0)
+
+
+@contextlib.contextmanager
+def engine_serving() -> Iterator[Serving]:
+    """Servers over the real engine."""
+    backend = EngineBackend()
+    with Serving(backend) as servers:
+        yield servers
+    backend.stop()
 
 
 @contextlib.contextmanager
@@ -258,11 +288,3 @@ class ScriptedGrpc:
     def __exit__(self, *error: object) -> None:
         self.channel.close()
         self._serving.__exit__(*error)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait until it is so."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "did not come true in time"
-        time.sleep(0.01)

@@ -19,12 +19,13 @@ import penstock.deployments
 from penstock.deployments.config import (
     ServeConfig,
     config_from,
-    read_api_keys,
-    read_config,
     settings,
     settings_by_group,
+    settings_that_differ,
 )
+from penstock.deployments.config_file import read_config
 from penstock.deployments.preflight import check_before_start, check_cores, check_model
+from penstock.deployments.security.api_keys import read_api_keys
 from penstock.workers.config import ContextOptions, EngineConfig, KvOptions
 from penstock.workers.errors import ConfigError
 from tests.deployments.ports import free_port
@@ -69,6 +70,11 @@ def test_numbers_as_people_write_them(text, number):
         ({"num_workers": True}, ["num_workers", "whole number"]),
         ({"num_workers": 0}, ["num_workers", "at least 1"]),
         ({"num_workers": None}, ["num_workers", "needs a value"]),
+        ({"num_workers": "0:0"}, ["num_workers", "at least 1"]),
+        ({"num_workers": "3:2"}, ["num_workers", "MIN", "3:2"]),
+        ({"num_workers": "1:2:3"}, ["num_workers", "MIN:MAX"]),
+        ({"num_workers": "1:8", "admission": "optimistic"}, ["num_workers", "--admission"]),
+        ({"num_ingress": "0:2"}, ["num_ingress", "at least 1"]),
         ({"prefix_cache": "perhaps"}, ["prefix_cache", "true or false"]),
         ({"host": ["a"]}, ["host", "text"]),
         ({"weights": "int3"}, ["weights", "bf16"]),
@@ -94,6 +100,29 @@ def test_yaml_file(tmp_path):
     assert config.num_workers == 2
     assert config.engine.max_model_len == 1500
     assert not config.engine.prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(3, (3, 3)), ("3", (3, 3)), ("1:8", (1, 8)), ("0:4", (0, 4))]
+)
+def test_a_number_of_replicas_is_fixed_or_a_range(value, expected):
+    config = config_from({"num_workers": value})
+    assert (config.min_workers, config.max_workers) == expected
+    assert config.is_autoscaled == (expected[0] != expected[1])
+
+
+@pytest.mark.parametrize("text", ["1:8", '"1:8"', "0:4", "10:59"])
+def test_a_range_in_yaml_is_no_number_of_base_60(tmp_path, text):
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"num_workers: {text}\n")
+    assert config_from(read_config(str(file))).num_workers == text.strip('"')
+
+
+def test_the_settings_that_differ_make_the_same_configuration():
+    config = config_from({"num_workers": "1:8", "kv": "int8", "block_size": 32, "host": "::1"})
+    differing = settings_that_differ(config)
+    assert differing == {"num_workers": "1:8", "kv": "int8", "block_size": 32, "host": "::1"}
+    assert config_from(differing) == config
 
 
 def test_on_and_off_are_words_though_yaml_reads_them_otherwise(tmp_path):

@@ -15,6 +15,7 @@ from penstock.deployments.placement import (
     uses_gpus,
 )
 from penstock.workers.config import EngineConfig
+from penstock.workers.errors import ConfigError
 
 EIGHT = ClusterResources((Node(num_cpus=8),))
 
@@ -58,6 +59,45 @@ def test_threads_as_set_or_one_for_each_reserved_core(engine, num_workers, threa
     assert resolved.worker.env_vars == {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": str(threads)}
 
 
+def test_the_share_of_a_worker_is_that_of_the_most_workers_unless_it_is_set():
+    assert resolve(config_of("1:4"), EIGHT).worker.num_cpus == 2
+    resolved = resolve(ServeConfig(num_workers="0:4", cpus_per_worker=3), EIGHT)
+    assert (resolved.worker.num_cpus, resolved.config.engine.threads) == (3, 3)
+
+
+def test_node_types_that_can_be_started_count_before_a_node_is_there():
+    head = (Node(),)
+    declared = ClusterResources(head, {"CPU": 64.0, "GPU": 8.0})
+    assert resolve(config_of("1:8"), declared).worker == ReplicaResources(num_cpus=1, num_gpus=1)
+    assert resolve(config_of(device="cuda"), ClusterResources(head)).worker.num_gpus == 1
+
+
+def test_a_cluster_without_cpus_and_gpus_is_refused_with_the_remedy():
+    for cluster in (ClusterResources((Node(),)), ClusterResources((Node(),), {"CPU": 64.0})):
+        with pytest.raises(ConfigError, match=r"--device cuda or --cpus-per-worker"):
+            resolve(config_of(), cluster)
+        assert resolve(ServeConfig(cpus_per_worker=2), cluster).worker.num_cpus == 2
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        ClusterResources((Node(8), Node(4, is_for_ingress=True))),
+        ClusterResources((Node(8),), {"penstock_ingress": 2.0}),
+    ],
+)
+def test_ingresses_run_on_the_nodes_that_are_declared_for_them_one_on_each(cluster):
+    assert resolve(config_of(), cluster).ingress.actor_options == {
+        "num_cpus": 0,
+        "resources": {"penstock_ingress": 1},
+    }
+
+
+def test_ingresses_run_on_any_node_where_none_is_declared():
+    assert resolve(config_of(), EIGHT).ingress == ReplicaResources(0)
+    assert resolve(config_of(), None).ingress == ReplicaResources(0)
+
+
 def test_a_gpu_for_each_worker_where_the_cluster_has_one():
     cluster = ClusterResources((Node(8), Node(8, 1)))
     resolved = resolve(config_of(2), cluster)
@@ -94,9 +134,11 @@ def test_nodes_as_ray_reports_them():
     nodes = [
         {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0, "memory": 1e9}},
         {"Alive": False, "Resources": {"CPU": 64.0}},
-        {"Alive": True, "Resources": {}},
+        {"Alive": True, "Resources": {"penstock_ingress": 1.0}},
     ]
-    assert ClusterResources.of_ray(nodes) == ClusterResources((Node(8, 1), Node()))
+    expected = ClusterResources((Node(8, 1), Node(is_for_ingress=True)))
+    assert ClusterResources.of_ray(nodes) == expected
+    assert ClusterResources.of_ray([], {"GPU": 2}).can_have_gpus
 
 
 def test_actor_options_carry_the_environment():

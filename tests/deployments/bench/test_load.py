@@ -40,7 +40,7 @@ def jobs_of(**changes):
 
 @pytest.mark.parametrize("rate", [0.5, 20.0])
 @pytest.mark.parametrize(
-    ("kind", "cv", "law"),
+    ("kind", "cv", "distribution"),
     [
         ("poisson", 1.0, lambda rate: stats.expon(scale=1 / rate)),
         ("bursty", 1.0, lambda rate: stats.expon(scale=1 / rate)),
@@ -48,9 +48,9 @@ def jobs_of(**changes):
         ("bursty", 0.5, lambda rate: stats.gamma(4, scale=0.25 / rate)),
     ],
 )
-def test_gaps_follow_their_distribution(kind, cv, law, rate):
+def test_gaps_follow_their_distribution(kind, cv, distribution, rate):
     drawn = list(islice(gaps(kind, rate, cv, np.random.default_rng(1)), 20_000))
-    expected = law(rate)
+    expected = distribution(rate)
     assert stats.kstest(drawn, expected.cdf).pvalue > 0.01
     assert np.mean(drawn) == pytest.approx(1 / rate, rel=0.08)
     assert np.std(drawn) / np.mean(drawn) == pytest.approx(cv, rel=0.08)

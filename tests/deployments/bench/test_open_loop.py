@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +24,7 @@ from penstock.deployments.cli.main import main
 from penstock.workers.errors import ConfigError
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import ScriptedBackend, Serving, new_engine
+from tests.deployments.waiting import eventually
 
 NUM = 12
 LOAD = ("--num-requests", str(NUM), "--rate", "200", "--input-len", "5:40", "--output-len", "2:9")
@@ -38,13 +38,6 @@ def bench(tmp_path, url: str, *flags: str) -> dict[str, Any]:
     path = tmp_path / "out.json"
     assert main(["bench", "serve", "--url", url, *flags, "--json", str(path)]) == 0
     return json.loads(path.read_text())
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
@@ -86,7 +79,7 @@ def test_the_client_cuts_what_the_server_is_not_sent(serving, tmp_path, scheme):
     assert all(row["output_tokens"] >= row["wanted_output_tokens"] for row in requests)
     assert figures["output_tokens"] < NUM * 400  # no request ran to the limit
     # The server stops working for a client that has gone.
-    wait_until(lambda: serving.backend.num_live_blocks == 0)
+    eventually(lambda: serving.backend.num_live_blocks == 0, 20)
 
 
 def test_chat_until_the_model_ends(serving, tmp_path):
@@ -138,7 +131,7 @@ def test_times_are_those_of_a_server_of_known_timing(tmp_path):
         assert figures["itl_ms"]["mean"] * 6 == pytest.approx(sum(spans_s) * 1e3)
 
 
-def test_nobody_there_or_no_such_model(serving, capsys):
+def test_no_server_there_or_no_such_model(serving, capsys):
     assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--num-requests", "1"]) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
     for scheme in ("http", "grpc"):
@@ -180,12 +173,12 @@ def test_a_picture_is_drawn(serving, tmp_path):
 
 def test_offline_serves_every_token():
     jobs = [Job(0.0, 3 + i, 1 + i) for i in range(20)]
-    told: list[int] = []
-    outcomes, figures = drain_all(new_engine(), jobs, seed=0, on_step=told.append)
+    step_tokens: list[int] = []
+    outcomes, figures = drain_all(new_engine(), jobs, seed=0, on_step=step_tokens.append)
     assert [each.num_output_tokens() for each in outcomes] == [job.output_tokens for job in jobs]
-    assert figures["output_tokens"] == sum(told) == sum(job.output_tokens for job in jobs)
+    assert figures["output_tokens"] == sum(step_tokens) == sum(job.output_tokens for job in jobs)
     assert figures["input_tokens"] == sum(job.prompt_tokens for job in jobs)
-    assert figures["num_steps"] == len(told) and figures["errors"] == {}
+    assert figures["num_steps"] == len(step_tokens) and figures["errors"] == {}
 
 
 def test_offline_command(tmp_path, capsys):
@@ -254,7 +247,7 @@ def test_max_concurrency_is_kept_and_timeouts_are_reported():
     asyncio.run(run())
 
 
-def test_the_server_gets_the_true_length_only_when_asked():
+def test_the_server_gets_the_true_length_only_when_requested():
     jobs = [Job(0.0, 10, n) for n in (3, 20, 7)]
 
     def sent(ending: str, max_tokens: int | None = None, length: int | None = None) -> list[Any]:
@@ -344,7 +337,7 @@ def test_http_bodies_of_every_form_and_connections_used_again():
         answers = [
             [CHUNKED[:9], CHUNKED[9:] + b"3\r\nab", b"c\r\nA;x=y\r\n0123456789\r\n0\r\n\r\n"],
             [SIZED],
-            None,  # closed just when it is wanted again: asked once more on a new connection
+            None,  # closed just when it is needed again: sent once more on a new connection
             [SIZED],
             [b"HTTP/1.1 503 No\r\nConnection: close\r\ncontent-length: 2\r\n\r\nno"],
             [b"HTTP/1.1 200 OK\r\n\r\nuntil ", b"the end", None],

@@ -204,23 +204,28 @@ def _watch_metrics(output: str, http: int) -> int:
 
 
 def _use_openai(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "builtin", "messages": PROMPT, "max_tokens": 24, "seed": 5}
-    whole = client.chat.completions.create(**asked)
+    call: dict[str, Any] = {
+        "model": "builtin",
+        "messages": PROMPT,
+        "max_tokens": 24,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**call)
     text = whole.choices[0].message.content
     assert text
     assert whole.usage.completion_tokens <= 24
     chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(**call, stream=True, stream_options={"include_usage": True})
     )
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert streamed == text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     stop = text.split()[2]
-    stopped = client.chat.completions.create(**asked, stop=[stop])
+    stopped = client.chat.completions.create(**call, stop=[stop])
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].message.content == text[: text.index(stop)]
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(**{**asked, "model": "another"})
+        client.chat.completions.create(**{**call, "model": "another"})
 
 
 def _use_commands(http: int, grpc: int) -> None:
@@ -294,6 +299,7 @@ def test_every_setting_has_its_flag():
     ("arguments", "words"),
     [
         (["serve", "--num-worker", "2"], "did you mean --num-workers?"),
+        (["serve", "--model", "builtin"], "without a flag: `penstock serve MODEL`"),
         (["serve", "/nowhere"], "not found"),
         (["serve", "--num-workers", "many"], "whole number"),
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),

@@ -122,7 +122,7 @@ def test_a_picture(tmp_path):
 def test_the_pages_example_is_what_it_prints(capsys):
     page = (ROOT / "docs" / "operations" / "capacity-planning.md").read_text()
     example = re.search(r"    \$ penstock (.*)\n((?:    .*\n|\n)+)", page)
-    assert main(example[1].split()) == 0
+    assert example is not None and main(example[1].split()) == 0
     said = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert [line.strip() for line in example[2].splitlines() if line.strip()] == said
 

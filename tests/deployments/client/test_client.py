@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import aclosing, closing
+from typing import Any
 
 import grpc
 import pytest
 
-from penstock.deployments.client import AsyncClient, Client, ClientError, Model
-from penstock.workers.request import FinishReason
+from penstock.deployments.client import AsyncClient, Client, ClientError, FinishReason, Model
 from tests.deployments.serving import (
     MODEL,
     ScriptedBackend,
     Serving,
-    eventually,
     reference_ids,
     tokenizer,
 )
+from tests.deployments.waiting import eventually
 
 PROMPT = "It was a bright morning, and"
 MESSAGES = [{"role": "user", "content": "What feeds the turbine?"}]
-SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_errors_are_clear(client):
     assert error.value.param == "token_ids"
 
 
-def test_nobody_is_there():
+def test_no_server_is_there():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         target = f"127.0.0.1:{unused.getsockname()[1]}"
     with Client(target, timeout_s=10) as client, pytest.raises(ClientError) as error:

@@ -132,6 +132,23 @@ def test_hints_and_idleness(spec):
     assert store.idle_s() == 30 and store.view().num_workers == 0
 
 
+def test_a_store_waits_for_the_workers_that_start(spec):
+    clock = [5.0]
+    store = ExpertStore(spec, clock=lambda: clock[0])
+    clock[0] += 100
+    assert store.idle_s() == 100  # made, and without a request
+    for _ in range(2):
+        store.manifest_for_start()
+    clock[0] += 300  # they load the dense weights
+    assert store.idle_s() == 0
+    store.heartbeat(1, STATS, [])
+    clock[0] += 70
+    store.heartbeat(1, STATS, [])
+    assert store.idle_s() == 0  # the second is still under way
+    clock[0] += expert_store.START_S
+    assert store.idle_s() == expert_store.START_S  # and has died
+
+
 def test_pack(spec):
     store = ExpertStore(spec)
     expert_file = ExpertFile(store.manifest())
@@ -149,10 +166,10 @@ class Near:
     """A client whose store is in this process; counts questions."""
 
     def __init__(self, store):
-        self.store, self.asked = store, []
+        self.store, self.num_requested = store, []
 
     def ask(self, method, *args):
-        self.asked.append(len(args[0]))
+        self.num_requested.append(len(args[0]))
         return getattr(self.store, method)(*args)
 
 
@@ -174,12 +191,13 @@ def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
         )
         model = load_model(spec.model, weights=weights, progress=False, experts=settings)
         got = teacher_forced(model, list(range(3, 17)), mode, 14)
+        assert model.routed is not None
         model.routed.close()
         return got
 
     assert torch.equal(run(source=remote), run())
     # From one to five experts a layer, each of one chunk: never a question for each of them alone.
-    assert max(client.asked) > 1 and sum(client.asked) > len(client.asked)
+    assert max(client.num_requested) > 1 and sum(client.num_requested) > len(client.num_requested)
     assert len(remote.at(store.reload()).rows(1, 1)) == store.manifest().num_rows
     flip(Path(store.manifest().path), store.manifest().entries[0].offset)
     monkeypatch.setattr(store, "_file", ExpertFile(store.manifest()))

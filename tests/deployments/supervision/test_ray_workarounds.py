@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import ray
-from ray._private import node
+from ray import JobID
+from ray._private import node, state, worker
+from ray.serve import context, schema
 from ray.serve._private import constants, replica
 
 from penstock.deployments.supervision import ray_workarounds
@@ -18,14 +23,14 @@ def test_the_version_of_ray_is_the_one_that_was_looked_at():
 
 def test_the_port_of_a_replica_is_bound_to_loopback(monkeypatch):
     assert "add_port_to_grpc_server(" in inspect.getsource(replica)
-    asked = []
+    addresses = []
     monkeypatch.setattr(constants, "RAY_SERVE_USE_GRPC_BY_DEFAULT", False)
     monkeypatch.setattr(
-        replica, "add_port_to_grpc_server", lambda server, address: asked.append(address) or 7
+        replica, "add_port_to_grpc_server", lambda server, address: addresses.append(address) or 7
     )
     ray_workarounds.keep_serve_port_local()
     assert replica.add_port_to_grpc_server(None, "[::]:0") == 7
-    assert asked == ["127.0.0.1:0"]
+    assert addresses == ["127.0.0.1:0"]
 
 
 def test_the_port_stays_open_where_serve_itself_uses_it(monkeypatch):
@@ -33,6 +38,31 @@ def test_the_port_stays_open_where_serve_itself_uses_it(monkeypatch):
     monkeypatch.setattr(constants, "RAY_SERVE_USE_GRPC_BY_DEFAULT", True)
     ray_workarounds.keep_serve_port_local()
     assert replica.add_port_to_grpc_server is before
+
+
+def test_messages_of_the_raylet_go_to_the_log_and_not_to_stdout(monkeypatch, capfd, caplog):
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    ray_workarounds.log_raylet_messages()
+
+    class Subscriber:
+        """Gives the listener one message; at the next call the connection is gone."""
+
+        def __init__(self):
+            self.messages = [(b"", {"job_id": None, "error_message": "A worker died"})]
+
+        def subscribe(self):
+            pass
+
+        def poll(self):
+            if not self.messages:
+                raise ConnectionError("closed")
+            return self.messages.pop()
+
+    driver = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=JobID.nil())
+    with caplog.at_level(logging.DEBUG, "penstock.ray"):
+        worker.listen_error_messages(driver, threading.Event())
+    assert "(raylet) A worker died" in caplog.messages
+    assert "A worker died" not in capfd.readouterr().out
 
 
 def test_serve_still_reads_the_variable_that_joins_the_loops():
@@ -55,3 +85,35 @@ def test_a_start_that_took_too_long_raises_a_bare_exception():
 
 def test_the_logger_is_the_one_that_serve_configures():
     assert ray_workarounds.serve_logger().name == constants.SERVE_LOGGER_NAME
+
+
+def test_ray_still_knows_what_its_autoscaler_may_start():
+    assert "GCS_AUTOSCALER_CLUSTER_CONFIG_KEY" in inspect.getsource(state)
+    assert callable(state.state.get_max_resources_from_cluster_config)
+
+
+def test_serve_is_deployed_by_its_configuration_and_other_applications_stay(monkeypatch):
+    """What other applications were deployed with is in the details of Serve."""
+    assert "deployed_app_config" in inspect.getsource(schema.ApplicationDetails)
+    ours = {"name": "penstock", "import_path": "penstock.deployments.app:build_app", "args": {}}
+    other = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
+    details = {
+        "other": {"deployed_app_config": other},
+        "code": {"deployed_app_config": None},  # deployed by serve.run: no configuration has it
+        "penstock": {"deployed_app_config": {**ours, "args": {"kv": "int8"}}},
+    }
+
+    class Client:
+        deployed = None
+
+        def get_serve_details(self):
+            return {"applications": details}
+
+        def deploy_apps(self, config):
+            Client.deployed = config
+
+    monkeypatch.setattr(context, "_get_global_client", lambda: Client())
+    ray_workarounds.deploy_application(ours)
+    applications = Client.deployed.applications
+    assert [each.name for each in applications] == ["other", "penstock"]
+    assert applications[1].args == {}

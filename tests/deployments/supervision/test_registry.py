@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.deployments.supervision.registry import EXPIRY_S, MAX_FAILURES, IngressInfo, Registry
+from dataclasses import replace
+
+from penstock.deployments.supervision.registry import EXPIRY_S, MAX_FAILURES, Registry
+from penstock.deployments.supervision.view import IngressInfo
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 
@@ -49,7 +52,7 @@ def test_a_worker_that_begins_anew_is_another_worker():
     assert [info.epoch for info, _ in registry.view().workers] == [2]
 
 
-def test_an_ingress_hears_of_the_others_and_of_draining():
+def test_an_ingress_learns_of_the_others_and_of_draining():
     registry = Registry(Clock())
     registry.worker_beat(worker(1), EngineStats())
     view = registry.ingress_beat(ingress("a", num_workers=1))
@@ -73,8 +76,21 @@ def test_failures_are_kept_for_the_operator_and_forgotten_with_the_next_deployme
     assert len(view.failures) == MAX_FAILURES
     registry.begin()
     view = registry.view()
-    assert (view.failures, view.num_failures, view.is_draining) == ((), 0, False)
+    assert (view.failures, view.num_failures) == ((), 0)
+    assert view.is_draining  # a cluster that stops still stops
 
 
 def test_a_workers_token_is_in_no_log_line():
     assert "secret" not in repr(worker(1))
+
+
+def test_a_draining_worker_stays_listed_until_it_has_left_and_no_late_heartbeat_lists_it_again():
+    registry = Registry(Clock())
+    registry.worker_beat(worker(1), EngineStats())
+    draining = replace(worker(1), is_draining=True)
+    registry.worker_beat(draining, EngineStats(num_running=2))
+    ((info, stats),) = registry.ingress_beat(ingress("a")).workers
+    assert info.is_draining and stats.num_running == 2
+    registry.worker_left(1)
+    registry.worker_beat(draining, EngineStats())  # was under way
+    assert registry.view().workers == ()

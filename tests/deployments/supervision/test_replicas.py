@@ -40,16 +40,16 @@ def test_lines_come_once_with_the_name_of_who_wrote_them(serve_file: Kept) -> No
     configure_logging(ServeConfig(log_level="info"))
     configure_logging(ServeConfig(log_level="info"))
     logging.getLogger("penstock.requests").info("%s", '{"id": "100 %"}')
-    logging.getLogger("penstock.gate").debug("not asked for")
+    logging.getLogger("penstock.gate").debug("not enabled")
     assert serve_file.lines == ['penstock.requests: {"id": "100 %"}']
 
 
 def test_a_traceback_comes_along(serve_file: Kept) -> None:
     configure_logging(ServeConfig(log_level="info"))
     try:
-        raise ValueError("broken books")
+        raise ValueError("broken ledger")
     except ValueError:
         logging.getLogger("penstock.gate").exception("the gate is at fault")
     (text,) = serve_file.lines
     assert text.startswith("penstock.gate: the gate is at fault\nTraceback")
-    assert text.endswith("ValueError: broken books")
+    assert text.endswith("ValueError: broken ledger")

@@ -1,0 +1,30 @@
+"""Types of command-line flags: numbers with a bound, and an error that names it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def positive(text: str) -> float:
+    """A finite number above 0. Raises ArgumentTypeError."""
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def non_negative(text: str) -> float:
+    """A finite number from 0 on. Raises ArgumentTypeError."""
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return number
+
+
+def positive_int(text: str) -> int:
+    """A whole number from 1 on. Raises ArgumentTypeError."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number

@@ -1,0 +1,161 @@
+"""`penstock status` and `penstock queue`: tables of a running server.
+
+Nodes, replicas, the autoscaler's decisions and batches; and the requests that wait at the gate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.deployments.cli.server import HttpServer, connect_http
+from penstock.deployments.cli.tables import aligned, duration
+
+MAX_CHANGES = 5
+MAX_BATCHES = 10
+_WHY = {
+    "memory": "its predicted peak does not fit any worker yet",
+    "slots": "all workers run max_num_seqs requests",
+    "behind": "requests before it in the queue go first",
+    "no_worker": "no worker runs yet: one is being started",
+}
+
+
+def run_status(url: str, api_key: str | None) -> int:
+    """Print the tables; the exit status: 1 if the server is not ready.
+
+    Raises ConfigError or ServerError.
+    """
+    with connect_http(url, "status", api_key) as server:
+        status = server.get("/v1/penstock/status")
+        batches = _batches(server) if status["has_batches"] else []
+        print(status_text(status, batches))
+    return 0 if status["is_ready"] else 1
+
+
+def run_queue(url: str, api_key: str | None, limit: int) -> int:
+    """Print the table of at most `limit` waiting requests; the exit status.
+
+    Raises ConfigError or ServerError.
+    """
+    with connect_http(url, "queue", api_key) as server:
+        print(queue_text(server.get("/v1/penstock/queue", limit=limit)))
+    return 0
+
+
+def status_text(status: dict[str, Any], batches: Sequence[dict[str, Any]] = ()) -> str:
+    """The lines for the terminal. `status`: the answer of /v1/penstock/status."""
+    state = "ready" if status["is_ready"] else "not ready: no worker takes requests"
+    models = ", ".join(model["id"] for model in status["models"])
+    lines = [f"penstock {status['version']} serves {models}: {state}"]
+    if status["num_failed_starts"]:
+        lines.append(f"{status['num_failed_starts']} replicas could not start: see Ray's logs")
+    for table in (_nodes(status), _workers(status), _scaling(status), _batch_table(batches)):
+        lines += ["", *table] if table else []
+    return "\n".join(lines)
+
+
+def _batches(server: HttpServer) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = server.get("/v1/batches", limit=MAX_BATCHES)["data"]
+    return listed
+
+
+def _nodes(status: dict[str, Any]) -> list[str]:
+    rows = [("node", "CPUs", "GPUs", "workers", "ingresses")]
+    for each in status["nodes"]:
+        name = each["node"] + (" (head)" if each["is_head"] else "")
+        counts = [
+            str(sum(replica["node"] == each["node"] for replica in status[kind]))
+            for kind in ("workers", "ingresses")
+        ]
+        rows.append((name, f"{each['num_cpus']:g}", f"{each['num_gpus']:g}", *counts))
+    return aligned(rows)
+
+
+def _workers(status: dict[str, Any]) -> list[str]:
+    rows = [("worker", "node", "state", "running", "waiting", "KV used", "preempted")]
+    for each in status["workers"]:
+        used = 100 * each["num_live_blocks"] / max(each["num_blocks"], 1)
+        state = "draining" if each["is_draining"] else "serves"
+        counts = (str(each["num_running"]), str(each["num_waiting"]))
+        preempted = str(each["num_preemptions"])
+        rows.append((each["id"], each["node"], state, *counts, f"{used:.0f} %", preempted))
+    return aligned(rows)
+
+
+def _scaling(status: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{each['deployment']}: {each['number']} wanted of {each['minimum']}:{each['maximum']}, "
+        f"{each['ready']} ready; {each['reason']}"
+        for each in status["scaling"]
+    ]
+    lines += [
+        f"  {duration(each['age_s'])} ago: {each['deployment']} {each['kind']}: {each['reason']}"
+        for each in status["scale_changes"][:MAX_CHANGES]
+    ]
+    return lines
+
+
+def _batch_table(batches: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [("batch", "status", "answered", "failed", "requests", "")]
+    for each in batches:
+        counts = each["request_counts"]
+        numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
+        rows.append((each["id"], each["status"], *numbers, _note(each, time.time())))
+    return aligned(rows)
+
+
+def _note(batch: dict[str, Any], now: float) -> str:
+    """How far an unfinished batch is, and why one has failed."""
+    match batch["status"]:
+        case "in_progress" | "cancelling":
+            counts = batch["request_counts"]
+            done = counts["completed"] + counts["failed"]
+            note = f"{100 * done // max(counts['total'], 1)} %"
+            note += f", expires in {duration(max(batch['expires_at'] - now, 0.0))}"
+            return note + (f", sent again: {batch['waits_for']}" if batch["waits_for"] else "")
+        case "failed" if batch["errors"]:
+            first, *others = batch["errors"]["data"]
+            line = "" if first["line"] is None else f"line {first['line']}: "
+            more = " (and others)" if others else ""
+            return f"{line}{first['message']}{more}"
+    return ""
+
+
+def queue_text(queue: dict[str, Any]) -> str:
+    """The lines for the terminal. `queue`: the answer of /v1/penstock/queue."""
+    return "\n".join([*_gate(queue), *_waiting(queue["waiting"])])
+
+
+def _gate(queue: dict[str, Any]) -> list[str]:
+    if queue["admission"] == "optimistic":
+        return ["admission is optimistic: there is no gate, and requests queue at the workers"]
+    if not queue["gate"]:
+        breaker = "" if queue["breaker"] == "closed" else f" (circuit breaker: {queue['breaker']})"
+        return [
+            f"no connection to the gate{breaker}: requests go to the "
+            "least-loaded worker and queue there"
+        ]
+    lines = [f"{queue['num_waiting']} requests wait (admission {queue['admission']})"]
+    for worker in queue["workers"]:
+        share = 100 * worker["used_tokens"] / max(worker["capacity_tokens"], 1)
+        closed = "" if worker["is_open"] else ", closed until its next report"
+        lines.append(
+            f"worker {worker['worker']}: {worker['num_held']} of {worker['slots']} slots, "
+            f"{worker['used_tokens']:,} of {worker['capacity_tokens']:,} KV tokens "
+            f"({share:.0f} %), headroom {100 * worker['headroom']:.1f} %{closed}"
+        )
+    return lines
+
+
+def _waiting(waiting: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [("request", "tenant", "waited", "admitted", "why")]
+    for each in waiting:
+        why = _WHY.get(each["reason"], each["reason"])
+        if each["peak_tokens"] is not None:
+            why += f" ({each['peak_tokens']:,} KV tokens; the limit is {each['limit_tokens']:,})"
+        expected = "?" if each["expected_s"] is None else f"in {each['expected_s']:.1f} s"
+        waited = f"{each['waited_s']:.1f} s"
+        rows.append((each["request_id"], each["tenant"] or "-", waited, expected, why))
+    return aligned(rows)

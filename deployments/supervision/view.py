@@ -1,0 +1,68 @@
+"""The registry's view of a cluster: nodes, replicas, and scaling decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.workers.stats import EngineStats, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class IngressInfo:
+    """One ingress replica: its addresses, its connections, and its deployment."""
+
+    ingress_id: str
+    pid: int
+    http_address: str
+    grpc_address: str
+    num_workers: int
+    metrics_address: str = ""  # none if metrics are off
+    num_connections: int = 0  # of HTTP clients
+    node: str = ""  # of the cluster, on which it runs
+    is_draining: bool = False  # it finishes its requests, then ends
+    generation: int = 0  # of the deployment that it belongs to
+    digest: str = ""  # of that deployment's settings
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A living node of the Ray cluster."""
+
+    node: str  # the beginning of its id
+    num_cpus: float
+    num_gpus: float
+    is_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleReport:
+    """A decision of the autoscaler about one deployment, with its reason."""
+
+    deployment: str  # "Worker" or "Ingress"
+    number: int  # replicas wanted
+    ready: int
+    minimum: int
+    maximum: int
+    kind: str  # "up", "down", "hold", ...
+    reason: str
+    at: float  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """All live processes, by their last heartbeats."""
+
+    workers: tuple[tuple[WorkerInfo, EngineStats], ...] = ()
+    ingresses: tuple[IngressInfo, ...] = ()
+    failures: tuple[str, ...] = ()  # messages of the last replicas that could not start
+    num_failures: int = 0  # all of them
+    is_draining: bool = False  # the cluster stops: ingresses accept no new requests
+    pid: int = 0  # of the registry itself
+    scaling: tuple[ScaleReport, ...] = ()  # the last decision for each autoscaled deployment
+    scale_changes: tuple[ScaleReport, ...] = ()  # the last ones that changed a number, oldest first
+    nodes: tuple[NodeInfo, ...] = ()
+
+
+def short_node(node_id: str) -> str:
+    """The beginning of a node's id, by which people tell nodes apart."""
+    return node_id[:8]

@@ -1,0 +1,54 @@
+"""`penstock status`: the tables, from what a server answers."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.deployments.cli import main as cli
+from penstock.deployments.cli.status import status_text
+from penstock.workers.stats import EngineStats
+from tests.deployments.ingress.http.test_console import ClusterBackend, worker
+from tests.deployments.serving import Serving
+
+
+def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
+    backend = ClusterBackend([5])
+    stats = EngineStats(num_running=3, num_waiting=1, num_blocks=200, num_live_blocks=50)
+    backend.alive = (worker(1, stats, node="b", is_draining=True), worker(2, stats, node="b"))
+    with Serving(backend, data_dir=tmp_path) as servers:
+        assert cli.main(["status", "--url", servers.base_url]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "node             CPUs  GPUs  workers  ingresses" in lines
+    assert "head0000 (head)  0     0     0        0" in lines
+    assert "b                8     1     2        1" in lines
+    assert "00000001  b     draining  3        1        25 %     0" in lines
+    assert "00000002  b     serves    3        1        25 %     0" in lines
+    assert "Worker: 3 wanted of 1:8, 2 ready; 2 to 3: work waits" in lines
+    assert any(line.startswith("  5 min ago: Worker up: 1 to 2") for line in lines)
+    assert "2 replicas could not start: see Ray's logs" in lines
+
+
+def test_batches_have_their_progress():
+    status = {
+        "version": "1", "is_ready": False, "models": [{"id": "m"}], "workers": [], "nodes": [],
+        "ingresses": [], "scaling": [], "scale_changes": [], "num_failed_starts": 0,
+    }  # fmt: skip
+    runs = {
+        "id": "batch_1", "status": "in_progress", "expires_at": time.time() + 7200.5,
+        "request_counts": {"total": 10, "completed": 4, "failed": 1}, "waits_for": None,
+        "errors": None,
+    }  # fmt: skip
+    problems = [{"line": 3, "message": "url is wrong"}, {"line": 9, "message": "no JSON"}]
+    none = {"total": 0, "completed": 0, "failed": 0}
+    failed = {**runs, "status": "failed", "request_counts": none, "errors": {"data": problems}}
+    lost = {**runs, "waits_for": "worker_lost"}
+    text = status_text(status, [runs, failed, lost])
+    assert "not ready: no worker takes requests" in text
+    assert "batch_1  in_progress  4         1       10        50 %, expires in 2.0 h\n" in text
+    assert "batch_1  failed       0         0       0         line 3: url is wrong (and ot" in text
+    assert text.endswith("expires in 2.0 h, sent again: worker_lost")
+
+
+def test_an_address_of_grpc_is_refused(capsys):
+    assert cli.main(["status", "--url", "grpc://127.0.0.1:1"]) == 2
+    assert "give --url http://host:port" in capsys.readouterr().err

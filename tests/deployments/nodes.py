@@ -1,0 +1,88 @@
+"""Several Ray nodes on this machine, as `ray.cluster_utils` makes them, and what runs on each.
+
+All have the address of this machine, so the ingresses of several nodes share its ports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private.state import state
+from ray._private.utils import get_ray_address_file
+from ray.cluster_utils import Cluster as RayNodes
+
+from penstock.deployments.cluster import Cluster
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.placement import INGRESS_RESOURCE
+from penstock.deployments.supervision.processes import descendants, end
+from penstock.deployments.supervision.ray_workarounds import driver_environment
+
+OBJECT_STORE_BYTES = 80 << 20
+
+
+class Nodes:
+    """A head without CPUs, and nodes that come and go."""
+
+    def __init__(self) -> None:
+        for name, value in driver_environment().items():
+            os.environ.setdefault(name, value)
+        self._folder = tempfile.mkdtemp(prefix="ps-")  # short: paths of sockets are limited
+        # `cluster_utils` notes the head's address there, and takes the folder for granted.
+        os.makedirs(os.path.dirname(get_ray_address_file(None)), exist_ok=True)
+        self._ray = RayNodes(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "temp_dir": self._folder, **self._common()},
+        )
+        self.address: str = self._ray.address
+
+    @staticmethod
+    def _common() -> dict[str, Any]:
+        return {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+
+    def add(self, num_cpus: float = 1, *, is_for_ingress: bool = False) -> Any:
+        resources = {INGRESS_RESOURCE: 1} if is_for_ingress else {}
+        node = self._ray.add_node(num_cpus=num_cpus, resources=resources, **self._common())
+        self._ray.wait_for_nodes()
+        return node
+
+    def kill(self, node: Any) -> None:
+        """As if its machine had lost power."""
+        self._ray.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        pids = descendants(os.getpid())
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        ray.shutdown()
+        self._ray.shutdown()
+        end(pids, 2.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deployed(config: ServeConfig) -> Iterator[Cluster]:
+    """`config`, deployed on the cluster that it names, until all its replicas serve."""
+    cluster = Cluster(config)
+    try:
+        cluster.start_ray()
+        cluster.deploy()
+        cluster.wait_until_up(lambda _: None)
+        yield cluster
+    finally:
+        serve.delete(config.app_name)
+
+
+def nodes_of(replica: str) -> list[str]:
+    """Ids of the nodes on which the living replicas of a deployment run."""
+    return [
+        actor["Address"]["NodeID"]
+        for actor in state.actor_table(None).values()
+        if actor["State"] == "ALIVE" and f"#{replica}#" in actor["Name"]
+    ]
