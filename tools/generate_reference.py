@@ -21,6 +21,7 @@ from penstock.deployments.config import settings_by_group
 from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
@@ -99,7 +100,9 @@ def metrics_table() -> str:
     """Every metric that an ingress with a gate and a worker exports, as its collector names it."""
     info = WorkerInfo("a:1", epoch=1, token="", pid=1, model="m", max_model_len=9)
     gate = GateClient("ingress", where=None)  # type: ignore[arg-type]  # it never connects
-    collector = PenstockCollector(RequestMetrics("m", 9), lambda: [(info, EngineStats())], gate)
+    collector = PenstockCollector(
+        RequestMetrics("m", 9), lambda: [(info, EngineStats())], gate, LostRequests()
+    )
     rows = []
     for family in collector.collect():
         suffix = "_total" if family.type == "counter" else ""

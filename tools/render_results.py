@@ -46,8 +46,9 @@ class Table:
         return f"{lines}\n\n{table}\n"
 
 
-def _simulated(load: str, source: str, *, fairness: bool = False) -> Table:
-    return Table([f"simulate/{source}"], partial(serving.simulate, load=load, fairness=fairness))
+def _simulated(load: str, source: str, *, fairness: bool = False, prefixes: bool = False) -> Table:
+    render = partial(serving.simulate, load=load, fairness=fairness, prefixes=prefixes)
+    return Table([f"simulate/{source}"], render)
 
 
 def _offline(name: str) -> Table:
@@ -79,10 +80,15 @@ TABLES: dict[str, Table] = {
     "simulate-bursts": _simulated("bursts", "x86-64-loads"),
     "simulate-mixed": _simulated("mixed", "x86-64-loads"),
     "simulate-noisy": _simulated("noisy", "x86-64-noisy", fairness=True),
+    "simulate-overload-4": _simulated("overload", "x86-64-overload-4-workers"),
+    "simulate-prefixes": _simulated("prefixes", "x86-64-prefixes-4-workers", prefixes=True),
     "real-engine": Table(["real-engine/x86-64"], serving.real_engine),
     "gate-latency": Table(["gate-latency/xeon-avx512"], serving.gate_latency),
     "gate-scale": Table(["gate-scale/xeon-avx512"], serving.gate_scale),
+    "state-stores": Table(["state-stores/epyc"], serving.state_stores),
     "retry-after": Table(["retry-after/x86-64"], serving.retry_after),
+    "autoscale": Table(["autoscale/x86-64"], serving.autoscale),
+    "autoscale-frontier": Table(["autoscale/x86-64-frontier"], serving.autoscale),
     "predictor": Table(["predictor/x86-64"], serving.predictor),
     "matmul": Table(
         ["matmul/epyc-zen5", "matmul/xeon-amx", "matmul/xeon-avx512"],

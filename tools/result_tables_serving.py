@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.result_files import Result, fixed, markdown, medians, signed, significant
@@ -174,11 +174,12 @@ def ablation(result: Result) -> str:
     return markdown(head, rows)
 
 
-def simulate(result: Result, load: str, *, fairness: bool = False) -> str:
+def simulate(result: Result, load: str, *, fairness: bool = False, prefixes: bool = False) -> str:
     """The admission policies under one simulated load: means over the seeds."""
     head = ["policy", "preempted /100", "tokens/s", "good/s", "refused"]
     head += ["TTFT p99, s", "TPOT p99, ms", "gap p99, s"]
     head += ["Jain, tokens", "Jain, fair shares"] if fairness else []
+    head += ["TTFT p50, s", "prompt tokens cached"] if prefixes else []
     rows = []
     for policy, row in result.figures["loads"][load].items():
         mean = {key: value["mean"] for key, value in row.items() if isinstance(value, Mapping)}
@@ -193,6 +194,8 @@ def simulate(result: Result, load: str, *, fairness: bool = False) -> str:
             significant(mean["gap_p99"]),
         ]
         cells += [fixed(mean["jain"], 2), fixed(mean["fairness"], 3)] if fairness else []
+        if prefixes:
+            cells += [fixed(mean["ttft_p50"], 2), fixed(mean["prefix_hit_pct"], 0, " %")]
         rows.append(cells)
     return markdown(head, rows)
 
@@ -242,7 +245,7 @@ def gate_scale(result: Result) -> str:
         *("rule", "workers", "requests", "mean waiting", "CPU a request", "of it attempts"),
         *("one core decides", "offered"),
     )
-    rows = [_scale_row(row) for row in [*result.figures["rows"], result.figures["million"]]]
+    rows = [_scale_row(row) for row in result.figures["rows"]]
     return markdown(head, rows)
 
 
@@ -256,8 +259,29 @@ def _scale_row(row: Mapping[str, Any]) -> tuple[object, ...]:
         fixed(row["us_per_request"] / 1e3, 2, " ms"),
         fixed(row["tick_us"] / 1e3, 2, " ms"),
         f"{row['one_core_requests_per_s']:,}/s",
-        f"{row['asked_requests_per_s']:,}/s",
+        f"{row['offered_requests_per_s']:,}/s",
     )
+
+
+def state_stores(result: Result) -> str:
+    head = (
+        *("store", "records a call", "callers", "appends/s", "client's CPU an append"),
+        *("server's", "a call, p50", "p99"),
+    )
+    rows = [
+        (
+            row["store"],
+            fixed(row["batch"], 0),
+            fixed(row["callers"], 0),
+            significant(row["appends_per_s"]),
+            fixed(row["cpu_us"], 0, " us"),
+            fixed(row["server_cpu_us"], 0, " us") if row["store"].startswith("Redis") else None,
+            fixed(row["p50_ms"], 2, " ms"),
+            fixed(row["p99_ms"], 1, " ms"),
+        )
+        for row in result.figures["rows"]
+    ]
+    return markdown(head, rows)
 
 
 def retry_after(result: Result) -> str:
@@ -268,14 +292,35 @@ def retry_after(result: Result) -> str:
     rows = [
         (
             row["load"],
-            row["refusals"],
-            *(fixed(row[f"{key}_p50_s"], 1, " s") for key in ("told", "admissible_after")),
+            f"{row['refusals']:.0f}",
+            *(fixed(row[f"{key}_p50_s"], 1, " s") for key in ("quoted", "admissible_after")),
             fixed(row["off_by_p50_s"], 1, " s"),
-            f"{row['told_too_little_pct']} %",
-            f"{row['admitted_at_return_pct']} %",
-            f"{row['never_admitted_pct']} %",
+            fixed(row["quoted_too_little_pct"], 0, " %"),
+            fixed(row["admitted_at_return_pct"], 0, " %"),
+            fixed(row["never_admitted_pct"], 0, " %"),
         )
         for row in result.figures["rows"]
+    ]
+    return markdown(head, rows)
+
+
+def autoscale(result: Result, starts: Sequence[str] = ("30", "180", "600")) -> str:
+    """Waits and worker-hours of autoscaling policies, means over seeds."""
+    head = ("load", "start-up", "policy", "wait p50", "wait p99", "worker-hours", "moves/h")
+    rows = [
+        (
+            load,
+            f"{start} s",
+            policy,
+            fixed(each["wait_p50"]["mean"], 1, " s"),
+            fixed(each["wait_p99"]["mean"], 1, " s"),
+            fixed(each["worker_hours"]["mean"], 1),
+            fixed(each["moves_per_hour"]["mean"], 0),
+        )
+        for load, by_start in result.figures["loads"].items()
+        for start, policies in by_start.items()
+        if start in starts
+        for policy, each in policies.items()
     ]
     return markdown(head, rows)
 

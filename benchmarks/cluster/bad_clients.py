@@ -141,7 +141,7 @@ async def stop_reading(server: Server, counts: dict[str, int]) -> None:
 async def take_few(
     server: Server, counts: dict[str, int], *, num: int, every_s: float, is_grpc: bool
 ) -> None:
-    """So many tokens are asked for, and read to their end; over gRPC, or every other one."""
+    """Request `num` tokens and read all of them; over gRPC, or HTTP."""
     await _leave_soon(server, counts, every_s, max_tokens=num, is_grpc=is_grpc)
 
 
@@ -208,7 +208,8 @@ class Likewise:
     is_grpc: bool = False  # all of them; else every other one
 
 
-# What the neighbours are compared with: well-behaved requests that are as much work, or nobody.
+# What the neighbours are compared with: well-behaved requests that are as much work, or no other
+# client.
 COMPANY: dict[str, tuple[Company | Likewise | None, Company | None]] = {
     "nobody (against nobody: what the host does)": (None, None),
     "clients that do not read (against the same, reading)": (read_on, stop_reading),

@@ -2,13 +2,13 @@
 
 Starts a server of its own on free ports and an engine in this process, with the same model, number
 format and threads. One at a time, each path gets one request in turn, so that what is compared lies
-a moment apart, and each has rested while the others were asked; the added time to first token is
+a moment apart, and each has rested while the others were measured; the added time to first token is
 the median of the differences within a turn. With many under way, round after round in turn;
 of ratios the median of those within one round. What the ingress's CPU does with nothing to do is
-measured before each round, so that a token's own share can be told from it.
+measured before each round, so that a token's own share can be separated from it.
 
 The client shares the machine with the server, so its own CPU time, which the bare engine is spared,
-is told as well; with `--compute-cores`, which is the server's setting of that name, and
+is printed as well; with `--compute-cores`, which is the server's setting of that name, and
 `--client-core` it keeps off the engine's core, as a client on another machine does.
 Linux: processes are read from /proc.
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -40,6 +39,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cluster.overhead_report import summary, table
+from benchmarks.common import record
 from benchmarks.common.bare_engine import BareEngine, make_model_b
 from benchmarks.common.machine import cpu_name
 from benchmarks.common.server_process import cpu_s, served
@@ -101,7 +101,7 @@ def _bind(cores: set[int]) -> None:
 
 
 class Bench:
-    """One run: the paths, what is asked of them, and what it took."""
+    """One run: the paths, their requests, and what it took."""
 
     def __init__(self, args: argparse.Namespace, paths: dict[str, Run], pids: list[int]):
         self._args, self._paths, self._pids = args, paths, pids
@@ -264,7 +264,7 @@ def run(args: argparse.Namespace, path: str) -> None:
     print(table(rows, args.concurrency))
     if args.json:
         content = {"about": about, "summary": rows, "rounds": rounds}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
+        record.write(args.json, __file__, content, threads=args.threads)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Neighbours stream answers over gRPC and HTTP, beside each kind of bad company an
 just after, without it: clients that stop reading (against the same clients, reading, for what they
 ask for is work in itself), clients that disconnect at their first token, and calls whose deadline
 passes (both, 20 a second, against as many calls that end by themselves, each of as many tokens as
-the worker makes for a bad one before it hears of its end; and, 2 a second, against nobody). Shown
+the worker makes for a bad one before it hears of its end; and, 2 a second, against none). Shown
 are the neighbours' inter-token times, and the ratio within a round, as medians over the rounds;
-nobody against nobody shows what the host does by itself. Then, with every slot taken:
+none against none shows what the host does by itself. Then, with every slot taken:
 
 - how soon after a disconnect the blocks are free: the time until a request that waits for just that
   slot has its first token, which is an upper bound (its own prefill and both ways are in it);
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import time
@@ -48,6 +47,7 @@ from benchmarks.cluster.bad_clients import (
     take_few,
     tokens_of_each,
 )
+from benchmarks.common import record
 from benchmarks.common.server_process import served
 from penstock.deployments.bench.figures import Slo, figures_of
 from penstock.deployments.bench.load import Job
@@ -268,7 +268,7 @@ def main() -> None:
     )
     print(table(results))
     if args.json:
-        args.json.write_text(json.dumps({"about": about, **results}, indent=2) + "\n")
+        record.write(args.json, __file__, {"about": about, **results}, threads=args.threads)
 
 
 if __name__ == "__main__":

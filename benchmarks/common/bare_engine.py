@@ -33,7 +33,7 @@ class BareEngine:
         self._num_sent = 0
 
     def run(self, calls: Sequence[BenchCall], concurrency: int) -> list[Outcome]:
-        """Serve `calls` with so many under way; times as seen behind the thread's queue."""
+        """Serve `calls`, `concurrency` at once; times as seen after the thread's queue."""
         waiting = list(reversed(calls))
         running: dict[str, Outcome] = {}
         done: list[Outcome] = []

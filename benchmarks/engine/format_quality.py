@@ -1,8 +1,8 @@
 """What each number format costs: held-out perplexity of the built-in models, weights by KV.
 
-    python -m benchmarks.engine.format_quality --json quality.json  everything, in minutes
+    python -m benchmarks.engine.format_quality --tokens tokens.json  everything, in minutes
     python -m benchmarks.engine.format_quality --weights fp32,int8 --kv auto,int8-64     some of it
-    python -m benchmarks.engine.format_quality --json quality.json --table  what is there so far
+    python -m benchmarks.engine.format_quality --tokens tokens.json --table  what is there so far
 
 Windows of held-out books go through the production engine as prompts; it tells the log-probability
 of each of their tokens. Formats see the same tokens, so the difference of two is taken token by
@@ -20,12 +20,13 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks.common import record
 from penstock.workers.config import EngineConfig, KvFormat, KvGroup
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
@@ -44,8 +45,8 @@ WINDOW = 1024
 
 
 def windows(corpus: Path, num_windows: int) -> list[list[int]]:
-    """So many stretches of WINDOW tokens and one, evenly from both books, each behind the mark that
-    texts begin with."""
+    """`num_windows` stretches of WINDOW + 1 tokens, evenly from both books, each after the token
+    that texts begin with."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin"), local_files_only=True)
     found = []
     for book in data.HELDOUT_BOOKS:
@@ -109,9 +110,39 @@ def table(runs: dict[str, list[float]]) -> str:
 def cell(nll: list[float] | None, base: Tensor) -> str:
     if nll is None:
         return ""
+    change, error = difference(nll, base)
+    return f"{change:+.3f} ± {error:.3f}"
+
+
+def difference(nll: list[float], base: Tensor) -> tuple[float, float]:
+    """Change of the perplexity against `base`, and its standard error, both in percent."""
     change = torch.tensor(nll, dtype=torch.float64) - base
-    error = change.std() / math.sqrt(len(change))
-    return f"{math.expm1(change.mean()) * 100:+.3f} ± {error * 100:.3f}"
+    error = change.std().item() / math.sqrt(len(change))
+    return math.expm1(change.mean().item()) * 100, error * 100
+
+
+def figures(runs: dict[str, list[float]], model: str) -> dict[str, Any]:
+    """Of one model, as the page of results shows them. Raises ValueError without its fp32 run."""
+    if f"{model} fp32 auto" not in runs:
+        raise ValueError(f"the figures of {model} are changes against fp32, which was not run")
+    base = torch.tensor(runs[f"{model} fp32 auto"], dtype=torch.float64)
+    rows = []
+    for weights in (*WEIGHTS, *VARIANTS):
+        found = {
+            kv: runs[f"{model} {weights} {kv}"] for kv in KV if f"{model} {weights} {kv}" in runs
+        }
+        if found:
+            each = {kv: difference(nll, base) for kv, nll in found.items()}
+            changes = {kv: round(change, 3) for kv, (change, _) in each.items()}
+            errors = {kv: round(error, 3) for kv, (_, error) in each.items()}
+            rows.append({"weights": weights, "change_percent": changes, "error_percent": errors})
+    return {
+        "model": model,
+        "perplexity_fp32": base.mean().exp().item(),
+        "window_tokens": WINDOW,
+        "tokens": len(base),
+        "rows": rows,
+    }
 
 
 def main() -> int:
@@ -126,14 +157,17 @@ def main() -> int:
     parser.add_argument("--kv", default=",".join(KV))
     parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens (default: 8)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="figures of each token, kept between runs")
+    parser.add_argument("--tokens", type=Path, help="figures of each token, kept between runs")
+    parser.add_argument("--json", type=Path, help="also write the figures of one model here")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
+    if args.json and "," in args.models:
+        parser.error("--json takes the figures of one model: name it with --models")
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     runs: dict[str, list[float]] = {}
-    if args.json and args.json.exists():
-        runs = json.loads(args.json.read_text())
+    if args.tokens and args.tokens.exists():
+        runs = json.loads(args.tokens.read_text())
     texts = [] if args.table else windows(args.corpus, args.windows)
     wanted = [(w, kv) for w in args.weights.split(",") for kv in args.kv.split(",")]
     wanted += [(w, "auto") for w in args.variants.split(",") if w]
@@ -145,9 +179,11 @@ def main() -> int:
             start_s = time.perf_counter()
             runs[name] = [round(each, 6) for each in token_nll(model, weights, kv, texts)]
             print(f"{name}: {time.perf_counter() - start_s:.1f} s", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(runs))
+            if args.tokens:
+                args.tokens.write_text(json.dumps(runs))
     print(table(runs))
+    if args.json:
+        record.write(args.json, __file__, figures(runs, args.models), threads=args.threads)
     return 0
 
 

@@ -1,9 +1,9 @@
 """Offline throughput and single-stream latency against transformers' `generate`, and vLLM.
 
-One process, the same random weights, the same number format unless told otherwise, the same thread
+One process, the same random weights, the same number format by default, the same thread
 count, greedy, end of sequence ignored. W1: one request (prompt 128, 128 new tokens). W2: 32
 requests at once with prompts of 16-512 and 16-256 new tokens (seeded). transformers gets W2 as one
-left-padded batch, which is what a user of it would write; only the tokens that were asked for
+left-padded batch, which is what a user of it would write; only the requested tokens
 count, for all. With --weights and --kv the engine quantises, and transformers stays as it is.
 
 With --vllm, an interpreter that has vLLM's CPU build, that is measured beside, in a process of its
@@ -38,6 +38,7 @@ import transformers
 from tqdm import tqdm
 from transformers.generation import BaseStreamer
 
+from benchmarks.common import record
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
@@ -153,7 +154,7 @@ def run_vllm(folder: Path, jobs: list[Job], args: argparse.Namespace) -> dict[st
     """The same in vLLM's environment. Raises RuntimeError, with what it said, where it fails."""
     dtype = str(DTYPES[args.dtype]).removeprefix("torch.")
     out = folder / "vllm.json"  # its streams are full of what it logs
-    asked = {"folder": str(folder), "dtype": dtype, "jobs": [asdict(job) for job in jobs]}
+    job_file = {"folder": str(folder), "dtype": dtype, "jobs": [asdict(job) for job in jobs]}
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
     env = os.environ | {
         "LD_PRELOAD": ":".join(args.vllm_preload),
@@ -162,7 +163,7 @@ def run_vllm(folder: Path, jobs: list[Job], args: argparse.Namespace) -> dict[st
     }
     ran = subprocess.run(
         [args.vllm, str(Path(__file__).with_name("offline_vllm.py")), str(out)],
-        input=json.dumps(asked),
+        input=json.dumps(job_file),
         env=env,
         capture_output=True,
         text=True,
@@ -250,9 +251,8 @@ def main() -> None:
             f"| {row['tokens_per_s']:.1f} | {row['tokens_per_s'] / base:.2f}x |"
         )
     if args.json:
-        args.json.write_text(
-            json.dumps({"args": vars(args) | {"json": None}, "runs": runs}, indent=2)
-        )
+        content = {"args": vars(args) | {"json": None}, "runs": runs}
+        record.write(args.json, __file__, content, threads=args.threads)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ def drain(engine: LLMEngine, jobs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    jobs = asked["jobs"]
+    job_file = json.load(sys.stdin)
+    jobs = job_file["jobs"]
     args = EngineArgs(
-        model=asked["folder"],
+        model=job_file["folder"],
         skip_tokenizer_init=True,
-        dtype=asked["dtype"],
+        dtype=job_file["dtype"],
         max_model_len=max(len(job["prompt_ids"]) + job["num_new"] for job in jobs),
         max_num_seqs=max(len(jobs), 2),
         enable_prefix_caching=False,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.common import record
 from benchmarks.common.machine import cpu_name
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.checkpoint import CheckpointExperts
@@ -71,13 +70,22 @@ def drain(engine: Engine, ids: Sequence[int], num_new: int) -> None:
         engine.step()
 
 
-def finish(out: Path | None, found: dict[str, Any], lines: Callable[[Any], list[str]]) -> None:
-    """Print what `lines` says of `found`, and write both to `out`, .txt and .json."""
-    found = {"machine": machine(), "command": " ".join(sys.argv), **found}
-    text = "\n".join([found["machine"], "", *lines(found)])
+def finish(
+    program: str,
+    args: argparse.Namespace,
+    found: dict[str, Any],
+    lines: Callable[[Any], list[str]],
+) -> None:
+    """Print the machine and the table that `lines` makes of `found`; write them to `args.out`.
+
+    program: `__file__` of the benchmark. The figures go to OUT.json, the text to OUT.txt.
+    """
+    text = "\n".join([machine(), "", *lines(found)])
     print(text)
+    out = args.out
     if out is not None:
-        out.with_name(out.name + ".json").write_text(json.dumps(found, indent=1) + "\n")
+        path = out.with_name(out.name + ".json")
+        record.write(path, program, found, threads=args.threads)
         out.with_name(out.name + ".txt").write_text(text + "\n")
 
 

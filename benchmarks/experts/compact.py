@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        finish(args.out, {"rows": measure(args)}, lines)
+        finish(__file__, args, {"rows": measure(args)}, lines)
 
 
 if __name__ == "__main__":

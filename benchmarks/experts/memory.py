@@ -114,7 +114,7 @@ def main() -> None:
         return
     torch.set_num_threads(args.threads)
     transformers.logging.disable_progress_bar()
-    finish(args.out, {"memory": memory()}, lines)
+    finish(__file__, args, {"memory": memory()}, lines)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768, help="of held-out text")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    finish(args.out, {"accuracy": accuracy(args)}, lines)
+    finish(__file__, args, {"accuracy": accuracy(args)}, lines)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.experts.common import MODEL, books, finish, parser_of
+from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.config import MOE_SCORES
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.expert_file import ExpertFile
@@ -66,14 +67,13 @@ class Reader:
         self.inputs = AttentionInputs(
             slots=self.positions,
             num_decode=0,
-            decode_tables=nothing,
-            decode_lens=nothing[:, 0],
-            max_decode_len=0,
-            prefill_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-            prefill_starts=torch.tensor([0, WINDOW], dtype=torch.int32),
-            prefill_lens=torch.tensor([WINDOW], dtype=torch.int32),
-            max_prefill_chunk=WINDOW,
-            max_prefill_len=WINDOW,
+            decode=DecodeBatch(nothing, nothing[:, 0], 0),
+            prefill=PrefillBatch(
+                torch.arange(num_blocks, dtype=torch.int32)[None],
+                torch.tensor([0, WINDOW], dtype=torch.int32),
+                torch.tensor([WINDOW], dtype=torch.int32),
+                WINDOW,
+            ),
         )
 
     @torch.inference_mode()
@@ -195,7 +195,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = measure(args)
     found = {"tokens": args.windows * (WINDOW - NUM_EXACT - 1), "rows": rows}
-    finish(args.out, found, lines)
+    finish(__file__, args, found, lines)
     if args.out is not None:
         plot(found, args.out.with_name(args.out.name + ".png"))
 

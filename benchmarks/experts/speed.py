@@ -170,7 +170,8 @@ def main() -> None:
     prompt = books(args.corpus)[0]
     rates = [1e9 * rate for rate in args.gb_per_s]
     finish(
-        args.out,
+        __file__,
+        args,
         {part: [PARTS[part](args, prompt, rate) for rate in rates] for part in args.parts},
         lines,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import platform
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import record
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
@@ -51,18 +51,18 @@ class NoCredits(Credits):
         """None is taken."""
 
 
-def serve_gate(told: Any) -> None:
+def serve_gate(addresses: Any) -> None:
     """The gate's process."""
 
     async def serve() -> None:
         setup = GateSetup(host="127.0.0.1")
-        told.put(await GateServer(setup).where(setup))
+        addresses.put(await GateServer(setup).where(setup))
         await asyncio.Event().wait()
 
     asyncio.run(serve())
 
 
-def serve_worker(told: Any) -> None:
+def serve_worker(addresses: Any) -> None:
     """The worker's process."""
     torch.set_num_threads(1)
     config = EngineConfig(weights="fp32", device="cpu", num_blocks=600, threads=1)
@@ -71,7 +71,7 @@ def serve_worker(told: Any) -> None:
     thread = EngineThread(engine, channel.deliver, num_threads=1)
     channel.start(thread)
     thread.start()
-    told.put(channel.info)
+    addresses.put(channel.info)
     thread._thread.join()
 
 
@@ -82,9 +82,9 @@ def request(number: int, path: str) -> AdmissionRequest:
     return AdmissionRequest(Request(f"{path}-{number}", prompt, params), features, text=TEXT)
 
 
-async def first_token_ms(pool: WorkerPool, asked: AdmissionRequest) -> float:
+async def first_token_ms(pool: WorkerPool, submitted: AdmissionRequest) -> float:
     began_s = time.perf_counter()
-    stream = pool.generate(asked)
+    stream = pool.generate(submitted)
     await anext(stream)
     took_s = time.perf_counter() - began_s
     await stream.aclose()
@@ -133,13 +133,13 @@ def main() -> None:
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     others = []
-    told = []
+    addresses = []
     for serve in (serve_gate, serve_worker):
         answers = spawn.Queue()
         others.append(spawn.Process(target=serve, args=(answers,), daemon=True))
         others[-1].start()
-        told.append(answers.get(timeout=100))
-    address, info = told
+        addresses.append(answers.get(timeout=100))
+    address, info = addresses
     times = asyncio.run(measure(info, address, args.rounds))
     for each in others:
         each.terminate()
@@ -163,7 +163,7 @@ def report(times: dict[str, list[float]], args: argparse.Namespace) -> None:
         print(f"| {path} | " + " | ".join(f"{value:.2f} ms" for value in row.values()) + " |")
     if args.json:
         about = {"rounds": args.rounds, "load": os.getloadavg()[0], "cores": os.cpu_count()}
-        args.json.write_text(json.dumps({"about": about, "paths": rows}, indent=2) + "\n")
+        record.write(args.json, __file__, {"about": about, "paths": rows})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ requests of that file (`--warm`) and goes on learning.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.common import record
 from benchmarks.gate.sim.engine_worker import EngineWorker
 from benchmarks.gate.sim.events import Simulation
 from benchmarks.gate.sim.fit import Fitted, fit_engine
@@ -91,8 +91,8 @@ def run(name: str, worker: Any, args: argparse.Namespace, bar: tqdm) -> dict[str
     done.run()
     tokens = done.tokens_at[1] - done.tokens_at[0]
     slo = Slo(args.ttft, args.tpot_ms / 1e3, args.gap)
-    told = figures(jobs, tokens, worker.num_prefilled, window, slo)
-    return told | {
+    measured = figures(jobs, tokens, worker.num_prefilled, window, slo)
+    return measured | {
         "recomputed": float(sum(each.num_recomputed for each in jobs)),
         "preemptions": float(sum(each.num_preemptions for each in jobs)),
         "declined": float(done.num_declined),
@@ -118,20 +118,20 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     shape = WorkerShape(fitted.model, args.blocks, slots=16, budget=256, watermark=0.0)
     model = load_model("builtin", progress=False)
     clock = time.perf_counter if args.wall else time.thread_time
-    told: dict[str, Any] = {"fitted": asdict(fitted), "real": {}, "simulated": {}}
+    measured: dict[str, Any] = {"fitted": asdict(fitted), "real": {}, "simulated": {}}
     with tqdm(total=2 * len(POLICIES) * args.requests, unit="request", mininterval=1.0) as bar:
         for name in POLICIES:
             bar.set_postfix_str(name)
             engine = Engine(EngineConfig(**engine_settings), model)
-            told["real"][name] = run(name, EngineWorker(0, shape, engine, clock), args, bar)
+            measured["real"][name] = run(name, EngineWorker(0, shape, engine, clock), args, bar)
             engine.check()
             engine.close()
-            told["simulated"][name] = run(name, SimWorker(0, shape), args, bar)
-    return told
+            measured["simulated"][name] = run(name, SimWorker(0, shape), args, bar)
+    return measured
 
 
-def report(told: dict[str, Any], args: argparse.Namespace) -> str:
-    fitted = Fitted(**told["fitted"])
+def report(measured: dict[str, Any], args: argparse.Namespace) -> str:
+    fitted = Fitted(**measured["fitted"])
     time_of = "wall clock" if args.wall else "CPU time of the engine's thread"
     lines = [
         f"{datetime.now(UTC).isoformat(timespec='seconds')}, {platform.machine()}, builtin model, "
@@ -145,12 +145,12 @@ def report(told: dict[str, Any], args: argparse.Namespace) -> str:
     ]
     for name in POLICIES:
         for kind in ("real", "simulated"):
-            row = told[kind][name]
+            row = measured[kind][name]
             cells = " | ".join(form.format(row[key]) for key, _, form in KEYS)
             lines.append(f"| {name}, {kind} | {cells} |")
     lines.append("")
     for name in POLICIES:
-        real, simulated = told["real"][name], told["simulated"][name]
+        real, simulated = measured["real"][name], measured["simulated"][name]
         off = {
             key: 100 * (simulated[key] / real[key] - 1) if real[key] else float("nan")
             for key in ("step_ms", "goodput", "tokens_s")
@@ -184,16 +184,15 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.blocks < (LONGEST_PROMPT + MAX_TOKENS) // 16 + 1:
         parser.error(f"--blocks must hold {LONGEST_PROMPT} + {MAX_TOKENS} tokens: at least 49")
-    told = compare(args)
-    text = report(told, args)
+    measured = compare(args)
+    text = report(measured, args)
     print("\n" + text)
     if args.out is not None:
         about: dict[str, Any] = {"args": {name: str(value) for name, value in vars(args).items()}}
         about["load_average"] = str(os.getloadavg()[0])
         args.out.with_suffix(".md").write_text(text)
-        args.out.with_suffix(".json").write_text(
-            json.dumps(about | told | {"numpy": np.__version__}, indent=1) + "\n"
-        )
+        content = about | measured | {"numpy": np.__version__}
+        record.write(args.out.with_suffix(".json"), __file__, content, threads=1)
 
 
 if __name__ == "__main__":

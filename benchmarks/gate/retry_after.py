@@ -1,8 +1,8 @@
-"""How honest is Retry-After? Refused clients of a simulated load come back when they were told to.
+"""How honest is Retry-After? Refused clients of a simulated load come back after it.
 
-What each was told is set against the moment from which the gate would have had it: half a second
-apart it is asked whether it would let the request in by now, which changes nothing. Those who come
-back are part of the load, up to `most_returns` times each, and then leave for good.
+The quoted time is compared with the moment from which the gate would admit the request: the
+benchmark asks the gate every half second, which changes nothing. Returning clients are part of
+the load, up to `most_returns` times each, and then leave for good.
 
     python -m benchmarks.gate.retry_after                  # what docs/benchmarks/results.md shows
     python -m benchmarks.gate.retry_after --load overload --seeds 1
@@ -11,7 +11,6 @@ back are part of the load, up to `most_returns` times each, and then leave for g
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.common import record
 from benchmarks.gate.sim.events import Simulation
 from benchmarks.gate.sim.loads import DATA, GPUS, LOADS, Load, jobs_of
 from benchmarks.gate.sim.policies import Gated
@@ -28,7 +28,7 @@ from benchmarks.gate.sim.worker import Job, SimWorker
 from penstock.deployments.gate.types import GateSettings
 
 PROBE_S = 0.5
-PATIENCE_S = 300.0  # so long it is asked whether a refused one would be let in
+PATIENCE_S = 300.0  # for this long the gate is checked: would it admit a refused request
 MOST_RETURNS = 5
 
 
@@ -40,7 +40,7 @@ class Refused:
     retry_after_s: float  # Retry-After
     was_again: bool  # it had come back before
     is_in: bool | None = None  # at its return; None: it did not come back
-    could_s: float | None = None  # from its refusal until it would have been let in
+    could_s: float | None = None  # from its refusal until the gate would admit it
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Returning(Simulation):
         if refused.could_s is not None or self.now - refused.at > PATIENCE_S:
             return
         if not job.outcome and job.job_id in self.policy.gate.queue:
-            return  # a later refusal's return was let in
+            return  # it returned after a later refusal and was admitted
         if self.policy.would_wait(job, self.now) <= self.policy.settings.longest_wait_s:
             refused.could_s = self.now - refused.at
         else:
@@ -92,8 +92,11 @@ def run_one(load: Load, seed: int, folder: Path, on_end: Any) -> tuple[Returning
     return run, gated
 
 
-def figures(runs: Sequence[Returning]) -> dict[str, float]:
-    """Of all runs together; the first fifth of each is not counted."""
+def figures(runs: Sequence[Returning]) -> dict[str, float | None]:
+    """Of all runs together; the first fifth of each is not counted.
+
+    None for a figure of refusals where there was none to take it from.
+    """
     counted = [
         each
         for run in runs
@@ -101,28 +104,36 @@ def figures(runs: Sequence[Returning]) -> dict[str, float]:
         if each.at >= run.jobs[len(run.jobs) // 5].arrived
     ]
     back = [each for each in counted if each.is_in is not None]
-    told = np.array([each.retry_after_s for each in back if each.could_s is not None])
+    quoted = np.array([each.retry_after_s for each in back if each.could_s is not None])
     could = np.array([each.could_s for each in back if each.could_s is not None])
     ends = Counter(job.outcome for run in runs for job in run.jobs)
     return {
         "refusals": float(len(counted)),
-        "in_pct": 100 * float(np.mean([bool(each.is_in) for each in back])),
-        "lost_pct": 100 * ends["refused"] / ends.total(),
-        "told_p50_s": float(np.median(told)),
-        "could_p50_s": float(np.median(could)),
-        "off_p50_s": float(np.median(np.abs(told - could))),
-        "early_pct": 100 * float(np.mean(told < could - PROBE_S)),
+        "admitted_at_return_pct": _percent(np.array([bool(each.is_in) for each in back])),
+        "never_admitted_pct": 100 * ends["refused"] / ends.total(),
+        "quoted_p50_s": _median(quoted),
+        "admissible_after_p50_s": _median(could),
+        "off_by_p50_s": _median(np.abs(quoted - could)),
+        "quoted_too_little_pct": _percent(quoted < could - PROBE_S),
     }
+
+
+def _median(values: np.ndarray) -> float | None:
+    return float(np.median(values)) if values.size else None
+
+
+def _percent(flags: np.ndarray) -> float | None:
+    return 100 * float(np.mean(flags)) if flags.size else None
 
 
 COLUMNS = (
     ("refusals", "refusals", "{:.0f}"),
-    ("told_p50_s", "told, p50 s", "{:.1f}"),
-    ("could_p50_s", "would be let in after, p50 s", "{:.1f}"),
-    ("off_p50_s", "off by, p50 s", "{:.1f}"),
-    ("early_pct", "told too little, %", "{:.0f}"),
-    ("in_pct", "let in at the return, %", "{:.0f}"),
-    ("lost_pct", "requests never let in, %", "{:.0f}"),
+    ("quoted_p50_s", "quoted, p50 s", "{:.1f}"),
+    ("admissible_after_p50_s", "admissible after, p50 s", "{:.1f}"),
+    ("off_by_p50_s", "off by, p50 s", "{:.1f}"),
+    ("quoted_too_little_pct", "quoted too little, %", "{:.0f}"),
+    ("admitted_at_return_pct", "admitted at the return, %", "{:.0f}"),
+    ("never_admitted_pct", "never admitted, %", "{:.0f}"),
 )
 
 
@@ -141,7 +152,7 @@ def main() -> None:
         "| load | " + " | ".join(name for _, name, _ in COLUMNS) + " |",
         "|" + "---|" * (len(COLUMNS) + 1),
     ]
-    told: dict[str, dict[str, float]] = {}
+    by_load: dict[str, dict[str, float | None]] = {}
     total = len(args.load) * len(args.pace) * args.seeds * args.requests
     with tqdm(total=total, unit="request", mininterval=1.0) as bar:
         for name in args.load:
@@ -150,14 +161,16 @@ def main() -> None:
                 load = replace(load, num_requests=args.requests, rate=load.rate * pace)
                 runs = [run_one(load, i, args.data, bar.update)[0] for i in range(args.seeds)]
                 key = f"{name}, {load.rate:.2f}/s"
-                told[key] = figures(runs)
-                cells = " | ".join(form.format(told[key][column]) for column, _, form in COLUMNS)
+                by_load[key] = figures(runs)
+                found = ((by_load[key][column], form) for column, _, form in COLUMNS)
+                cells = " | ".join("" if x is None else form.format(x) for x, form in found)
                 lines.append(f"| {key} | {cells} |")
     text = "\n".join(lines) + "\n"
     print("\n" + text)
     if args.out is not None:
         args.out.with_suffix(".md").write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
+        rows = [{"load": load, **row} for load, row in by_load.items()]
+        record.write(args.out.with_suffix(".json"), __file__, {"rows": rows})
 
 
 if __name__ == "__main__":

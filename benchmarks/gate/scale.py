@@ -13,7 +13,7 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -37,8 +37,8 @@ NUMBERS = (1, 10, 100, 1000)
 CAPACITY = 16_384  # tokens of a worker: some 30 answers
 STEP_S = 0.03
 LENGTH = LengthDistribution(cumulative_hazard(length_prior()), 2048)
-# Requests a second that a worker's memory can serve: prompts of 325 tokens and answers by LAW, each
-# holding its tokens for as long as it takes, 6,240 token-seconds.
+# Requests a second that a worker's memory can serve: prompts of 325 tokens and answers by LENGTH,
+# each holding its tokens for as long as it takes, 6,240 token-seconds.
 PER_WORKER = 2.6
 LIGHT = (
     0.5  # of that: at 0.7 the queue fills within a minute, for a distribution as broad as this one
@@ -63,7 +63,7 @@ class Cost:
     parts: dict[str, float]  # by call
     num_admitted: int
     mean_waiting: float
-    per_s: float  # requests of simulated time, what the gate was asked to do
+    per_s: float  # requests of simulated time, the offered load
     tenths: list[float]  # us of CPU a request in each tenth of them: whether it grows with time
 
 
@@ -71,10 +71,31 @@ class Cost:
 class Costs:
     costs: list[Cost] = field(default_factory=list)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a size, as the page of results shows them; times are CPU microseconds."""
+        return [
+            {
+                "rule": each.size.rule,
+                "workers": each.size.workers,
+                "queue": each.size.queue or "empty",
+                "requests": each.size.requests,
+                "mean_waiting": round(each.mean_waiting),
+                "us_per_request": each.us,
+                "offer_us": each.parts["offer"],
+                "tick_us": each.parts["tick"],
+                "reports_us": each.parts["report"],
+                "rest_us": each.parts["started"] + each.parts["finished"],
+                "one_core_requests_per_s": round(1e6 / each.us),
+                "offered_requests_per_s": round(each.per_s),
+                "us_per_request_by_tenth": each.tenths,
+            }
+            for each in self.costs
+        ]
+
     def text(self) -> str:
         lines = [
             "| rule | workers | queue | requests | waiting, mean | us/request | offer | tick "
-            "| reports | rest | first, last tenth | one core serves, req/s | it was asked, req/s |",
+            "| reports | rest | first, last tenth | one core serves, req/s | offered, req/s |",
             "|" + "---|" * 13,
         ]
         for each in self.costs:

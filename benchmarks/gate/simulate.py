@@ -9,6 +9,7 @@ the same requests.
     python -m benchmarks.gate.simulate    # what docs/benchmarks/results.md shows
     python -m benchmarks.gate.simulate --load reasoning --policy optimistic predicted --pace 0.9
     python -m benchmarks.gate.simulate --load mixed --workers 4 --out /tmp/mixed
+    python -m benchmarks.gate.simulate --load prefixes --workers 4 --policy least-kv predicted
     python -m benchmarks.gate.simulate --fit  # coefficients of this machine
     python -m benchmarks.gate.simulate --scale                          # what the gate itself costs
 
@@ -33,12 +34,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.gate.scale import NUMBERS, run_scale
+from benchmarks.common import record
+from benchmarks.gate.scale import NUMBERS, Costs, run_scale
 from benchmarks.gate.sim.events import Simulation
 from benchmarks.gate.sim.fit import fit_engine
 from benchmarks.gate.sim.loads import DATA, GPUS, LOADS, Load, jobs_of
 from benchmarks.gate.sim.policies import Gated, PastFuture, Policy, ReserveMax
 from benchmarks.gate.sim.report import claims, draw, figures, spread, table
+from benchmarks.gate.sim.routing import LeastKv, PowerOfTwo, RoundRobin
 from benchmarks.gate.sim.worker import SimWorker, StepModel, WorkerShape
 from penstock.deployments.gate.types import GateSettings
 
@@ -48,9 +51,21 @@ POLICIES: dict[str, Maker] = {
     "reserve-max": lambda workers, settings, seed: ReserveMax(workers),
     "optimistic": lambda workers, settings, seed: Policy(workers),
     "optimistic, cap": lambda workers, settings, seed: Policy(workers, cap=CAP),
+    "round-robin": lambda workers, settings, seed: RoundRobin(workers, cap=CAP),
+    "least-kv": lambda workers, settings, seed: LeastKv(workers, cap=CAP),
+    "power-of-two": lambda workers, settings, seed: PowerOfTwo(workers, cap=CAP, seed=seed),
     "past-future": lambda workers, settings, seed: PastFuture(workers, seed=seed),
     "past-future, warm": lambda workers, settings, seed: PastFuture(workers, seed=seed),
     "predicted": lambda workers, settings, seed: Gated(workers, settings=settings, seed=seed),
+    "predicted, no affinity": lambda workers, settings, seed: Gated(
+        workers, settings=settings, seed=seed, affinity=False
+    ),
+    "predicted 0.5, largest victim": lambda workers, settings, seed: Gated(
+        workers,
+        settings=replace(settings, level=0.5, pressed_level=0.5),
+        seed=seed,
+        victim="largest",
+    ),
     "predicted, grid": lambda workers, settings, seed: Gated(
         workers, settings=replace(settings, rule="gaussian"), seed=seed
     ),
@@ -59,6 +74,11 @@ POLICIES: dict[str, Maker] = {
     ),
 }
 SHOWN = ("reasoning", "overload", "generous")
+# Asked for by name: routers are for several workers, and victims for the engine.
+BY_NAME = (
+    *("round-robin", "least-kv", "power-of-two"),
+    *("predicted, no affinity", "predicted 0.5, largest victim"),
+)
 
 
 def run_one(
@@ -85,22 +105,24 @@ def run_one(
     run = Simulation(rule, here, jobs, on_end, marks=window).run()
     tokens = run.tokens_at[1] - run.tokens_at[0]
     prefilled = sum(each.num_prefilled for each in here)
+    hit = sum(each.num_hit for each in here)
     return figures(jobs, tokens, prefilled, window, load.slo) | {
         "policy_ms": 1e3 * run.policy_s / len(jobs),
         "declined_100": 100 * run.num_declined / len(jobs),
+        "prefix_hit_pct": 100 * hit / max(hit + prefilled, 1),
         "most_waiting": float(run.most_waiting),
     }
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """All loads, policies and seeds that were asked for."""
+    """All loads, policies and seeds that were chosen."""
     loads = {name: LOADS[name] for name in args.load}
     if args.requests:
         loads = {name: replace(each, num_requests=args.requests) for name, each in loads.items()}
     if args.longest_wait:
         loads = {n: replace(each, longest_wait_s=args.longest_wait) for n, each in loads.items()}
     each_run = sum(each.num_requests for each in loads.values()) * args.workers
-    told: dict[str, Any] = {}
+    by_load: dict[str, Any] = {}
     with tqdm(
         total=each_run * len(args.policy) * args.seeds, unit="request", mininterval=1.0
     ) as bar:
@@ -121,9 +143,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                     )
                     for seed in range(args.seeds)
                 ]
-                told.setdefault(name, {})[policy] = spread(runs) | {"runs": runs}
-                keep(args.out, told, args)
-    return told
+                by_load.setdefault(name, {})[policy] = spread(runs) | {"runs": runs}
+                keep(args.out, by_load, args)
+    return by_load
 
 
 def shape_of(load: Load, args: argparse.Namespace) -> WorkerShape:
@@ -134,12 +156,12 @@ def shape_of(load: Load, args: argparse.Namespace) -> WorkerShape:
     return shape if args.blocks is None else replace(shape, num_blocks=args.blocks)
 
 
-def report(told: dict[str, Any], args: argparse.Namespace) -> str:
+def report(by_load: dict[str, Any], args: argparse.Namespace) -> str:
     lines = [
         f"Simulated: {args.workers} worker(s), {args.seeds} seeds (means, in brackets standard "
         f"deviations), pace x {args.pace:g}; {platform.machine()}, numpy {np.__version__}",
     ]
-    for name, policies in told.items():
+    for name, policies in by_load.items():
         load = LOADS[name]
         slo = load.slo
         offered = next(iter(policies.values()))["offered_s"]["mean"]
@@ -150,7 +172,7 @@ def report(told: dict[str, Any], args: argparse.Namespace) -> str:
             "",
             table(policies, by_tenant=len(load.sources[0].tenants) > 1 or len(load.sources) > 1),
         ]
-    found = claims(told)
+    found = claims(by_load)
     return "\n".join([*lines, *(["", *[f"- {each}" for each in found]] if found else [])])
 
 
@@ -163,7 +185,8 @@ def parser_of() -> argparse.ArgumentParser:
         "--load", nargs="+", default=list(SHOWN), choices=LOADS, metavar="L", help=loads
     )
     parser.add_argument(
-        "--policy", nargs="+", default=list(POLICIES), choices=POLICIES, metavar="P",
+        "--policy", nargs="+", choices=POLICIES, metavar="P",
+        default=[each for each in POLICIES if each not in BY_NAME],
         help=", ".join(repr(each) for each in POLICIES),
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
@@ -191,19 +214,19 @@ def parser_of() -> argparse.ArgumentParser:
     return parser
 
 
-def keep(out: Path | None, told: dict[str, Any], args: argparse.Namespace) -> None:
+def keep(out: Path | None, by_load: dict[str, Any], args: argparse.Namespace) -> None:
     """Write what is there: after each policy, so that a long run that is stopped has left that."""
     if out is not None:
         plain = {key: str(value) for key, value in vars(args).items()}
-        write(out, report(told, args), {"loads": told, "args": plain})
-        draw(out.with_suffix(".png"), told)
+        write(out, report(by_load, args), {"loads": by_load, "args": plain})
+        draw(out.with_suffix(".png"), by_load)
 
 
 def write(out: Path, text: str, found: dict[str, Any]) -> None:
     head = {"load_average": os.getloadavg()[0], "machine": platform.machine()}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(text + "\n")
-    out.with_suffix(".json").write_text(json.dumps(head | found, indent=1) + "\n")
+    record.write(out.with_suffix(".json"), __file__, head | found)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -216,9 +239,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--requests must be at least 10")
     if args.fit or args.scale:
         found = fit_engine() if args.fit else run_scale(args.scale_requests, args.scale_workers)
+        facts = {"rows": found.rows()} if isinstance(found, Costs) else asdict(found)
         print("\n" + found.text())
         if args.out is not None:
-            write(args.out, found.text(), asdict(found))
+            write(args.out, found.text(), facts)
     else:
         print("\n" + report(compare(args), args))
 

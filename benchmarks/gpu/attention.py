@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import CUDA, DEVICE, HALF, Checks, Triples, Work, starts_of
 from penstock.kernels.reference import attention as attention_torch
 from penstock.kernels.triton import attention as attention_triton
-from penstock.kernels.types import PagedKv
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 
 SCALE = 0.125
 # query heads a kv head, kv heads, head_dim, block_size, window
@@ -34,6 +34,14 @@ class Cache:
     kv: PagedKv
     tables: Tensor
     lens: Tensor
+
+    def decode(self, max_len: int) -> DecodeBatch:
+        """One query a sequence."""
+        return DecodeBatch(self.tables, self.lens, max_len)
+
+    def prefill(self, query_lens: Sequence[int]) -> PrefillBatch:
+        """The last `query_lens` tokens of each sequence."""
+        return PrefillBatch(self.tables, starts_of(query_lens), self.lens, max(query_lens))
 
 
 def make_cache(
@@ -67,15 +75,14 @@ def make_cache(
 
 def run_decode(q: Tensor, cache: Cache, window: int | None, max_len: int) -> Tensor:
     return attention_triton.decode_attention(
-        q, cache.kv, cache.tables, cache.lens, SCALE, window, max_len, torch.empty_like(q)
+        q, cache.kv, cache.decode(max_len), SCALE, window, torch.empty_like(q)
     )
 
 
 def run_prefill(q: Tensor, cache: Cache, lens: Sequence[int], window: int | None) -> Tensor:
     return attention_triton.prefill_attention(
-        q, cache.kv, cache.tables, starts_of(lens), cache.lens, SCALE, window, max(lens),
-        torch.empty_like(q),
-    )  # fmt: skip
+        q, cache.kv, cache.prefill(lens), SCALE, window, torch.empty_like(q)
+    )
 
 
 def check_decode(dtype: torch.dtype) -> Triples:
@@ -84,9 +91,8 @@ def check_decode(dtype: torch.dtype) -> Triples:
         cache = make_cache(lens, num_kv_heads, dim, block_size, dtype)
         q = torch.randn(len(lens), group * num_kv_heads, dim, device=DEVICE).to(dtype)
         expected = attention_torch.attention_reference(
-            q, cache.kv, cache.tables, starts_of([1] * len(lens)), cache.lens,
-            scale=SCALE, window=window,
-        )  # fmt: skip
+            q, cache.kv, cache.prefill([1] * len(lens)), scale=SCALE, window=window
+        )
         case = f"group {group} dim {dim} block {block_size} window {window}"
         yield case, run_decode(q, cache, window, max(lens)), expected
 
@@ -97,9 +103,8 @@ def check_prefill(dtype: torch.dtype) -> Triples:
         cache = make_cache(lens, num_kv_heads, dim, block_size, dtype)
         q = torch.randn(sum(chunks), group * num_kv_heads, dim, device=DEVICE).to(dtype)
         expected = attention_torch.attention_reference(
-            q, cache.kv, cache.tables, starts_of(chunks), cache.lens,
-            scale=SCALE, window=window,
-        )  # fmt: skip
+            q, cache.kv, cache.prefill(chunks), scale=SCALE, window=window
+        )
         case = f"group {group} dim {dim} block {block_size} window {window}"
         yield case, run_prefill(q, cache, chunks, window), expected
 
@@ -112,9 +117,7 @@ def check_far_blocks(dtype: torch.dtype) -> Triples:
     blocks = (2**31 + 2**28) // (num_layers * 2 * block_size * dim)
     cache = make_cache([33, 20], 1, dim, block_size, dtype, num_layers, blocks)
     q = torch.randn(2, 4, dim, device=DEVICE).to(dtype)
-    expected = attention_torch.attention_reference(
-        q, cache.kv, cache.tables, starts_of([1, 1]), cache.lens, scale=SCALE
-    )
+    expected = attention_torch.attention_reference(q, cache.kv, cache.prefill([1, 1]), scale=SCALE)
     yield "decode", run_decode(q, cache, None, 33), expected
     yield "prefill", run_prefill(q, cache, [1, 1], None), expected
 

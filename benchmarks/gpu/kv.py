@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.attention import SCALE, Cache, make_cache
-from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work, starts_of
+from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work
 from penstock.kernels import quant
 from penstock.kernels.reference import attention as attention_torch
 from penstock.kernels.reference.rowwise import rope_reference
@@ -52,12 +52,11 @@ def run(
     out = torch.empty_like(q)
     if max(query_lens) == 1:
         return attention_triton.decode_attention(
-            q, cache.kv, cache.tables, cache.lens, SCALE, window, max_len, out, rolling
+            q, cache.kv, cache.decode(max_len), SCALE, window, out, rolling
         )
     return attention_triton.prefill_attention(
-        q, cache.kv, cache.tables, starts_of(query_lens), cache.lens, SCALE, window,
-        max(query_lens), out, rolling,
-    )  # fmt: skip
+        q, cache.kv, cache.prefill(query_lens), SCALE, window, out, rolling
+    )
 
 
 def check(
@@ -69,9 +68,8 @@ def check(
         k, v = quant.dequantize_kv(kv.k, kv.scales.k), quant.dequantize_kv(kv.v, kv.scales.v)
         kv = PagedKv(k, v)
     expected = attention_torch.attention_reference(
-        q, kv, cache.tables, starts_of(query_lens), cache.lens, scale=SCALE, window=window,
-        rolling=rolling,
-    )  # fmt: skip
+        q, kv, cache.prefill(query_lens), scale=SCALE, window=window, rolling=rolling
+    )
     yield case, run(q, cache, query_lens, int(cache.lens.max()), window, rolling), expected
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.cases import CUDA, DEVICE, Checks, Triples, Work
-from penstock.kernels.sampling import sample_reference
+from penstock.kernels.reference.sampling import sample_reference
 from penstock.kernels.triton import sampling as sampling_triton
 from penstock.kernels.types import SamplingRows
 

@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import record
 from penstock.kernels import attention
 from penstock.kernels.rowwise import rope_
-from penstock.kernels.types import KvScales, PagedKv
+from penstock.kernels.types import DecodeBatch, KvScales, PagedKv, PrefillBatch
 
 BLOCK_SIZE, CHUNK, ROUNDS, KEYS = 16, 256, 9, 131072
 SCALE = 0.125
@@ -76,17 +79,17 @@ def best(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 def decode(case: Case) -> Tensor:
     batch = len(case.lens)
     return attention.decode_attention(
-        case.q[:batch], case.kv, case.tables, case.lens, scale=SCALE,
-        max_context_len=int(case.lens[0]),
-    )  # fmt: skip
+        case.q[:batch],
+        case.kv,
+        DecodeBatch(case.tables, case.lens, int(case.lens[0])),
+        scale=SCALE,
+    )
 
 
 def prefill(case: Case) -> Tensor:
     starts = torch.tensor([0, CHUNK], dtype=torch.int32)
-    return attention.prefill_attention(
-        case.q[:CHUNK], case.kv, case.tables[:1], starts, case.lens[:1], scale=SCALE,
-        max_query_len=CHUNK,
-    )  # fmt: skip
+    chunk = PrefillBatch(case.tables[:1], starts, case.lens[:1], CHUNK)
+    return attention.prefill_attention(case.q[:CHUNK], case.kv, chunk, scale=SCALE)
 
 
 def write(case: Case, num_tokens: int, one_pass: bool) -> Callable[[], object]:
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--heads", default="14,2", help="query heads, kv heads")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     num_heads, num_kv_heads = map(int, args.heads.split(","))
@@ -120,26 +124,33 @@ def main() -> None:
     formats = [k for k, (_, group) in FORMATS.items() if not group or args.head_dim % group == 0]
     print(f"{torch.get_num_threads()} threads, {args.heads} heads of {args.head_dim}; ms, and x of")
     print(f"{'':24}" + "".join(f"{kind:>18}" for kind in formats))
+    rows: list[dict[str, Any]] = []
     contexts = list(map(int, args.contexts.split(",")))
     for context in contexts:
         batch = max(1, KEYS // context)
         cases = {kind: build(kind, context, batch, heads, args.head_dim) for kind in formats}
         runs: dict[str, Callable[[], object]]
         runs = {kind: partial(decode, case) for kind, case in cases.items()}
-        report(f"decode {batch} x {context}", runs)
+        rows.append(report(f"decode {batch} x {context}", runs))
         if context == contexts[0]:
             runs = {kind: partial(prefill, case) for kind, case in cases.items()}
-            report(f"prefill {CHUNK} of {context}", runs)
+            rows.append(report(f"prefill {CHUNK} of {context}", runs))
     for num_tokens in (1, 512):
         for one_pass in (False, True):
             runs = {k: write(c, num_tokens, one_pass) for k, c in cases.items()}
-            report(f"rope, write {num_tokens}{', one pass' * one_pass}", runs)
+            rows.append(report(f"rope, write {num_tokens}{', one pass' * one_pass}", runs))
+    if args.json:
+        shape = {"query_heads": num_heads, "kv_heads": num_kv_heads, "head_dim": args.head_dim}
+        content = shape | {"block_size": BLOCK_SIZE, "rounds": ROUNDS, "rows": rows}
+        record.write(args.json, __file__, content, threads=args.threads)
 
 
-def report(name: str, runs: dict[str, Callable[[], object]]) -> None:
+def report(name: str, runs: dict[str, Callable[[], object]]) -> dict[str, Any]:
+    """Run and print one line -> the row of the result file, in milliseconds."""
     seconds = best(runs)
     cells = [f"{s * 1e3:9.3f} {seconds['fp32'] / s:5.2f}x " for s in seconds.values()]
     print(f"{name:24}" + "  ".join(cells), flush=True)
+    return {"work": name, "ms": {kind: 1e3 * s for kind, s in seconds.items()}}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,9 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.common import record
 from benchmarks.common.machine import cpu_name
-from penstock.kernels import matmul, quant
+from penstock.kernels import quant
 from penstock.kernels.matmul import linear, pack_linear
+from penstock.kernels.reference.matmul import onednn_packs
 from penstock.kernels.types import PackedLinear
 
 SHAPES = ("896x4864", "2048x8192", "4864x896", "896x32000")
@@ -105,7 +106,7 @@ def theirs(weight: Tensor, format: str) -> list[Contender]:
     dtype = PLAIN.get(format, torch.float32)
     weight, size = weight.to(dtype), weight.numel() * dtype.itemsize
     found = [Contender("F.linear", copies(weight, size), F.linear, lambda x: x.to(dtype))]
-    if format in PLAIN and matmul._onednn_packs(weight):
+    if format in PLAIN and onednn_packs(weight):
         pack = torch.ops.mkldnn._reorder_linear_weight
         run = torch.ops.mkldnn._linear_pointwise
         found.append(
@@ -240,7 +241,7 @@ def main() -> None:
         facts = {"cpu": cpu_name(), "threads": args.threads, "torch": torch.__version__}
         records = [asdict(line) | {"ratio": line.ratio} for line in lines]
         content = facts | {"read_gigabytes_per_second": bandwidth, "lines": records}
-        args.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+        record.write(args.out.with_suffix(".json"), __file__, content, threads=args.threads)
 
 
 if __name__ == "__main__":

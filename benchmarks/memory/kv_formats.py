@@ -18,9 +18,11 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.common import record
 from penstock.workers.config import EngineConfig, KvFormat, KvGroup
 from penstock.workers.engine.engine import Engine
 from penstock.workers.model_config import ModelConfig
@@ -84,27 +86,49 @@ def run(decoder: Decoder, kind: str) -> dict[str, float]:
     }
 
 
-def table(best: dict[str, dict[str, float]]) -> str:
+def rows_of(best: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """The runs with their factors against 16 bit, whose pool is computed with half its bytes."""
     base = best["16 bit"]
+    rows = []
+    for kind, row in best.items():
+        size = row["block_bytes"] / (2 if kind == "16 bit" else 1)
+        rows.append(
+            {
+                "format": kind,
+                "block_bytes": size,
+                "num_blocks": row["blocks"],
+                "computed_factor": round(base["block_bytes"] / 2 / size, 2),
+                "most_running": row["peak"],
+                "mean_running": round(row["mean"], 1),
+                "running_factor": round(row["mean"] / base["mean"], 2),
+                "preemptions": row["preemptions"],
+                "steps": row["steps"],
+                "tokens_per_s": round(row["rate"]),
+                "speed_factor": round(row["rate"] / base["rate"], 2),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| KV | bytes a block | blocks | computed factor | most running | mean running | factor | "
         "preemptions | steps | tokens/s | factor |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for kind, row in best.items():
-        size = row["block_bytes"] / (2 if kind == "16 bit" else 1)
-        factor = base["block_bytes"] / 2 / size
+    for row in rows:
         lines.append(
-            f"| {kind} | {size:.0f} | {row['blocks']} | {factor:.2f} | {row['peak']} | "
-            f"{row['mean']:.1f} | {row['mean'] / base['mean']:.2f} | {row['preemptions']} | "
-            f"{row['steps']} | {row['rate']:.0f} | {row['rate'] / base['rate']:.2f} |"
+            f"| {row['format']} | {row['block_bytes']:.0f} | {row['num_blocks']} | "
+            f"{row['computed_factor']:.2f} | {row['most_running']} | {row['mean_running']:.1f} | "
+            f"{row['running_factor']:.2f} | {row['preemptions']} | {row['steps']} | "
+            f"{row['tokens_per_s']} | {row['speed_factor']:.2f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -120,12 +144,21 @@ def main() -> None:
         f"{POOL_BYTES / 2**20:.0f} MiB; one thread, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}; best of {args.rounds} interleaved rounds."
     )
-    text = f"{head}\n\n{table(best)}\n"
+    rows = rows_of(best)
+    text = f"{head}\n\n{table(rows)}\n"
     print(text)
     if args.out is not None:
-        args.out.write_text(
-            f"# What a KV format admits\n\n    {__doc__.splitlines()[2].strip()}\n\n{text}"
-        )
+        args.out.with_suffix(".md").write_text(text)
+        facts = {
+            "requests": NUM_REQUESTS,
+            "prompt_tokens": PROMPT,
+            "answer_tokens": ANSWER,
+            "pool_mib": POOL_BYTES / 2**20,
+            "rounds": args.rounds,
+            "load_average": os.getloadavg()[0],
+        }
+        path = args.out.with_suffix(".json")
+        record.write(path, __file__, facts | {"rows": rows}, threads=1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import platform
 import random
@@ -35,6 +34,7 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
+from benchmarks.common import record
 from benchmarks.memory.pressure_report import report, summary
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
@@ -299,7 +299,7 @@ def main() -> None:
     print("\n" + text)
     if args.out:
         args.out.with_suffix(".txt").write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        record.write(args.out.with_suffix(".json"), __file__, found, threads=1)
 
 
 if __name__ == "__main__":

@@ -22,25 +22,21 @@ import math
 import platform
 import sys
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.common import record
+from benchmarks.prediction.contenders import CONTENDERS, Contender
 from penstock.deployments.prediction.conformal import LEVELS
-from penstock.deployments.prediction.distribution import (
-    NUM_BINS,
-    LengthDistribution,
-    bin_of,
-    cumulative_hazard,
-)
+from penstock.deployments.prediction.distribution import LengthDistribution
 from penstock.deployments.prediction.features import Features
-from penstock.deployments.prediction.hazards import PRIOR_WEIGHT, HazardTree, exposure, length_prior
-from penstock.deployments.prediction.predictor import Ended, LengthPredictor, Watch
+from penstock.deployments.prediction.predictor import Ended, LengthPredictor
 from penstock.deployments.prediction.snapshot import snapshot
 from penstock.deployments.prediction.text_digest import digest_text
 
@@ -48,7 +44,6 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 TEXTS, LENGTHS = "ppl_samples_1024.json", "ppl_samples_1024_lengths.json"
 AZURE = "AzureLLMInferenceTrace_conv_2023.csv"
 LIMITS = (256, 512, 1024)
-WINDOW = 200
 SETTLED = 512  # figures are also given from here on
 CONDITIONS = (64, 256)
 
@@ -68,69 +63,6 @@ class Answered:
     @property
     def ended(self) -> Ended:
         return Ended.STOP if self.served == self.natural else Ended.LENGTH
-
-
-class Contender(Protocol):
-    """What is compared: tells a distribution, then learns."""
-
-    def predict(self, features: Features) -> LengthDistribution: ...
-
-    def observe(self, features: Features, length: int, ended: Ended) -> None: ...
-
-
-class Histogram:
-    """Kaplan-Meier counts by a key, as in the predictor's own groups, and nothing else."""
-
-    def __init__(self, key: Callable[[Features], Sequence[Any]]):
-        self._tree, self._key = HazardTree(length_prior()), key
-
-    def predict(self, features: Features) -> LengthDistribution:
-        path = [(), *self._key(features)]
-        return LengthDistribution(cumulative_hazard(self._tree.hazards(path)), features.max_tokens)
-
-    def observe(self, features: Features, length: int, ended: Ended) -> None:
-        seen = exposure(0, length, ended is Ended.STOP, features.max_tokens)
-        self._tree.add([(), *self._key(features)], seen)
-
-
-class Window:
-    """The last 200 lengths, cut ones taken for finished, as LightLLM's past-future queue does."""
-
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=WINDOW)  # the bins of the lengths
-
-    def predict(self, features: Features) -> LengthDistribution:
-        ended = np.bincount(np.array(self._recent, np.int64), minlength=NUM_BINS)
-        reached = np.cumsum(ended[::-1])[::-1]
-        hazards = (ended + PRIOR_WEIGHT * self._prior) / (reached + PRIOR_WEIGHT)
-        return LengthDistribution(cumulative_hazard(hazards), features.max_tokens)
-
-    def observe(self, features: Features, length: int, ended: Ended) -> None:
-        self._recent.append(bin_of(length))
-
-    _prior = length_prior()
-
-
-class Untexted(LengthPredictor):
-    """The predictor with the prompt's text kept from it: what groups and calibration give alone."""
-
-    def predict(self, features: Features, *, with_cancels: bool = False) -> LengthDistribution:
-        return super().predict(replace(features, text=None), with_cancels=with_cancels)
-
-    def observe(
-        self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
-    ) -> None:
-        super().observe(replace(features, text=None), length, ended, watch)
-
-
-CONTENDERS: dict[str, Callable[[], Contender]] = {
-    "global histogram": lambda: Histogram(lambda _: []),
-    "prompt-length bins": lambda: Histogram(lambda f: [f.prompt_tokens.bit_length()]),
-    "per-tenant histogram": lambda: Histogram(lambda f: [f.tenant]),
-    "last-200 window": Window,
-    "predictor without text": Untexted,
-    "predictor": LengthPredictor,
-}
 
 
 def read_texts(folder: Path) -> list[Answered]:
@@ -197,7 +129,7 @@ def run_online(contender: Contender, requests: Sequence[Answered], tick: Callabl
 def figures(rows: Any) -> dict[str, float]:
     """What is shown of one run or of a part of it."""
     length, median, p90, p99, mean = rows[:, :5].T
-    told = {
+    found = {
         "mae": float(np.abs(median - length).mean()),
         "tau": kendall_tau(mean, length),
         "nll": float(-rows[:, 5].mean()),
@@ -208,8 +140,8 @@ def figures(rows: Any) -> dict[str, float]:
     }
     for i, t in enumerate(CONDITIONS):
         longer = length > t
-        told[f"coverage_90_after_{t}"] = float((length <= rows[:, 6 + i])[longer].mean())
-    return told
+        found[f"coverage_90_after_{t}"] = float((length <= rows[:, 6 + i])[longer].mean())
+    return found
 
 
 def kendall_tau(one: Any, other: Any) -> float:
@@ -227,7 +159,7 @@ def orders_of(num: int, count: int) -> list[Any]:
 
 def evaluate(requests: Sequence[Answered], count: int, bar: Any) -> tuple[dict, dict]:
     """Figures by contender (means and ranges over orders), and the file order's rows."""
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     curves: dict[str, Any] = {}
     for name, make in CONTENDERS.items():
         parts: dict[str, list[dict[str, float]]] = {"all": [], "settled": []}
@@ -241,7 +173,7 @@ def evaluate(requests: Sequence[Answered], count: int, bar: Any) -> tuple[dict, 
             costs.append(cost)
             if i == 0:
                 curves[name] = rows
-        told[name] = {
+        found[name] = {
             part: {
                 key: {
                     "mean": float(np.mean([run[key] for run in runs])),
@@ -252,23 +184,23 @@ def evaluate(requests: Sequence[Answered], count: int, bar: Any) -> tuple[dict, 
             }
             for part, runs in parts.items()
         }
-        told[name]["cost"] = {key: float(np.median([c[key] for c in costs])) for key in costs[0]}
+        found[name]["cost"] = {key: float(np.median([c[key] for c in costs])) for key in costs[0]}
         if isinstance(contender, LengthPredictor):
-            told[name]["snapshot_bytes"] = len(snapshot(contender))
+            found[name]["snapshot_bytes"] = len(snapshot(contender))
             last = contender.explain(requests[int(order[-1])].features)
-            told[name]["text_weight"] = last.text_weight
-            told[name]["size_weight"] = last.size_weight
-    return told, curves
+            found[name]["text_weight"] = last.text_weight
+            found[name]["size_weight"] = last.size_weight
+    return found, curves
 
 
-def table(world: str, num: int, told: dict[str, Any]) -> str:
+def table(world: str, num: int, found: dict[str, Any]) -> str:
     lines = [
         f"\n{world}: {num} requests; in brackets from request {SETTLED} on",
         "| predictor | MAE, tokens | Kendall tau | NLL, nats | 0.9 quantile covers "
         "| after 64 / 256 | CPU us: predict, observe |",
         "|" + " --- |" * 7,
     ]
-    for name, each in told.items():
+    for name, each in found.items():
         a, b, cost = each["all"], each["settled"], each["cost"]
         lines.append(
             f"| {name} | {a['mae']['mean']:.1f} ({b['mae']['mean']:.1f}) "
@@ -330,20 +262,20 @@ def main() -> None:
             sys.exit(f"{args.data / name} is missing: name its folder with --data")
     each = worlds(args.data)
     total = sum(map(len, each.values())) * args.orders * len(CONTENDERS)
-    told: dict[str, Any] = {}
+    by_world: dict[str, Any] = {}
     curves: dict[str, Any] = {}
     with tqdm(total=total, unit="request") as bar:
         for name, requests in each.items():
-            told[name], drawn = evaluate(requests, args.orders, bar)
+            by_world[name], drawn = evaluate(requests, args.orders, bar)
             curves = curves or drawn
     cost_us = digest_cost_us(args.data)
     for name, requests in each.items():
-        print(table(name, len(requests), told[name]))
+        print(table(name, len(requests), by_world[name]))
     print(f"\nreading one prompt's text at the ingress: {cost_us:.0f} us of CPU (median)")
     print(f"{platform.machine()}, numpy {np.__version__}, {args.orders} orders")
     if args.json:
         head = {"orders": args.orders, "settled": SETTLED, "digest_us": cost_us}
-        args.json.write_text(json.dumps(head | {"worlds": told}, indent=1) + "\n")
+        record.write(args.json, __file__, head | {"worlds": by_world})
     if args.plot:
         draw(args.plot, curves)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import time
@@ -34,6 +33,7 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
+from benchmarks.common import record
 from benchmarks.common.server_process import cpu_s, served
 from benchmarks.streaming.endless_report import flatness, plot, report
 from penstock.deployments.client import AsyncClient, ClientError
@@ -252,7 +252,7 @@ def main() -> None:
         args.out.with_suffix(".txt").write_text(text)
         del found["token_ids"]
         found["arrivals_s"] = [round(each, 3) for each in found["arrivals_s"][:: args.every // 10]]
-        args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        record.write(args.out.with_suffix(".json"), __file__, found, threads=args.threads)
         plot(found, args.out.with_suffix(".png"))
     ok = found["neighbours"]["same_ids"] == found["neighbours"]["num"]
     low, high = found["flatness"]["blocks_alone"]

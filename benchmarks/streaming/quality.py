@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
 from dataclasses import asdict, dataclass, field
@@ -29,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.common import record
 from benchmarks.common.machine import cpu_name
 from benchmarks.streaming.quality_report import plot, report
 from benchmarks.streaming.torch_scorer import CachePolicy, OnTokens, TorchScorer, recompute
@@ -227,10 +227,10 @@ def main() -> int:
         args.model, dtype=torch.float32, local_files_only=True
     ).eval()
     ids = data.heldout_tokens(args.corpus, args.book, tokenizer)[0][: args.tokens + 1]
-    told = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()}
-    told["model"] = args.model.name
-    del told["corpus"], told["out"]
-    found = Findings(told, _machine())
+    settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()}
+    settings["model"] = args.model.name
+    del settings["corpus"], settings["out"]
+    found = Findings(settings, _machine())
     per_cache = len(policies(args.cache[0]))
     total = args.full_tokens + sum(
         per_cache * args.tokens + 2 * args.samples * c for c in args.cache
@@ -257,7 +257,8 @@ def main() -> int:
 def _write(found: Findings, out: Path) -> str:
     """The JSON file and the tables of what there is so far -> the tables."""
     text = report(asdict(found))
-    out.with_name(out.name + ".json").write_text(json.dumps(_rounded(asdict(found)), indent=1))
+    path = out.with_name(out.name + ".json")
+    record.write(path, __file__, _rounded(asdict(found)), threads=found.args["threads"])
     out.with_name(out.name + ".txt").write_text(text)
     return text
 

@@ -2,9 +2,9 @@
 
     python -m tools.builtin_models.train --model dense --minutes 70 --out FOLDER
 
-Data and tokenizer come from data.py, sizes and models from model.py, evaluation and model card from
-card.py. When it is killed and started again with the same arguments, it resumes from its last
-checkpoint.
+Data and tokenizer come from data.py, sizes and models from model.py, evaluation from evaluation.py,
+and the model card from card.py. When it is killed and started again with the same arguments, it
+resumes from its last checkpoint.
 """
 
 from __future__ import annotations

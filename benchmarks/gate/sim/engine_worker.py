@@ -2,7 +2,7 @@
 
 The clock goes on by what each step took: the CPU time of the engine's thread, so that other work
 on the machine does not count, or the wall clock. Answers are as long as their jobs say (no end of
-sequence, `max_tokens` at the true length); policies are told the `max_tokens` of the job instead.
+sequence, `max_tokens` at the true length); policies get the `max_tokens` of the job instead.
 Knows nothing of policies.
 """
 

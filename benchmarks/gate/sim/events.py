@@ -1,6 +1,6 @@
 """The simulator's clock: events in the order of time, between a policy and its workers.
 
-Arrivals, ends of steps, reports, grants on their way and what is told of them, clients that leave.
+Arrivals, ends of steps, reports, grants on their way and notices of them, clients that leave.
 Every message takes `hop_s`.
 """
 
@@ -90,7 +90,7 @@ class Simulation:
         self._end(job, "refused")
 
     def _wish(self) -> None:
-        """A request may fit now: the policy is asked soon, once for all that happens meanwhile."""
+        """A request may fit now: the policy is tried soon, once for all that happens meanwhile."""
         if self._tick_at is None and self.policy.num_waiting:
             self._tick_at = self.now + TICK_S if self.policy.wants_reports else self.now
             self._at(self._tick_at, self._tick)

@@ -3,7 +3,7 @@
 Batches of many shapes run through our Engine (the built-in model, on this CPU); each step's rows,
 KV and prefill tokens are recorded beside its time: of CPU, for what else the machine does is not
 the engine's. Least squares of relative errors, so that short
-steps count as much as long ones; errors are told on steps that the fit has not seen.
+steps count as much as long ones; errors are given on steps that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def fit(rows: Any) -> Fitted:
     rows = np.asarray(rows, np.float64)
     seen, unseen = rows[::2], rows[1::2]
     solved = _non_negative(seen[:, :4] / seen[:, 4:], np.ones(len(seen)))
-    told = unseen[:, :4] @ solved
-    errors = np.abs(told / unseen[:, 4] - 1.0)
+    predicted = unseen[:, :4] @ solved
+    errors = np.abs(predicted / unseen[:, 4] - 1.0)
     return Fitted(
         coefficients=asdict(StepModel(*solved.tolist())),
         num_steps=len(rows),
         error_p50=float(np.quantile(errors, 0.5)),
         error_p99=float(np.quantile(errors, 0.99)),
-        total_error=float(told.sum() / unseen[:, 4].sum() - 1.0),
+        total_error=float(predicted.sum() / unseen[:, 4].sum() - 1.0),
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gate.sim.worker import Job, StepModel, WorkerShape
+from penstock.deployments.gate.forecast.prefix_affinity import MAX_MARKS, SHORTEST
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.text_digest import TextDigest, digest_text
 
@@ -56,11 +57,13 @@ class Source:
     share: float = 1.0
     tenants: tuple[str, ...] = ("",)
     max_tokens: int = 1024
+    num_prefixes: int = 0  # beginnings that prompts share, the k-th in 1/k of the requests
+    prefix_tokens: int = 0  # of each, before what the trace has
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A named load: sources, pace, machine and what is asked of the service."""
+    """A named load: sources, pace, machine and the service's limits."""
 
     what: str
     sources: tuple[Source, ...]
@@ -107,10 +110,12 @@ def jobs_of(
             ended = "length"
         if rng.random() < load.leaving:
             length, ended = int(rng.integers(1, length + 1)), "cancel"
+        prompt, prefix = shape_of.prompt, _prefix_of(source, rng)
+        prompt += source.prefix_tokens if prefix else 0
         features = Features(
             "model",
             tenant=tenant,
-            prompt_tokens=shape_of.prompt,
+            prompt_tokens=prompt,
             max_tokens=source.max_tokens,
             text=shape_of.text,
         )
@@ -118,15 +123,27 @@ def jobs_of(
             Job(
                 f"r{number}",
                 at,
-                shape_of.prompt,
+                prompt,
                 length,
                 ended,
                 source.max_tokens,
                 tenant,
                 features,
+                prefix=prefix,
+                shared=source.prefix_tokens if prefix else 0,
             )
         )
     return jobs
+
+
+def _prefix_of(source: Source, rng: np.random.Generator) -> tuple[int, ...]:
+    """Marks of one of the source's beginnings, one of each length as in prefix_affinity.py."""
+    if not source.num_prefixes:
+        return ()
+    shares = 1.0 / np.arange(1, source.num_prefixes + 1)
+    drawn = int(rng.choice(source.num_prefixes, p=shares / shares.sum()))
+    num_marks = (source.prefix_tokens // SHORTEST).bit_length()
+    return tuple(drawn * MAX_MARKS + i for i in range(min(num_marks, MAX_MARKS)))
 
 
 def shapes_of(kind: str, num: int, rng: np.random.Generator, folder: Path) -> list[Shape]:
@@ -209,6 +226,13 @@ LOADS = {
         (Source("azure", max_tokens=1024),),
         rate=6.0,
         gpu="7b-int8-a100-80g",
+    ),
+    "prefixes": Load(
+        "the same after one of 64 shared beginnings of 2,048 tokens",
+        (Source("azure", max_tokens=1024, num_prefixes=64, prefix_tokens=2048),),
+        rate=2.5,
+        gpu="7b-int8-a100-80g",
+        longest_wait_s=8.0,
     ),
     "bursts": Load(
         "the same in bursts: Gamma arrivals with a CV of 3, some clients leave",

@@ -4,7 +4,7 @@
 which learns from ends of answers and from how far reports say that others are. The others are the
 classical rules: reserve what max_tokens allows (TensorRT-LLM's GUARANTEED_NO_EVICT, PPL.LLM); let
 come what fits now and preempt (vLLM); LightLLM's past-future queue with its window of 200. A policy
-is told events and the time, never a true length: only `oracle` looks at it.
+receives events and the time, never a true length: only `oracle` looks at it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,14 @@ class Policy:
         self._new.append(job)
         return None
 
+    def choose(self, job: Job) -> SimWorker:
+        """Its worker: the one with the fewest requests."""
+        return min(self.workers, key=lambda each: each.outstanding)
+
     def tick(self, now: float) -> list[Decision]:
         decisions: list[Decision] = []
         for job in self._new:
-            worker = min(self.workers, key=lambda each: each.outstanding)
+            worker = self.choose(job)
             if self.cap is not None and len(worker.waiting) >= self.cap:
                 decisions.append((job, "queue_full"))
             else:
@@ -211,10 +215,14 @@ class Gated(Policy):
     settings: GateSettings = field(default_factory=GateSettings)
     oracle: bool = False
     seed: int = 0
+    affinity: bool = True  # whether it sees which prompts begin alike
+    victim: str = "predicted"  # whom its workers preempt, as the production engine does
     wants_reports = True
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings, seed=self.seed)
+        for each in self.workers:
+            each.victim = self.victim
         self.predictor = LengthPredictor()
         self.retry_after_s: float | None = None  # seconds that the last one refused is to stay away
         self.jobs: dict[str, Job] = {}
@@ -238,13 +246,15 @@ class Gated(Policy):
         else:
             length = self.predictor.predict(job.features)
             holding = self.predictor.predict(job.features, with_cancels=True)
-        request = GateRequest(job.job_id, job.prompt, job.tenant)
+        job.expected = job.prompt + round(length.mean)
+        prefix = job.prefix if self.affinity else ()
+        request = GateRequest(job.job_id, job.prompt, job.tenant, prefix=prefix)
         refusal = self.gate.offer(request, length, now, holding=holding)
         self.retry_after_s = None if refusal is None else refusal.retry_after_s
         return None if refusal is None else refusal.reason
 
     def would_wait(self, job: Job, now: float) -> float:
-        """Seconds, if it came now; asked by who measures, nothing is changed."""
+        """Predicted wait in seconds of a request that arrives now; changes nothing."""
         request = GateRequest(job.job_id, job.prompt, job.tenant)
         return self.gate.would_wait(request, self.predictor.predict(job.features), now)
 

@@ -4,7 +4,7 @@ Counted are the requests that came after the first part of the run (in which pre
 nothing and queues are empty), until the last one came; they are followed to their ends.
 
 Fairness between tenants is Jain's index of what each was served, divided by its max-min fair share
-of all that was served: as much as it asked for, or, if it asked for more, an equal part of the
+of all that was served: as much as it demanded, or, if it demanded more, an equal part of the
 rest. Tokens alone do not tell: a tenant that asks for a tenth of another's may get all.
 """
 
@@ -59,11 +59,11 @@ def figures(
     for each in done:
         if each.last_at <= window[1]:
             served[each.tenant] += each.prompt + each.generated
-    asked: dict[str, float] = defaultdict(float)
+    demand: dict[str, float] = defaultdict(float)
     num_asked: dict[str, int] = defaultdict(int)
     num_good: dict[str, int] = defaultdict(int)
     for each in counted:
-        asked[each.tenant] += each.prompt + each.length
+        demand[each.tenant] += each.prompt + each.length
         num_asked[each.tenant] += 1
     for each, is_good in zip(done, good):
         num_good[each.tenant] += bool(is_good)
@@ -81,7 +81,7 @@ def figures(
         "tpot_p99_ms": 1e3 * _quantile(pace, 0.99),
         "gap_p99": _quantile(gaps, 0.99),
         "jain": jain(list(served.values())),
-        "fairness": fairness(served, asked),
+        "fairness": fairness(served, demand),
         "least_good_pct": min(100 * num_good[t] / n for t, n in num_asked.items()),
         "service_gap": max(served.values(), default=0.0) - min(served.values(), default=0.0),
     }
@@ -102,12 +102,12 @@ def spread(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def table(told: dict[str, dict[str, dict[str, float]]], *, by_tenant: bool = False) -> str:
+def table(by_load: dict[str, dict[str, dict[str, float]]], *, by_tenant: bool = False) -> str:
     """Policies in rows; means and, in brackets, standard deviations over seeds."""
     columns = [*COLUMNS, *(BY_TENANT if by_tenant else ())]
     lines = ["| policy | " + " | ".join(name for _, name, _ in columns) + " | CPU ms/request |"]
     lines.append("|" + "---|" * (len(columns) + 2))
-    for policy, each in told.items():
+    for policy, each in by_load.items():
         cells = [
             f"{form.format(each[key]['mean'])} ({form.format(each[key]['sd'])})"
             for key, _, form in columns
@@ -117,11 +117,11 @@ def table(told: dict[str, dict[str, dict[str, float]]], *, by_tenant: bool = Fal
     return "\n".join(lines)
 
 
-def claims(told: dict[str, dict[str, Any]]) -> list[str]:
+def claims(by_load: dict[str, dict[str, Any]]) -> list[str]:
     """What was to be shown, load by load, as far as the loads and policies were run."""
 
     def of(load: str, policy: str, key: str) -> float | None:
-        each = told.get(load, {}).get(policy)
+        each = by_load.get(load, {}).get(policy)
         return None if each is None else float(each[key]["mean"])
 
     def line(load: str, ours: str, theirs: str, key: str, what: str, inverse: bool) -> None:
@@ -143,7 +143,7 @@ def claims(told: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def draw(path: Path, told: dict[str, dict[str, Any]]) -> None:
+def draw(path: Path, by_load: dict[str, dict[str, Any]]) -> None:
     """Bars by load and policy."""
     import matplotlib
 
@@ -156,21 +156,21 @@ def draw(path: Path, told: dict[str, dict[str, Any]]) -> None:
         ("tpot_p99_ms", "TPOT p99, ms", True),
         ("ttft_p99", "TTFT p99, s", True),
     )
-    policies = list(dict.fromkeys(name for each in told.values() for name in each))
+    policies = list(dict.fromkeys(name for each in by_load.values() for name in each))
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.5))
     width = 0.8 / len(policies)
     for axis, (key, title, is_log) in zip(axes.ravel(), panels):
         for i, policy in enumerate(policies):
-            rows = [each.get(policy) for each in told.values()]
+            rows = [each.get(policy) for each in by_load.values()]
             means = np.array([row[key]["mean"] if row else np.nan for row in rows])
             errors = np.array([row[key]["sd"] if row else 0.0 for row in rows])
             if key == "goodput":
                 offered = np.array([row["offered_s"]["mean"] if row else 1.0 for row in rows])
                 means, errors = means / offered, errors / offered
-            at = np.arange(len(told)) + (i - (len(policies) - 1) / 2) * width
+            at = np.arange(len(by_load)) + (i - (len(policies) - 1) / 2) * width
             axis.bar(at, means, width, yerr=errors, label=policy, error_kw={"lw": 0.7})
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(told)), list(told), fontsize=9)
+        axis.set_xticks(range(len(by_load)), list(by_load), fontsize=9)
         if is_log:
             axis.set_yscale("symlog", linthresh=1)
         axis.set_ylim(bottom=0.0)
@@ -185,17 +185,17 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def fair_shares(asked: Mapping[str, float], total: float) -> dict[str, float]:
+def fair_shares(demand: Mapping[str, float], total: float) -> dict[str, float]:
     """Max-min fair: the smallest wishes first, each at most an equal part of what is left."""
     shares: dict[str, float] = {}
     left = total
-    for number, tenant in enumerate(sorted(asked, key=lambda each: asked[each])):
-        shares[tenant] = min(asked[tenant], left / (len(asked) - number))
+    for number, tenant in enumerate(sorted(demand, key=lambda each: demand[each])):
+        shares[tenant] = min(demand[tenant], left / (len(demand) - number))
         left -= shares[tenant]
     return shares
 
 
-def fairness(served: Mapping[str, float], asked: Mapping[str, float]) -> float:
+def fairness(served: Mapping[str, float], demand: Mapping[str, float]) -> float:
     """Jain's index of what each was served over its fair share of all that was: 1 is fair."""
-    shares = fair_shares(asked, sum(served.values()))
+    shares = fair_shares(demand, sum(served.values()))
     return jain([served.get(each, 0.0) / share for each, share in shares.items() if share])

@@ -2,19 +2,28 @@
 
 A step decodes one token of every running answer, fills the rest of its token budget with prefill
 chunks, and takes c0 + c1 * rows + c2 * KV tokens + c3 * prefill tokens seconds. An answer comes in
-when all its known tokens fit; when blocks run out the youngest gives its blocks back and is
-computed again later. That is the rule of our engine (workers/scheduling/scheduler.py) and of
-vLLM's first come, first served. Between two events in which anything changes, many equal decode
-steps are one leap in closed form.
+when all its known tokens fit; when blocks run out, one gives its blocks back and is computed again
+later, as in our engine (workers/scheduling/scheduler.py) and in vLLM. Between two events in which
+anything changes, many equal decode steps are one leap in closed form.
+
+A beginning that prompts share stays cached after its prefill, in blocks that are free otherwise:
+the least recently used one is dropped when blocks are needed. It saves prefill, not memory: each
+running answer has all its own blocks.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
+
+# Whom a worker preempts. youngest: vLLM's first come, first served. predicted: our engine's rule,
+# most predicted tokens still to come, then the youngest. largest: most tokens now. The last two
+# spare the oldest, and an answer that was preempted MAX_PREEMPTIONS times, while others are left.
+VICTIMS = ("youngest", "predicted", "largest")
+MAX_PREEMPTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,9 @@ class Job:
     tenant: str = ""
     features: Any = None  # for the predictor
     patience: float = math.inf  # seconds until a client leaves that has seen no token
+    prefix: tuple[int, ...] = ()  # marks of a beginning that other prompts have as well
+    shared: int = 0  # tokens of that beginning
+    expected: int = 0  # tokens of prompt and answer, as the gate predicts on arrival
 
     generated: int = 0
     computed: int = 0  # tokens whose KV is in blocks
@@ -111,7 +123,10 @@ class SimWorker:
     num_steps: int = 0
     num_tokens: int = 0  # of answers
     num_prefilled: int = 0
+    victim: str = "youngest"  # one of VICTIMS
+    num_hit: int = 0  # prompt tokens that were cached
     busy_s: float = 0.0
+    _cached: OrderedDict[tuple[int, ...], int] = field(default_factory=OrderedDict)  # tokens
     _leap: _Leap | None = None
     _order: int = 0
 
@@ -126,6 +141,11 @@ class SimWorker:
     @property
     def outstanding(self) -> int:
         return len(self.waiting) + len(self.running)
+
+    @property
+    def held(self) -> list[Job]:
+        """All that are here."""
+        return [*self.running, *self.waiting]
 
     def could_ever_fit(self, job: Job) -> bool:
         return self._blocks(job.prompt + job.length) <= self.shape.num_blocks - self._kept
@@ -180,6 +200,7 @@ class SimWorker:
             job.computed += length
             self.num_prefilled += length
             if job.computed == job.known:
+                self._remember(job)
                 job.generated += 1
                 self.num_tokens += 1
                 over += self._token(job, now, now - job.last_at)
@@ -199,8 +220,7 @@ class SimWorker:
             steps = self._leap.done_by(now)
             decoding = set(map(id, self._leap.decode)) if steps else set()
         return [
-            (each, each.generated + (steps if id(each) in decoding else 0))
-            for each in [*self.running, *self.waiting]
+            (each, each.generated + (steps if id(each) in decoding else 0)) for each in self.held
         ]
 
     def tokens_by(self, now: float) -> int:
@@ -232,7 +252,20 @@ class SimWorker:
         if more > 0:
             self.free -= more
             job.blocks += more
+            self._drop_cached()
         return True
+
+    def _remember(self, job: Job) -> None:
+        """Its prompt is computed: the beginning that it shares is in the prefix cache."""
+        if job.shared:
+            self._cached[job.prefix] = job.shared
+            self._cached.move_to_end(job.prefix)
+            self._drop_cached()
+
+    def _drop_cached(self) -> None:
+        """Cached beginnings keep to blocks that are free."""
+        while self._cached and sum(map(self._blocks, self._cached.values())) > self.free:
+            self._cached.popitem(last=False)
 
     def _cut(self, now: float) -> None:
         """A request came or left: the step in progress is the leap's last one."""
@@ -273,7 +306,7 @@ class SimWorker:
             if not job.is_running or length < 1:
                 continue
             while job.is_running and not self._take(job, job.computed + length):
-                victim = self.running[-1]
+                victim = self._victim()
                 budget += planned.pop(id(victim), (victim, 0))[1]
                 self._preempt(victim)
             if job.is_running:
@@ -292,15 +325,26 @@ class SimWorker:
             if self._blocks(job.known) + kept > self.free:
                 return
             self.waiting.popleft()
+            job.computed = min(self._cached.get(job.prefix, 0), job.known - 1)
+            self.num_hit += job.computed
             self._take(job, job.known)
             at = len(self.running)
             while at and self.running[at - 1].order > job.order:
                 at -= 1
             self.running.insert(at, job)
             job.is_running = True
-            length = min(job.known, budget)
+            length = min(job.known - job.computed, budget)
             planned[id(job)] = (job, length)
             budget -= length
+
+    def _victim(self) -> Job:
+        """The answer to preempt; see VICTIMS."""
+        able = [each for each in self.running[1:] if each.num_preemptions < MAX_PREEMPTIONS]
+        if self.victim == "youngest" or not able:
+            return self.running[-1]
+        if self.victim == "largest":
+            return max(able, key=lambda each: (each.known, each.order))
+        return max(able, key=lambda each: (max(each.expected - each.known, 0), each.order))
 
     def _preempt(self, job: Job) -> None:
         self.num_preemptions += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,15 @@ from benchmarks.gate.sim.fit import fit
 from benchmarks.gate.sim.loads import GPUS, LOADS, jobs_of
 from benchmarks.gate.sim.policies import Gated, Policy, ReserveMax
 from benchmarks.gate.sim.report import fair_shares, fairness, jain
-from benchmarks.gate.sim.worker import Job, SimWorker, StepModel, WorkerShape
+from benchmarks.gate.sim.routing import LeastKv, PowerOfTwo, RoundRobin
+from benchmarks.gate.sim.worker import (
+    MAX_PREEMPTIONS,
+    VICTIMS,
+    Job,
+    SimWorker,
+    StepModel,
+    WorkerShape,
+)
 from benchmarks.gate.simulate import POLICIES, run_one
 from penstock.deployments.gate.types import GateSettings
 from penstock.deployments.prediction.features import Features
@@ -24,7 +33,12 @@ SECOND = StepModel(base=1.0, row=0.0, kv=0.0, prefill=0.0)  # every step takes o
 
 
 def shape(blocks, **changes):
-    values = {"steps": SECOND, "block_size": 4, "watermark": 0.0, "budget": 64} | changes
+    values: dict[str, Any] = {
+        "steps": SECOND,
+        "block_size": 4,
+        "watermark": 0.0,
+        "budget": 64,
+    } | changes
     return WorkerShape(num_blocks=blocks, **values)
 
 
@@ -99,6 +113,78 @@ def test_leaps_are_steps():
     assert sum(each.num_preemptions for each in whole) > 0
 
 
+def test_victims_by_hand():
+    """`b` has most to come of what was predicted, `c` has most now, `d` is the youngest."""
+    a, b, c, d = running = [
+        job("a", 0.0, 30, 20, expected=90),
+        job("b", 0.1, 2, 20, expected=50),
+        job("c", 0.2, 6, 20, expected=20),
+        job("d", 0.3, 2, 20, expected=8),
+    ]
+    chosen = {}
+    for victim in VICTIMS:
+        worker = SimWorker(0, shape(12), running=running, victim=victim)
+        chosen[victim] = worker._victim().job_id
+    assert chosen == {"youngest": "d", "predicted": "b", "largest": "c"}
+    b.num_preemptions = c.num_preemptions = MAX_PREEMPTIONS
+    for victim in VICTIMS:
+        worker = SimWorker(0, shape(12), running=running, victim=victim)
+        assert worker._victim() is d
+    assert SimWorker(0, shape(12), running=[a], victim="largest")._victim() is a
+
+
+def test_routers_choose_by_hand():
+    """Worker 0 has one long prompt, worker 1 two short ones, worker 2 none."""
+
+    def chosen(router, num):
+        workers = [SimWorker(i, shape(100)) for i in range(3)]
+        workers[0].submit(job("long", 0.0, 60, 60), 0.0)
+        for name in ("a", "b"):
+            workers[1].submit(job(name, 0.0, 4, 60), 0.0)
+        if num == 2:
+            del workers[2]
+        policy = router(workers)
+        return [policy.choose(job("new", 1.0, 4, 4)).index for _ in range(6)]
+
+    assert chosen(Policy, 2) == [0] * 6 and chosen(Policy, 3) == [2] * 6
+    assert chosen(LeastKv, 2) == [1] * 6 and chosen(LeastKv, 3) == [2] * 6
+    assert chosen(RoundRobin, 3) == [1, 2, 0, 1, 2, 0]
+    assert chosen(PowerOfTwo, 2) == [0] * 6
+    assert 1 not in chosen(PowerOfTwo, 3)  # any other one has fewer requests
+
+
+def test_a_shared_beginning_is_computed_once_on_a_worker():
+    """`b` begins like `a` and computes 4 of its 12 tokens; `c`, begun otherwise, all 12."""
+    jobs = [
+        job("a", 0.0, 12, 2, prefix=(1,), shared=8),
+        job("b", 5.0, 12, 2, prefix=(1,), shared=8),
+        job("c", 10.0, 12, 2, prefix=(2,), shared=8),
+    ]
+    worker = run(jobs, shape(8)).workers[0]
+    assert (worker.num_prefilled, worker.num_hit) == (12 + 4 + 12, 8)
+
+
+def test_cached_beginnings_give_way_to_answers():
+    """8 blocks: a prompt of 28 tokens in between leaves no room for the cached two blocks."""
+    jobs = [
+        job("a", 0.0, 12, 2, prefix=(1,), shared=8),
+        job("large", 5.0, 28, 2),
+        job("b", 10.0, 12, 2, prefix=(1,), shared=8),
+    ]
+    worker = run(jobs, shape(8)).workers[0]
+    assert (worker.num_prefilled, worker.num_hit) == (12 + 28 + 12, 0)
+
+
+def test_affinity_sends_a_prompt_where_its_beginning_is():
+    source = replace(LOADS["prefixes"].sources[0], kind="reasoning", num_prefixes=8, max_tokens=64)
+    load = replace(LOADS["prefixes"], sources=(source,), rate=1.0, num_requests=60)
+    hits = {
+        policy: run_one(load, GPUS[load.gpu], policy, 0, workers=4)["prefix_hit_pct"]
+        for policy in ("predicted", "predicted, no affinity")
+    }
+    assert hits["predicted"] > hits["predicted, no affinity"] + 5
+
+
 class StepByStep(SimWorker):
     """Never takes two steps at once."""
 
@@ -151,7 +237,7 @@ def crowded(num=40):
     return [each for each in jobs_of(load, 0, Path(), scale=1.0) if each.length < 5000], small
 
 
-def test_who_knows_the_lengths_never_preempts_and_who_does_not_does():
+def test_a_policy_that_knows_the_lengths_never_preempts_and_others_do():
     for policy, expected in ((lambda w: Gated(w, oracle=True), 0), (ReserveMax, 0)):
         jobs, small = crowded()
         run(jobs, small, policy=policy)
@@ -162,14 +248,18 @@ def test_who_knows_the_lengths_never_preempts_and_who_does_not_does():
     assert sum(each.num_preemptions for each in jobs) > 0
 
 
-def test_the_predictor_gets_lengths_only_when_they_are_over():
+def test_the_predictor_gets_lengths_only_when_they_are_over(monkeypatch):
     jobs, small = crowded(20)
     rule = Gated([SimWorker(0, small)])
-    told = []
-    rule.predictor.observe = lambda features, length, ended, watch=None: told.append(length)
+    observed = []
+
+    def observe(features, length, ended, watch=None):
+        observed.append(length)
+
+    monkeypatch.setattr(rule.predictor, "observe", observe)
     for each in jobs:
         rule.arrive(each, each.arrived)
-    assert told == []
+    assert observed == []
     other, _ = crowded(20)
     for each in other:
         each.length += 1000  # the gate decides alike: it has not seen them
@@ -205,8 +295,8 @@ def test_jain():
 
 
 def test_fair_shares():
-    asked = {"a": 1.0, "b": 2.0, "loud": 30.0}
-    assert fair_shares(asked, 9.0) == {"a": 1.0, "b": 2.0, "loud": 6.0}
-    assert fair_shares(asked, 4.5) == {"a": 1.0, "b": 1.75, "loud": 1.75}
-    assert fairness({"a": 1.0, "b": 2.0, "loud": 6.0}, asked) == pytest.approx(1.0)  # Jain: 0.66
-    assert fairness({"a": 0.0, "b": 0.0, "loud": 9.0}, asked) == pytest.approx(1 / 3)
+    demand = {"a": 1.0, "b": 2.0, "loud": 30.0}
+    assert fair_shares(demand, 9.0) == {"a": 1.0, "b": 2.0, "loud": 6.0}
+    assert fair_shares(demand, 4.5) == {"a": 1.0, "b": 1.75, "loud": 1.75}
+    assert fairness({"a": 1.0, "b": 2.0, "loud": 6.0}, demand) == pytest.approx(1.0)  # Jain: 0.66
+    assert fairness({"a": 0.0, "b": 0.0, "loud": 9.0}, demand) == pytest.approx(1 / 3)
