@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.penstock-setup
 MODEL  ?= builtin
 JOBS   ?= 2
 
-.PHONY: setup serve test check bench protos docs
+.PHONY: setup serve test check bench protos docs client
 
 setup: $(STAMP)
 
@@ -28,7 +28,8 @@ serve: setup
 test: setup
 	@command -v redis-server >/dev/null || { echo "installing redis-server (for the tests)"; apt-get update -qq && apt-get install -y -qq redis-server; }
 	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	@command -v systemd-analyze >/dev/null || { echo "installing systemd (for the test of the unit)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends systemd; }
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -39,6 +40,9 @@ check: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks.engine.offline
+
+client: setup
+	@$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist clients/python
 
 protos: setup
 	@$(BIN)/python protos/generate.py

@@ -77,6 +77,14 @@ def test_engine_page():
     assert said.getvalue().splitlines()[-1].endswith("length")
 
 
+def test_offline_page():
+    said = io.StringIO()
+    page = "docs/guide/offline.md"
+    with contextlib.redirect_stdout(said):
+        exec(compile(blocks(page, "python")[0], page, "exec"), {})
+    assert said.getvalue().count(" length\n") == 2
+
+
 def test_every_file_that_the_documents_name_exists():
     named = set()
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
