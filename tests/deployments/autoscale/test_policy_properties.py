@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -185,13 +184,3 @@ def test_the_clock_has_no_origin(signals: Signals, origin: int) -> None:
             state = decision.state
         chosen.append(decision.number)
     assert chosen[0] == chosen[1]
-
-
-def test_ten_thousand_decisions_take_less_than_a_second() -> None:
-    config = PolicyConfig(min_workers=1, max_workers=64)
-    state: PolicyState | None = None
-    begin = time.process_time()
-    for now in range(10_000):
-        rate = 3.0 + math.sin(now / 500.0)
-        state = decide(at_rate(rate, float(now)), state, float(now), config).state
-    assert time.process_time() - begin < 1.0
