@@ -19,9 +19,11 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
@@ -45,6 +47,7 @@ class Listeners:
     metrics: MetricsServer | None  # None: metrics are off
     core: RequestCore
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
+    journals: Journals | None  # None: no state store is configured
 
     async def close(self, notice_s: float, drain_s: float) -> None:
         """Report "not ready", then accept no new request, then wait for running requests.
@@ -59,6 +62,8 @@ class Listeners:
         await asyncio.sleep(notice_s)
         self.http.should_exit = True
         await asyncio.gather(self.grpc.stop(drain_s + ERRORS_S), self.http_task)
+        if self.journals is not None:
+            await self.journals.close()
 
 
 async def open_listeners(
@@ -66,12 +71,15 @@ async def open_listeners(
     pool: WorkerPool,
     gate: GateClient | None,
     view: Callable[[], ClusterView],
+    owner: str,
 ) -> Listeners:
     """Load the tokenizer, build the request core, and listen for HTTP, gRPC and Prometheus.
 
-    `view`: the registry's last answer. Raises ConfigError, LoadError or OSError.
+    `view`: the registry's last answer. `owner`: names this ingress in journals. Raises ConfigError,
+    LoadError or OSError.
     """
     core = await _request_core(config, pool, gate)
+    journals = await _journals(config, owner)
     api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
     data_dir = Path(config.data_dir) if config.data_dir else None
     app = build_app(
@@ -82,6 +90,7 @@ async def open_listeners(
         gate=gate,
         admission=config.admission,
         data_dir=data_dir,
+        journals=journals,
     )
     http = uvicorn.Server(
         uvicorn.Config(
@@ -95,7 +104,9 @@ async def open_listeners(
     )
     listener = _listen(config.host, config.http_port)
     http_task = asyncio.ensure_future(http.serve(sockets=[listener]))
-    grpc = await start_server(core, config.address(config.grpc_port), api_keys=api_keys)
+    grpc = await start_server(
+        core, config.address(config.grpc_port), api_keys=api_keys, journals=journals
+    )
     metrics = None
     if config.metrics_port:
         collector = PenstockCollector(
@@ -108,7 +119,14 @@ async def open_listeners(
     batches = None
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
-    return Listeners(app, http, http_task, grpc, metrics, core, batches)
+    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals)
+
+
+async def _journals(config: ServeConfig, owner: str) -> Journals | None:
+    """Journals in the configured state store; None: none is. Raises ConfigError."""
+    if config.state_url is None:
+        return None
+    return Journals(await open_store(config), owner)
 
 
 async def _request_core(

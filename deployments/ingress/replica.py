@@ -80,7 +80,7 @@ class IngressReplica:
         await self._connect_workers()
         try:
             self._listeners = await open_listeners(
-                config, self._pool, self._gate, lambda: self._view
+                config, self._pool, self._gate, lambda: self._view, self._ingress_id
             )
         except Exception as error:
             message = start_failure("an ingress", error)

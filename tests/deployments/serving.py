@@ -27,6 +27,9 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.options import StateOptions
+from penstock.deployments.state.factory import open_store
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
@@ -190,9 +193,13 @@ class Serving:
         *,
         api_keys: Sequence[str] = (),
         data_dir: Path | None = None,
+        state_url: str | None = None,
         **of_core: Any,
     ):
+        """`state_url`: of the store for journals; None: there are none."""
         self.backend = backend
+        self._state_url = state_url
+        self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
         self._api_keys = api_keys
         self._data_dir = data_dir
@@ -224,9 +231,13 @@ class Serving:
 
     async def _serve(self) -> None:
         workers = getattr(self.backend, "workers", None)  # where a test wants the status route
+        if self._state_url is not None:
+            store = await open_store(StateOptions(state_url=self._state_url))
+            self.journals = Journals(store, "ingress", flush_s=0.02)
         app = build_app(
             self.core,
             api_keys=self._api_keys,
+            journals=self.journals,
             workers=workers,
             view=getattr(self.backend, "view", None),
             data_dir=self._data_dir,
@@ -238,7 +249,9 @@ class Serving:
         self.http_port: int = listener.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{self.http_port}"
         self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-        grpc_server = await start_server(self.core, "127.0.0.1:0", api_keys=self._api_keys)
+        grpc_server = await start_server(
+            self.core, "127.0.0.1:0", api_keys=self._api_keys, journals=self.journals
+        )
         self.grpc_target = f"127.0.0.1:{grpc_server.port}"
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
@@ -250,6 +263,8 @@ class Serving:
             batches.cancel()
             await asyncio.gather(batches, return_exceptions=True)
         await grpc_server.stop(0)
+        if self.journals is not None:
+            await self.journals.close()
 
 
 @contextlib.contextmanager

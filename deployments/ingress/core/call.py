@@ -13,6 +13,7 @@ from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
 from penstock.workers.request import FinishReason, SamplingParams
 
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
 MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
 
 
@@ -75,7 +76,8 @@ class CallContext:
 
     `deadline_s` is a point on time.monotonic(). `principal` is the API key's owner, who alone may
     cancel the call. `front` and `client_id` are for the access log only. With `wants_timings` the
-    usage has the duration of each phase.
+    usage has the duration of each phase. `seed` is that of a request that gives none, where it must
+    be the same at a later try.
     """
 
     request_id: str = field(default_factory=new_request_id)
@@ -84,12 +86,14 @@ class CallContext:
     deadline_s: float | None = None
     front: str = ""
     wants_timings: bool = False
+    seed: int | None = None
 
     def of_prompt(self, index: int, num_prompts: int) -> CallContext:
         """The context of one of several prompts of a call; each is a request of its own."""
         if num_prompts == 1:
             return self
-        return replace(self, request_id=f"{self.request_id}-{index}")
+        seed = None if self.seed is None else (self.seed + index * _SEED_STEP) % (1 << 63)
+        return replace(self, request_id=f"{self.request_id}-{index}", seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,29 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         _SERVER,
         "three workers ended while they computed this request; it is not tried again",
     ),
+    "resume_mismatch": CatalogueEntry(
+        409,
+        "ABORTED",
+        _BAD,
+        "the tokens that you have are not those that this stream continues with: send the request "
+        "again",
+    ),
+    "resumed_elsewhere": CatalogueEntry(
+        409, "ABORTED", _BAD, "another connection has continued this stream"
+    ),
+    "no_journal": CatalogueEntry(
+        501,
+        "UNIMPLEMENTED",
+        _SERVER,
+        "this server keeps no journals, so that a stream ends with its connection; start it with "
+        "the setting state_url",
+    ),
+    "idempotency_key_reused": CatalogueEntry(
+        422, "INVALID_ARGUMENT", _BAD, "this Idempotency-Key was sent with another request"
+    ),
+    "state_unavailable": CatalogueEntry(
+        503, "UNAVAILABLE", _SERVER, "the state store does not answer; try again shortly"
+    ),
     "deadline_exceeded": CatalogueEntry(
         504, "DEADLINE_EXCEEDED", "timeout_error", "the deadline of this request has passed"
     ),

@@ -53,6 +53,7 @@ class Generation:
         )
         self.deadline = Deadline(call.context.deadline_s)
         self.is_cancelled = False
+        self._end_code: str | None = None  # of the error with which it is cancelled
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
         self._token_bytes = tokenizer.token_bytes
@@ -72,7 +73,7 @@ class Generation:
         self._num_sent = 0  # characters
         self._is_first_delta = True
         tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
-        self._tool_calls = None if tools is None else ToolCallReader(tools)
+        self._tool_calls = None if tools is None else ToolCallReader(tools, request.request_id)
 
     async def wait_for_prompt(self) -> None:
         """Until the first answer to the same prompt has left it in the prefix cache.
@@ -100,15 +101,17 @@ class Generation:
                 raise ServiceError("deadline_exceeded") from None
         except StopAsyncIteration:
             raise ServiceError("worker_lost") from None
+        if self._end_code is not None:
+            raise ServiceError(self._end_code)
         return Delta(self.request.request_id, [], FinishReason.ABORT)
 
     def read_tool_calls(self, piece: TextDelta) -> TextDelta:
         """`piece` with the calls in its text taken out, where the call has tools."""
         return piece if self._tool_calls is None else self._tool_calls.read(piece)
 
-    def cancel(self) -> None:
-        """End the answer: the task that waits for its next delta wakes."""
-        self.is_cancelled = True
+    def cancel(self, code: str | None = None) -> None:
+        """End the answer, with an error where a code is given: the task that waits wakes."""
+        self.is_cancelled, self._end_code = True, code
         self.deadline.expire()
 
     def work_in(self, delta: Delta) -> int:

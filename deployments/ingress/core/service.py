@@ -59,6 +59,16 @@ class TokenBackend(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Keeps what a call's answers become, so that it can be continued."""
+
+    def generate(
+        self, admission: AdmissionRequest, backend: TokenBackend
+    ) -> AsyncGenerator[Delta, None]:
+        """All deltas of one answer: those that are kept, then those of the backend."""
+        ...
+
+
 class Learner(Protocol):
     """Learns how long answers become."""
 
@@ -157,7 +167,9 @@ class RequestCore:
             )
         return generations
 
-    async def run(self, generation: Generation, index: int = 0) -> Pieces:
+    async def run(
+        self, generation: Generation, index: int = 0, recorder: Recorder | None = None
+    ) -> Pieces:
         """The answer in pieces, each with `index`; the last has finish_reason and usage.
 
         Raises ServiceError if it cannot be finished. Closing this generator drops the request.
@@ -168,7 +180,13 @@ class RequestCore:
         finish = DISCONNECT
         try:
             await generation.wait_for_prompt()
-            async with aclosing(self._backend.generate(generation.admission)) as deltas:
+            admission = generation.admission
+            generated = (
+                self._backend.generate(admission)
+                if recorder is None
+                else recorder.generate(admission, self._backend)
+            )
+            async with aclosing(generated) as deltas:
                 while True:
                     delta = await generation.next(deltas)
                     times.engine = delta.engine or times.engine
@@ -207,14 +225,16 @@ class RequestCore:
                 generation.call.context, finish, request_id=request_id, times=times, usage=usage
             )
 
-    def run_many(self, generations: Sequence[Generation]) -> Pieces:
+    def run_many(
+        self, generations: Sequence[Generation], recorder: Recorder | None = None
+    ) -> Pieces:
         """All answers in parallel, each piece with the index of its generation.
 
         The first failure ends them all; so does closing this generator.
         """
         if len(generations) == 1:
-            return self.run(generations[0])
-        return merged([self.run(each, index) for index, each in enumerate(generations)])
+            return self.run(generations[0], 0, recorder)
+        return merged([self.run(each, index, recorder) for index, each in enumerate(generations)])
 
     def cancel(self, request_id: str, principal: str = "") -> bool:
         """End a call of this principal; its answers end with ABORT. False: there is none."""
@@ -274,7 +294,8 @@ class RequestCore:
             params.check(model.vocab_size)
         if params.seed is None and params.temperature > 0:
             # Chosen here, so that another worker can continue the answer with the same draws.
-            params = replace(params, seed=self._seeds.getrandbits(63))
+            seed = call.context.seed
+            params = replace(params, seed=self._seeds.getrandbits(63) if seed is None else seed)
         context = call.context
         if context.deadline_s is not None and time.monotonic() >= context.deadline_s:
             raise ServiceError("deadline_exceeded")

@@ -7,9 +7,9 @@ stays text. Other forms are other classes with `feed` and `finish`; PARSERS has 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import secrets
 from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any, Protocol
@@ -43,10 +43,14 @@ class _State(Enum):
 
 
 class HermesParser:
-    """One answer. `names`: the tools that may be called."""
+    """One answer. `names`: the tools that may be called. `answer_id`: unique to the answer.
 
-    def __init__(self, names: Collection[str]):
+    The ids of its calls follow from `answer_id`: they are the same where a stream is continued.
+    """
+
+    def __init__(self, names: Collection[str], answer_id: str):
         self._names = names
+        self._answer_id = answer_id
         self._state = _State.TEXT
         self._held = ""  # not decided yet
         self._num_calls = 0
@@ -160,7 +164,8 @@ class HermesParser:
             self._begin(*call, pieces)
 
     def _begin(self, name: str, arguments: str, pieces: list[ToolCallPiece]) -> None:
-        call_id = f"call_{secrets.token_hex(12)}"
+        unique = f"{self._answer_id}/{self._num_calls}".encode()
+        call_id = f"call_{hashlib.blake2b(unique, digest_size=12).hexdigest()}"
         pieces.append(ToolCallPiece(self._num_calls, call_id, name, arguments))
         self._num_calls += 1
         self._skips_space = True
@@ -187,14 +192,14 @@ def _call(block: str) -> tuple[str, str] | None:
     return call["name"], json.dumps(arguments, ensure_ascii=False)
 
 
-PARSERS: dict[str, Callable[[Collection[str]], ToolParser]] = {"hermes": HermesParser}
+PARSERS: dict[str, Callable[[Collection[str], str], ToolParser]] = {"hermes": HermesParser}
 
 
 class ToolCallReader:
     """Takes the calls out of the pieces of one answer."""
 
-    def __init__(self, toolset: Toolset, parser: str = "hermes"):
-        self._parser = PARSERS[parser]([tool.name for tool in toolset.tools])
+    def __init__(self, toolset: Toolset, answer_id: str, parser: str = "hermes"):
+        self._parser = PARSERS[parser]([tool.name for tool in toolset.tools], answer_id)
         self._is_parallel = toolset.is_parallel
         self._has_calls = False
         self._blank: str | None = ""  # white space that all text so far is; None: it is more

@@ -25,12 +25,15 @@ Context: TypeAlias = grpc.aio.ServicerContext
 class Named:
     """A call whose request id is being sent to the client while the call is prepared.
 
-    Nothing else may be sent before `id_sent` has returned.
+    Nothing else may be sent before `id_sent` has returned. `is_resumable`: the stream may be
+    continued, as far as is known before it begins.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, *, is_resumable: bool = False):
         self.request_id = new_request_id()
-        metadata = (("x-request-id", self.request_id),)
+        metadata = [("x-request-id", self.request_id)]
+        if is_resumable:
+            metadata.append(("x-penstock-resumable", "1"))
         self._sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
 
     async def id_sent(self) -> None:
@@ -42,9 +45,11 @@ class Named:
 
 
 @asynccontextmanager
-async def answering(context: Context, num_errors_returned: Counter[str]) -> AsyncIterator[Named]:
+async def answering(
+    context: Context, num_errors_returned: Counter[str], *, is_resumable: bool = False
+) -> AsyncIterator[Named]:
     """Send the request id at once; if the call fails, end it with a status and count its code."""
-    named = Named(context)
+    named = Named(context, is_resumable=is_resumable)
     try:
         yield named
         await named.id_sent()

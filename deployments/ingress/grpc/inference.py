@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Generic
 
 from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, TokenUsage
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
@@ -27,37 +30,48 @@ from penstock.deployments.ingress.grpc.messages import (
     text_prompt,
     usage_message,
 )
+from penstock.deployments.ingress.journal.call_journal import CallJournal
+from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.ingress.journal.received import Received
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
+from penstock.workers.request import RequestError
 
 SERVICE = "penstock.v1.InferenceService"
 
 
+@dataclass(frozen=True, slots=True)
+class Method(Generic[AnswerT]):
+    """A method that streams an answer."""
+
+    name: str
+    request: type[pb.GenerateRequest] | type[pb.ChatRequest]
+    answer: type[AnswerT]
+
+
+GENERATE = Method(f"{SERVICE}/Generate", pb.GenerateRequest, pb.GenerateResponse)
+CHAT = Method(f"{SERVICE}/Chat", pb.ChatRequest, pb.ChatResponse)
+
+
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, core: RequestCore, keys: ApiKeys):
+    def __init__(self, core: RequestCore, keys: ApiKeys, journals: Journals | None):
         self._core = core
         self._keys = keys
+        self._journals = journals
         self._errors = core.metrics.num_errors_returned
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with answering(context, self._errors) as named:
-            options = replace(
-                _options(request),
-                add_special_tokens=flag(request, "add_special_tokens", True),
-                echo=request.echo,
-            )
-            about = self._context(request, named.request_id, context)
-            call = Call(text_prompt(request), sampling(request.sampling), options, about)
-            await self._answer(call, request, context, named, pb.GenerateResponse)
+        await self._begin(request, context, GENERATE)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
-        async with answering(context, self._errors) as named:
-            prompt = chat_prompt(request)
-            options = replace(_options(request), splits_reasoning=True)
-            about = self._context(request, named.request_id, context)
-            call = Call(prompt, sampling(request.sampling, prompt.tools), options, about)
-            await self._answer(call, request, context, named, pb.ChatResponse)
+        await self._begin(request, context, CHAT)
+
+    async def ResumeGenerate(self, request: pb.ResumeRequest, context: Context) -> None:
+        await self._resume(request, context, GENERATE)
+
+    async def ResumeChat(self, request: pb.ResumeRequest, context: Context) -> None:
+        await self._resume(request, context, CHAT)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, self._errors):
@@ -100,21 +114,90 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             ]
             return pb.ListModelsResponse(models=models)
 
+    async def _begin(
+        self,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        context: Context,
+        method: Method[AnswerT],
+    ) -> None:
+        journals = self._journals
+        async with answering(context, self._errors, is_resumable=journals is not None) as named:
+            about = context_of(
+                context,
+                self._keys,
+                named.request_id,
+                request.client_request_id,
+                "client_request_id",
+                wants_timings=request.return_timings,
+            )
+            if journals is None:
+                generations = await self._prepared(request, about)
+                await self._answer(request, generations, context, named, method.answer)
+                return
+            journal = journals.journal_for(about, method.name, request.SerializeToString())
+            generations = await self._prepared(request, replace(about, seed=journal.head.seed))
+            await journals.begin(journal)
+            kept = journal if journal.is_kept else None
+            await self._answer(request, generations, context, named, method.answer, kept)
+
+    async def _resume(
+        self, asked: pb.ResumeRequest, context: Context, method: Method[AnswerT]
+    ) -> None:
+        async with answering(context, self._errors, is_resumable=True) as named:
+            if self._journals is None:
+                raise ServiceError("no_journal")
+            about = context_of(context, self._keys, asked.request_id, "", "request_id")
+            journal = await self._journals.resume(
+                asked.request_id, about.principal, tuple(map(_received, asked.received))
+            )
+            head = journal.head
+            if head.route != method.name:
+                raise RequestError(f"this stream is one of {head.route}", param="request_id")
+            request = method.request.FromString(head.body)
+            about = replace(
+                about, client_id=head.client_id, seed=head.seed, wants_timings=head.wants_timings
+            )
+            generations = await self._prepared(request, about)
+            await self._answer(request, generations, context, named, method.answer, journal)
+
+    async def _prepared(
+        self, request: pb.GenerateRequest | pb.ChatRequest, about: CallContext
+    ) -> list[Generation]:
+        """The checked answers that a request asks for. Raises RequestError or ServiceError."""
+        options = _options(request)
+        if isinstance(request, pb.ChatRequest):
+            prompt = chat_prompt(request)
+            params = sampling(request.sampling, prompt.tools)
+            call = Call(prompt, params, replace(options, splits_reasoning=True), about)
+        else:
+            options = replace(
+                options,
+                add_special_tokens=flag(request, "add_special_tokens", True),
+                echo=request.echo,
+            )
+            call = Call(text_prompt(request), sampling(request.sampling), options, about)
+        return await self._core.prepare_choices(call, request.n if request.HasField("n") else 1)
+
     async def _answer(
         self,
-        call: Call,
         request: pb.GenerateRequest | pb.ChatRequest,
+        generations: list[Generation],
         context: Context,
         named: Named,
         kind: type[AnswerT],
+        journal: CallJournal | None = None,
     ) -> None:
         """Write the answer as it is generated: one more generator would cost time at each token."""
-        num_choices = request.n if request.HasField("n") else 1
-        generations = await self._core.prepare_choices(call, num_choices)
+        call = generations[0].call
+        delivery = None if journal is None else journal.delivery(generations)
         usages: list[TokenUsage] = []
         is_first = True
-        async with aclosing(self._core.run_many(generations)) as pieces:
+        async with aclosing(self._core.run_many(generations, journal)) as pieces:
             async for index, piece in pieces:
+                if piece.usage is not None:
+                    usages.append(piece.usage)
+                if delivery is not None and not delivery.is_new(index, piece):
+                    continue
                 if piece.logprobs or piece.prompt_logprobs:
                     size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
                     answer = await run_off_loop_if_large(size, answer_message, kind, index, piece)
@@ -127,23 +210,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     if request.return_prompt_token_ids:
                         answer.prompt_token_ids.extend(generations[0].request.prompt_ids)
                     await named.id_sent()
-                if piece.usage is not None:
-                    usages.append(piece.usage)
-                    if len(usages) == num_choices:
-                        answer.usage.CopyFrom(usage_message(usages))
+                if piece.usage is not None and len(usages) == len(generations):
+                    answer.usage.CopyFrom(usage_message(usages))
                 await context.write(answer)
 
-    def _context(
-        self, request: pb.GenerateRequest | pb.ChatRequest, request_id: str, context: Context
-    ) -> CallContext:
-        return context_of(
-            context,
-            self._keys,
-            request_id,
-            request.client_request_id,
-            "client_request_id",
-            wants_timings=request.return_timings,
-        )
+
+def _received(message: pb.ReceivedTokens) -> Received:
+    checksum = message.checksum if message.HasField("checksum") else None
+    return Received(message.num_tokens, message.has_ended, checksum)
 
 
 def _options(request: pb.GenerateRequest | pb.ChatRequest) -> CallOptions:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES, RequestCore
 from penstock.deployments.ingress.grpc import health, inference, open_inference
 from penstock.deployments.ingress.grpc.interceptor import Guard
+from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 
@@ -50,19 +51,21 @@ async def start_server(
     address: str,
     *,
     api_keys: Sequence[str] = (),
+    journals: Journals | None = None,
     credentials: grpc.ServerCredentials | None = None,
 ) -> GrpcServer:
     """Serve `core` on `address` ("127.0.0.1:8001"; port 0 for any). TLS with `credentials`.
 
     With `api_keys` every method except those of grpc.health.v1 requires one of them in the metadata
-    `authorization: Bearer <key>`. Raises RuntimeError if the address cannot be bound.
+    `authorization: Bearer <key>`. `journals`: of streams; None: none can be continued. Raises
+    RuntimeError if the address cannot be bound.
     """
     keys = ApiKeys(api_keys)
     server = grpc.aio.server(
         interceptors=[Guard(keys, core.metrics.num_errors_returned)], options=SERVER_OPTIONS
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-        inference.InferenceService(core, keys), server
+        inference.InferenceService(core, keys, journals), server
     )
     reported_health = health.Health(core, ("", inference.SERVICE, open_inference.SERVICE))
     health_pb2_grpc.add_HealthServicer_to_server(reported_health, server)

@@ -39,6 +39,7 @@ from penstock.deployments.ingress.http.static import (
     FILES,
     add_console_routes,
 )
+from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
@@ -56,6 +57,7 @@ def build_app(
     gate: GateClient | None = None,
     admission: str = "optimistic",
     data_dir: Path | None = None,
+    journals: Journals | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -63,6 +65,7 @@ def build_app(
     requires one of them as a Bearer token. `workers`: living ones, by their last heartbeats.
     `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
     gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
+    `journals`: of streams; None: none can be continued.
     """
     app = FastAPI(
         title="Penstock",
@@ -78,10 +81,10 @@ def build_app(
         keys=ApiKeys(api_keys),
         num_errors_returned=core.metrics.num_errors_returned,
         public_paths=PUBLIC_PATHS,
-        fast_paths=openai.fast_paths(core),
+        fast_paths=openai.fast_paths(core, journals),
     )
     app.add_exception_handler(HTTPException, _on_http_exception)
-    openai.add_openai_routes(app, core)
+    openai.add_openai_routes(app, core, journals)
     anthropic.add_message_routes(app, core)
     responses.add_response_routes(app, core)
     tokenize.add_token_routes(app, core)

@@ -34,7 +34,11 @@ DEFAULT_RETRY_AFTER_S = b"1"
 # default).
 KEEP_ALIVE_S = 10.0
 COMMENT = b": waiting\n\n"
+# Between events with ids: after an id, OpenAI's Python client takes an empty line for an event.
+COMMENT_AFTER_ID = b": waiting\n"
 _NO_BUFFER: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+# Clients of OpenAI's API repeat what has another 5xx status, or 409.
+_NEVER_REPEATED = ("request_killed_workers", "resume_mismatch", "resumed_elsewhere", "no_journal")
 ANTHROPIC_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _ANTHROPIC_TYPES = {
@@ -83,9 +87,13 @@ def json_bytes(body: Any) -> bytes:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def server_sent(body: dict[str, Any], event: str | None = None) -> bytes:
+def server_sent(
+    body: dict[str, Any], event: str | None = None, event_id: str | None = None
+) -> bytes:
     """One server-sent event. `event` None: of no type, as OpenAI's older streams."""
     data = json_bytes(body)
+    if event_id is not None:
+        return b"id: %b\ndata: %b\n\n" % (event_id.encode(), data)
     if event is None:
         return b"data: %b\n\n" % data
     return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
@@ -143,8 +151,13 @@ class StreamingAnswer(Response):
         self,
         body: AsyncGenerator[bytes, None] | Awaitable[Any],
         num_errors_returned: Counter[str],
+        *,
+        headers: Headers | None = None,
+        has_event_ids: bool = False,
     ):
         super().__init__()
+        self._extra = headers or []
+        self._comment = COMMENT_AFTER_ID if has_event_ids else COMMENT
         self._body = body
         self._num_errors_returned = num_errors_returned
 
@@ -153,7 +166,7 @@ class StreamingAnswer(Response):
         if isinstance(body, AsyncGenerator):
             work = self._send_events(send, body, scope)
         else:
-            work = _send_whole(send, body)
+            work = _send_whole(send, body, self._extra)
         await _until_disconnect(receive, work)
 
     async def _send_events(
@@ -164,7 +177,7 @@ class StreamingAnswer(Response):
         A failure before the first event or comment becomes an error response, which EdgeMiddleware
         sends; a later one becomes an event with the error, which ends the stream.
         """
-        stream = _EventStream(send)
+        stream = _EventStream(send, self._extra, self._comment)
         error_format = error_format_of(scope["path"])
         async with aclosing(events):
             try:
@@ -184,9 +197,11 @@ class StreamingAnswer(Response):
 class _EventStream:
     """One response of server-sent events; sends a comment after KEEP_ALIVE_S without an event."""
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send, headers: Headers, comment: bytes):
         self.has_started = False
         self._send = send
+        self._headers = [*_NO_BUFFER, *headers]
+        self._comment_bytes = comment
         self._is_quiet = True  # since the timer was set
         self._lock = asyncio.Lock()  # an event and a comment may be sent at the same time
         self._comment: asyncio.Task[None] | None = None
@@ -208,18 +223,19 @@ class _EventStream:
         async with self._lock:
             if not self.has_started:
                 self.has_started = True
-                await _send_start(self._send, 200, b"text/event-stream; charset=utf-8", _NO_BUFFER)
+                kind = b"text/event-stream; charset=utf-8"
+                await _send_start(self._send, 200, kind, self._headers)
             await _send_chunk(self._send, content)
 
     def _on_time(self) -> None:
         if self._is_quiet and (self._comment is None or self._comment.done()):
-            self._comment = asyncio.ensure_future(self._send_next(COMMENT))
+            self._comment = asyncio.ensure_future(self._send_next(self._comment_bytes))
         self._is_quiet = True
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._on_time)
 
 
-async def _send_whole(send: Send, body: Awaitable[Any]) -> None:
-    await send_json(send, 200, await body)
+async def _send_whole(send: Send, body: Awaitable[Any], headers: Headers) -> None:
+    await send_json(send, 200, await body, headers)
 
 
 async def _until_disconnect(receive: Receive, work: Awaitable[None]) -> None:
@@ -271,7 +287,7 @@ async def send_error(
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
     elif error.entry.http_status in (429, 503):
         headers.append((b"retry-after", DEFAULT_RETRY_AFTER_S))
-    if error.code == "request_killed_workers":  # clients of OpenAI's API repeat other 5xx
+    if error.code in _NEVER_REPEATED:
         headers.append((b"x-should-retry", b"false"))
     if error.entry.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

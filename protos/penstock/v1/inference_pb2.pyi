@@ -202,6 +202,24 @@ class GenerateRequest(_message.Message):
     priority: int
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., client_request_id: _Optional[str] = ..., n: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., return_timings: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
+class ResumeRequest(_message.Message):
+    __slots__ = ("request_id", "received")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    received: _containers.RepeatedCompositeFieldContainer[ReceivedTokens]
+    def __init__(self, request_id: _Optional[str] = ..., received: _Optional[_Iterable[_Union[ReceivedTokens, _Mapping]]] = ...) -> None: ...
+
+class ReceivedTokens(_message.Message):
+    __slots__ = ("num_tokens", "has_ended", "checksum")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    has_ended: bool
+    checksum: int
+    def __init__(self, num_tokens: _Optional[int] = ..., has_ended: _Optional[bool] = ..., checksum: _Optional[int] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "token_ids", "finish_reason", "usage", "request_id", "client_request_id", "choice", "logprobs", "prompt_logprobs", "prompt_token_ids")
     TEXT_FIELD_NUMBER: _ClassVar[int]

@@ -45,6 +45,16 @@ class InferenceServiceStub:
                 request_serializer=penstock_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.ResumeGenerate = channel.unary_stream(
+                '/penstock.v1.InferenceService/ResumeGenerate',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.ResumeChat = channel.unary_stream(
+                '/penstock.v1.InferenceService/ResumeChat',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/penstock.v1.InferenceService/Tokenize',
                 request_serializer=penstock_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -81,6 +91,24 @@ class InferenceServiceServicer:
     def Chat(self, request, context):
         """Answers a conversation, rendered by the chat template of the model, and may call tools.
         FAILED_PRECONDITION if the model has none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeGenerate(self, request, context):
+        """Continues the stream of a Generate call after its connection was lost, on any server of the
+        cluster: it begins after what the caller has. The initial metadata of a stream that can be
+        continued has `x-penstock-resumable: 1`. NOT_FOUND if the call is not known (any more),
+        UNIMPLEMENTED if the server keeps no journals, ABORTED if the caller's tokens are not those of
+        the call. What the call does elsewhere then ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeChat(self, request, context):
+        """The same for a Chat call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +155,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
             'Chat': grpc.unary_stream_rpc_method_handler(
                     servicer.Chat,
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'ResumeGenerate': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResumeGenerate,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'ResumeChat': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResumeChat,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
@@ -204,6 +242,60 @@ class InferenceService:
             target,
             '/penstock.v1.InferenceService/Chat',
             penstock_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeGenerate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.InferenceService/ResumeGenerate',
+            penstock_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeChat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.InferenceService/ResumeChat',
+            penstock_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.ChatResponse.FromString,
             options,
             channel_credentials,

@@ -60,7 +60,7 @@ async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
         engine=CONFIG, http_port=free_port(), grpc_port=free_port(), metrics_port=0, drain_s=30.0
     )
     pool = WorkerPool("test")
-    listeners = await open_listeners(config, pool, None, ClusterView)
+    listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
     pool.update([node.channel.info])
     async with asyncio.timeout(10):
         while not (pool.ready() and listeners.http.started):

@@ -98,10 +98,12 @@ class ChatRenderer:
         shows_usage: bool,
         shows_logprobs: bool = False,
         prompts: Sequence[Sequence[int]] = (),
+        created_s: int | None = None,
     ):
         """`shows_usage`: a stream ends with a chunk for usage, and has a null in the others.
 
-        `prompts`: the prompt of each choice, if token ids are to be shown.
+        `prompts`: the prompt of each choice, if token ids are to be shown. `created_s`: when the
+        call came, in seconds since 1970; None: now.
         """
         self.is_chat = is_chat
         self.shows_usage = shows_usage
@@ -111,7 +113,7 @@ class ChatRenderer:
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{request_id}" if is_chat else f"cmpl-{request_id}",
             "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(time.time()),
+            "created": int(time.time()) if created_s is None else created_s,
             "model": model,
         }
 
@@ -144,9 +146,19 @@ class ChatRenderer:
             bodies.append(body)
         return {**head, "choices": bodies, "usage": usage_body(usages)}
 
-    def events(self, index: int, piece: TextDelta) -> bytes:
-        """The chunks of `piece` as server-sent events."""
-        return b"".join(map(server_sent, self.chunks(index, piece)))
+    def events(self, index: int, piece: TextDelta, event_id: str | None = None) -> bytes:
+        """The chunks of `piece` as server-sent events; as a single one, if that has an id.
+
+        A client that has the event of an id has all of the piece.
+        """
+        chunks = self.chunks(index, piece)
+        if event_id is None:
+            return b"".join(map(server_sent, chunks))
+        return server_sent(_as_one(chunks), event_id=event_id) if chunks else b""
+
+    def skip(self, index: int) -> None:
+        """The client has the first chunk of a choice already."""
+        self._begun.add(index)
 
     def opening(self, index: int) -> dict[str, Any]:
         """The chunk that names the role, before the first text of a chat answer."""
@@ -220,6 +232,17 @@ class ChatRenderer:
         if self.shows_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _as_one(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One chunk with all that the chunks of a piece say."""
+    first = chunks[0]
+    choice = first["choices"][0]
+    for chunk in chunks[1:]:
+        (other,) = chunk["choices"]
+        choice["delta"] |= other["delta"]
+        choice |= {name: other[name] for name in ("finish_reason", "stop_reason") if name in other}
+    return first
 
 
 def _reasoning_body(text: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ CALLS = {
 
 def read(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Text, and name and arguments of each call."""
-    parser = HermesParser(["look"])
+    parser = HermesParser(["look"], "answer")
     found = [*map(parser.feed, parts), parser.finish()]
     calls: list[tuple[str, str]] = []
     ids = set()
@@ -86,13 +86,13 @@ def test_arguments_are_what_was_said() -> None:
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
-    parser = HermesParser(["look"])
+    parser = HermesParser(["look"], "answer")
     parser.feed('<tool_call>{"name": "look", "arguments": {"a": "')
     assert [piece.arguments for piece in parser.feed("river")[1]] == ["river"]
 
 
 def test_what_is_held_back_is_bounded() -> None:
-    parser = HermesParser(["look"])
+    parser = HermesParser(["look"], "answer")
     block = "<tool_call>" + "x" * (MAX_BLOCK_CHARS + 1)
     assert parser.feed(block)[0] == block
 

@@ -1,0 +1,143 @@
+"""From the body of a request to its Call, and from the pieces of its answers to events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.deployments.ingress.core.call import Call, CallContext, TokenUsage
+from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.logprobs import num_listed_tokens
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.streams import run_off_loop_if_large
+from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer, server_sent
+from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.openai.rendering import ChatRenderer, CompletedChoice
+from penstock.deployments.ingress.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse,
+)
+from penstock.deployments.ingress.journal.call_journal import CallJournal
+from penstock.deployments.ingress.journal.received import Delivery
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+RESUMABLE_HEADER = b"x-penstock-resumable"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A checked request: its body, its first call, and one generation for each choice."""
+
+    body: ChatCompletionRequest | CompletionRequest
+    call: Call
+    generations: list[Generation]
+
+
+async def prepared(core: RequestCore, path: str, content: bytes, context: CallContext) -> Prepared:
+    """Check the body of a request to `path`. Raises RequestError or ServiceError."""
+    if path == CHAT_PATH:
+        return await _prepared_chat(core, content, context)
+    return await _prepared_completion(core, content, context)
+
+
+async def _prepared_chat(core: RequestCore, content: bytes, context: CallContext) -> Prepared:
+    body = parse(ChatCompletionRequest, content)
+    call = Call(body.prompt(), body.params(), body.options(), context)
+    is_newer_name = body.max_completion_tokens is not None
+    with renamed_fields({"max_tokens": "max_completion_tokens"} if is_newer_name else {}):
+        generations = await core.prepare_choices(call, body.num_choices)
+    return Prepared(body, call, generations)
+
+
+async def _prepared_completion(core: RequestCore, content: bytes, context: CallContext) -> Prepared:
+    body = parse(CompletionRequest, content)
+    prompts, params, options = body.prompts(), body.params(), body.options()
+    generations = []
+    for i, prompt in enumerate(prompts):
+        call = Call(prompt, params, options, context.of_prompt(i, len(prompts)))
+        generations += await core.prepare_choices(call, body.num_choices)
+    return Prepared(body, Call(prompts[0], params, options, context), generations)
+
+
+def answer(
+    core: RequestCore,
+    request: Prepared,
+    journal: CallJournal | None = None,
+    headers: Headers | None = None,
+) -> StreamingAnswer:
+    """The answer, as events or as one body. With a `journal` its events have ids.
+
+    Raises RequestError if a client that continues has more choices than there are.
+    """
+    body, call, generations = request.body, request.call, request.generations
+    renderer = ChatRenderer(
+        call.context.request_id,
+        core.model(call.options.model).name,
+        is_chat=isinstance(body, ChatCompletionRequest),
+        shows_usage=body.wants_usage_chunk,
+        shows_logprobs=call.params.logprobs is not None,
+        prompts=[each.request.prompt_ids for each in generations] if body.return_token_ids else (),
+        created_s=None if journal is None else journal.head.created_s,
+    )
+    delivery = None if journal is None else journal.delivery(generations)
+    make = _events if body.stream else _whole
+    return StreamingAnswer(
+        make(core, generations, renderer, journal, delivery),
+        core.metrics.num_errors_returned,
+        headers=headers,
+        has_event_ids=journal is not None,
+    )
+
+
+async def _whole(
+    core: RequestCore,
+    generations: Sequence[Generation],
+    renderer: ChatRenderer,
+    journal: CallJournal | None,
+    _: Delivery | None,
+) -> dict[str, Any]:
+    choices = [CompletedChoice() for _ in generations]
+    async with aclosing(core.run_many(generations, journal)) as pieces:
+        async for index, piece in pieces:
+            choices[index].add(piece)
+    size = sum(choice.size for choice in choices)
+    return await run_off_loop_if_large(size, renderer.whole, choices)
+
+
+async def _events(
+    core: RequestCore,
+    generations: Sequence[Generation],
+    renderer: ChatRenderer,
+    journal: CallJournal | None,
+    delivery: Delivery | None,
+) -> AsyncGenerator[bytes, None]:
+    usages: list[TokenUsage] = []
+    opened: set[int] = set()
+    event_id: str | None = None
+    async with aclosing(core.run_many(generations, journal)) as pieces:
+        async for index, piece in pieces:
+            if piece.usage is not None:
+                usages.append(piece.usage)
+            if delivery is not None:
+                if not delivery.is_new(index, piece):
+                    opened.add(index)
+                    renderer.skip(index)
+                    continue
+                event_id = delivery.event_id()
+            event = b""
+            if renderer.is_chat and index not in opened:
+                opened.add(index)
+                event = server_sent(renderer.opening(index))
+            if piece.logprobs or piece.prompt_logprobs:
+                size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
+                event += await run_off_loop_if_large(size, renderer.events, index, piece, event_id)
+            else:
+                event += renderer.events(index, piece, event_id)
+            if event:
+                yield event
+    if renderer.shows_usage:
+        yield server_sent(renderer.usage_chunk(usages))

@@ -1,0 +1,128 @@
+"""`CallJournal`: one call's tokens, first those that are kept, then those that workers make."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.service import TokenBackend
+from penstock.deployments.ingress.journal.received import Delivery, Received
+from penstock.deployments.ingress.journal.records import Head
+from penstock.workers.request import Delta, FinishReason
+
+
+class CallJournal:
+    """A Recorder of the request core. Made by Journals; lives on its event loop."""
+
+    def __init__(
+        self,
+        call_id: str,
+        head: Head,
+        on_record: Callable[[CallJournal, Delta], None],
+        *,
+        kept: Mapping[str, Sequence[Delta]] | None = None,
+        next_index: int = 0,
+        fence: int = 0,
+        received: tuple[Received, ...] = (),
+    ):
+        """`kept`: deltas of each answer, by its request id, where the call is continued.
+
+        `next_index`: of the next record. `received`: what the client has of each answer.
+        """
+        self.call_id = call_id
+        self.head = head
+        self.next_index = next_index
+        self.fence = fence
+        self.is_kept = False  # another ingress could continue the call
+        self.is_resumed = kept is not None
+        self.pending: list[Delta] = []  # not encoded yet
+        self.unsent: list[bytes] = []  # records that the store has not acknowledged
+        self.has_tokens = kept is not None and any(kept.values())
+        self._on_record = on_record
+        self._kept = kept or {}
+        self._received = received
+        self._positions: dict[str, int] = {}
+        self._generations: tuple[Generation, ...] = ()
+
+    def delivery(self, generations: Sequence[Generation]) -> Delivery:
+        """Of the stream to the client; `generations`: the answers of the call, in order.
+
+        Raises RequestError if the client has more answers than there are.
+        """
+        self._generations = tuple(generations)
+        names = (each.request.request_id for each in generations)
+        self._positions = {name: each.num_tokens for name, each in zip(names, self._received)}
+        return Delivery(self.call_id, len(generations), self._received)
+
+    def end(self, code: str) -> None:
+        """End all answers with an error of the catalogue."""
+        for each in self._generations:
+            each.cancel(code)
+
+    async def generate(
+        self, admission: AdmissionRequest, backend: TokenBackend
+    ) -> AsyncGenerator[Delta, None]:
+        """All deltas of one answer; each new one is recorded. Raises what the backend raises.
+
+        None reaches beyond the last token that the client has, if it begins before.
+        """
+        name, num_tokens = admission.request_id, 0
+        position = self._positions.get(name, 0)
+        kept = self._kept.get(name, ())
+        for delta in kept:
+            for part in _parts(delta, position - num_tokens):
+                yield part
+            num_tokens += len(delta.token_ids)
+        if kept and kept[-1].finish_reason is not None:
+            return
+        if self.is_resumed:
+            admission = self._rest_of(admission, kept)
+        async with aclosing(backend.generate(admission)) as deltas:
+            async for delta in deltas:
+                delta.request_id = name
+                if kept:  # the first worker said how the prompt was computed
+                    delta.times, delta.num_cached_tokens = None, 0
+                if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
+                    self.has_tokens = True
+                    self._on_record(self, delta)
+                for part in _parts(delta, position - num_tokens):
+                    yield part
+                num_tokens += len(delta.token_ids)
+
+    def _rest_of(self, admission: AdmissionRequest, kept: Sequence[Delta]) -> AdmissionRequest:
+        """The rest of an answer, under a name of its own: the first attempt may still run."""
+        request = admission.request
+        params = replace(request.params, prompt_logprobs=None) if kept else request.params
+        request = replace(
+            request,
+            request_id=f"{request.request_id}~{self.fence}",
+            params=params,
+            emitted_ids=tuple(token for delta in kept for token in delta.token_ids),
+        )
+        return replace(admission, request=request)
+
+
+def _parts(delta: Delta, num_first: int) -> Iterator[Delta]:
+    """`delta`, in two where its first `num_first` tokens are not all or none."""
+    if not 0 < num_first < len(delta.token_ids):
+        yield delta
+        return
+    yield Delta(
+        delta.request_id,
+        delta.token_ids[:num_first],
+        num_cached_tokens=delta.num_cached_tokens,
+        logprobs=delta.logprobs[:num_first],
+        prompt_logprobs=delta.prompt_logprobs,
+        times=delta.times,
+        engine=delta.engine,
+    )
+    yield replace(
+        delta,
+        token_ids=delta.token_ids[num_first:],
+        logprobs=delta.logprobs[num_first:],
+        prompt_logprobs=[],
+        times=None,
+    )

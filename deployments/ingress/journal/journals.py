@@ -1,0 +1,249 @@
+"""The journals of one ingress: begin one, continue one, and write them in the background.
+
+A journal may lag behind the client: what it lacks is generated again, with the same ids, because
+the head has the seed (the ids of an answer are a function of prompt, parameters and seed). So no
+token waits for the store; only the head is written before the first token leaves.
+
+Who continues a call takes it over: the ingress that ran it finds at its next append that a newer
+one has it, and ends its own part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+
+from penstock.deployments.ingress.core.call import CallContext
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.journal.call_journal import CallJournal
+from penstock.deployments.ingress.journal.idempotency import TTL_S as KEY_TTL_S
+from penstock.deployments.ingress.journal.idempotency import IdempotencyKeys
+from penstock.deployments.ingress.journal.received import Received
+from penstock.deployments.ingress.journal.records import (
+    Head,
+    UnreadableError,
+    deltas_from,
+    head_bytes,
+    head_from,
+    record_bytes,
+)
+from penstock.deployments.state.store import (
+    Conflict,
+    Fenced,
+    StateDown,
+    StateError,
+    StateFull,
+    Store,
+)
+from penstock.workers.request import Delta, RequestError
+
+log = logging.getLogger("penstock.journal")
+
+FLUSH_S = 0.25
+TTL_S = 600.0  # after the last record
+BEGIN_BUDGET_S = 0.25  # longest that the first token waits for the store
+RESUME_BUDGET_S = 2.0
+FLUSH_BUDGET_S = 1.0
+MAX_UNSENT_BYTES = 8 << 20  # of all journals; while the store is down, journals above it end
+MAX_IN_FLIGHT = 64  # appends at a time
+_CALL_ID = re.compile(r"[0-9a-f]{1,64}")
+
+
+class Journals:
+    """Made on the event loop, on which it writes; `close` writes the rest, and closes the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: str,
+        *,
+        flush_s: float = FLUSH_S,
+        ttl_s: float = TTL_S,
+    ):
+        """`owner`: names this ingress. `ttl_s`: from a call's last token to its journal's end."""
+        self.num_begun = 0
+        self.num_resumed = 0
+        self.num_incomplete = 0  # that the store could not take whole
+        self.keys = IdempotencyKeys(store)
+        self._store = store
+        self._owner = owner
+        self._flush_s = flush_s
+        self._ttl_s = ttl_s
+        self._seeds = random.SystemRandom()
+        self._changed: set[CallJournal] = set()
+        self._num_unsent_bytes = 0
+        self._is_complaining = False
+        self._writing = asyncio.ensure_future(self._write())
+
+    def journal_for(
+        self, context: CallContext, route: str, body: bytes, key: str | None = None
+    ) -> CallJournal:
+        """The journal of a new call, with its seed; see `begin`. `key`: of its idempotency."""
+        head = Head(
+            route,
+            body,
+            self._seeds.getrandbits(63),
+            int(time.time()),
+            self._ttl_s if key is None else KEY_TTL_S,
+            context.principal,
+            context.client_id,
+            context.wants_timings,
+        )
+        return CallJournal(context.request_id, head, self._record)
+
+    async def begin(self, journal: CallJournal) -> None:
+        """Write its head. If the store cannot take it, `is_kept` stays False."""
+        try:
+            journal.next_index = await self._store.append(
+                _stream(journal.call_id),
+                0,
+                [head_bytes(journal.head)],
+                ttl_s=journal.head.ttl_s,
+                budget_s=BEGIN_BUDGET_S,
+            )
+        except (StateError, ValueError) as error:  # ValueError: the body is too large for it
+            self._complain(error)
+        else:
+            journal.is_kept = True
+            self.num_begun += 1
+
+    async def resume(
+        self, call_id: str, principal: str, received: tuple[Received, ...] = ()
+    ) -> CallJournal:
+        """Take a call over. Raises RequestError not_found, or ServiceError state_unavailable."""
+        if not _CALL_ID.fullmatch(call_id):
+            raise _not_found(call_id)
+        try:
+            found = await self._store.read(_stream(call_id), limit=1, budget_s=RESUME_BUDGET_S)
+            head = head_from(found.records[0]) if found.records else None
+            if head is None or head.principal != principal:
+                raise _not_found(call_id)
+            fence = await self._store.put(
+                f"owner/{call_id}",
+                self._owner.encode(),
+                ttl_s=head.ttl_s,
+                budget_s=RESUME_BUDGET_S,
+            )
+            await self._store.append(
+                _stream(call_id), 0, (), fence=fence, ttl_s=head.ttl_s, budget_s=RESUME_BUDGET_S
+            )
+            records = await self._read(call_id)  # no earlier owner can append any more
+            kept = await asyncio.to_thread(deltas_from, records[1:])
+        except (StateDown, StateFull) as error:
+            self._complain(error)
+            raise ServiceError("state_unavailable", retry_after_s=2.0) from None
+        except Fenced:
+            raise ServiceError("resumed_elsewhere") from None
+        except UnreadableError as error:
+            raise ServiceError("resume_mismatch", f"the journal is unreadable: {error}") from None
+        journal = CallJournal(
+            call_id,
+            head,
+            self._record,
+            kept=kept,
+            next_index=len(records),
+            fence=fence,
+            received=received,
+        )
+        journal.is_kept = True
+        self.num_resumed += 1
+        return journal
+
+    async def _write(self) -> None:
+        while True:
+            await asyncio.sleep(self._flush_s)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what was recorded so far."""
+        changed, self._changed = list(self._changed), set()
+        for begin in range(0, len(changed), MAX_IN_FLIGHT):
+            await asyncio.gather(*map(self._append, changed[begin : begin + MAX_IN_FLIGHT]))
+
+    async def close(self) -> None:
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        await self.flush()
+        await self._store.close()
+
+    async def _read(self, call_id: str) -> list[bytes]:
+        records: list[bytes] = []
+        while True:
+            found = await self._store.read(_stream(call_id), len(records), budget_s=RESUME_BUDGET_S)
+            if not found.records:
+                return records
+            records += found.records
+
+    def _record(self, journal: CallJournal, delta: Delta) -> None:
+        if journal.is_kept:
+            journal.pending.append(delta)
+            self._changed.add(journal)
+
+    async def _append(self, journal: CallJournal) -> None:
+        if journal.pending:
+            record = record_bytes(journal.pending)
+            journal.pending.clear()
+            journal.unsent.append(record)
+            self._num_unsent_bytes += len(record)
+        num = len(journal.unsent)
+        try:
+            await self._store.append(
+                _stream(journal.call_id),
+                journal.next_index,
+                journal.unsent[:num],
+                fence=journal.fence,
+                ttl_s=journal.head.ttl_s,
+                budget_s=FLUSH_BUDGET_S,
+            )
+        except Fenced:
+            self._drop(journal)
+            journal.end("resumed_elsewhere")
+        except (Conflict, StateFull, ValueError) as error:  # it cannot be completed
+            self._complain(error)
+            self.num_incomplete += 1
+            self._drop(journal)
+        except StateDown as error:  # the same records may be sent again
+            self._complain(error)
+            if self._num_unsent_bytes > MAX_UNSENT_BYTES:
+                self.num_incomplete += 1
+                self._drop(journal)
+            else:
+                self._changed.add(journal)
+        except asyncio.CancelledError:
+            self._changed.add(journal)
+            raise
+        else:
+            self._is_complaining = False
+            journal.next_index += num
+            self._sent(journal, num)
+
+    def _drop(self, journal: CallJournal) -> None:
+        """Record no more of it; what it lacks is generated again."""
+        journal.is_kept = False
+        journal.pending.clear()
+        self._sent(journal, len(journal.unsent))
+
+    def _sent(self, journal: CallJournal, num: int) -> None:
+        self._num_unsent_bytes -= sum(map(len, journal.unsent[:num]))
+        del journal.unsent[:num]
+
+    def _complain(self, error: Exception) -> None:
+        """Once, until the store takes something again."""
+        if not self._is_complaining:
+            self._is_complaining = True
+            log.warning("streams cannot be continued elsewhere for now: state store: %s", error)
+
+
+def _stream(call_id: str) -> str:
+    return f"call/{call_id}"
+
+
+def _not_found(call_id: str) -> RequestError:
+    return RequestError(
+        f"there is no stream {call_id[:64]!a} to continue (any more): send the request again",
+        param="request_id",
+        code="not_found",
+    )

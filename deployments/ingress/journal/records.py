@@ -1,0 +1,100 @@
+"""The records of a journal as bytes: protos/penstock/internal/v1/journal.proto."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from penstock.protos.penstock.internal.v1 import journal_pb2 as pb
+from penstock.workers.channel.codec import delta_from, delta_message
+from penstock.workers.channel.peer import joined
+from penstock.workers.request import Delta
+
+VERSION = 1
+
+
+class UnreadableError(ValueError):
+    """A record that this release cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A call as it came.
+
+    `route`: path of the HTTP endpoint, or full name of the gRPC method. `seed`: of the draws of a
+    request that gave none. `ttl_s`: from the last record to the end of the journal.
+    """
+
+    route: str
+    body: bytes
+    seed: int
+    created_s: int
+    ttl_s: float
+    principal: str = ""
+    client_id: str | None = None
+    wants_timings: bool = False
+
+
+def head_bytes(head: Head) -> bytes:
+    return pb.CallHead(
+        version=VERSION,
+        route=head.route,
+        body=head.body,
+        principal=head.principal,
+        client_id=head.client_id or "",
+        created_s=head.created_s,
+        seed=head.seed,
+        wants_timings=head.wants_timings,
+        ttl_s=head.ttl_s,
+    ).SerializeToString()
+
+
+def head_from(record: bytes) -> Head:
+    """Raises UnreadableError."""
+    try:
+        message = pb.CallHead.FromString(record)
+    except DecodeError as error:
+        raise UnreadableError(str(error)) from None
+    if message.version != VERSION:
+        raise UnreadableError(f"version {message.version}, and this release reads {VERSION}")
+    return Head(
+        message.route,
+        message.body,
+        message.seed,
+        message.created_s,
+        message.ttl_s,
+        message.principal,
+        message.client_id or None,
+        message.wants_timings,
+    )
+
+
+def record_bytes(deltas: Iterable[Delta]) -> bytes:
+    """One record of all `deltas`; those of the same answer are joined."""
+    by_answer: dict[str, Delta] = {}
+    for delta in deltas:
+        whole = by_answer.get(delta.request_id)
+        if whole is None:  # a new one: the parts still belong to the stream
+            whole = by_answer[delta.request_id] = Delta(delta.request_id, [])
+        joined(whole, delta)
+    entries = (
+        pb.CallEntry(request_id=answer, delta=delta_message(delta, 0))
+        for answer, delta in by_answer.items()
+    )
+    return pb.CallRecord(entries=entries).SerializeToString()
+
+
+def deltas_from(records: Iterable[bytes]) -> dict[str, list[Delta]]:
+    """The deltas of each answer, by its request id. Raises UnreadableError."""
+    deltas: dict[str, list[Delta]] = defaultdict(list)
+    for record in records:
+        try:
+            message = pb.CallRecord.FromString(record)
+        except DecodeError as error:
+            raise UnreadableError(str(error)) from None
+        for entry in message.entries:
+            deltas[entry.request_id].append(delta_from(entry.delta, entry.request_id))
+    return dict(deltas)
