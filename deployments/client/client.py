@@ -9,6 +9,8 @@ Needs nothing of the server's code but the protocol.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, Self, Unpack
@@ -23,6 +25,7 @@ from penstock.deployments.client.messages import (
     piece_of,
     sampling_fields,
 )
+from penstock.deployments.client.resume import WAIT_S, LostStream
 from penstock.deployments.client.types import (
     Answer,
     Message,
@@ -92,10 +95,13 @@ class _Base(ABC):
         model: str = "",
         timeout_s: float | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        resume_s: float = 60.0,
     ):
         """`model` "" is the one that is served. `timeout_s` is the deadline of each call, which the
-        server keeps, too. `credentials` switch TLS on."""
+        server keeps, too. `credentials` switch TLS on. `resume_s`: longest wait for a stream to go
+        on after its connection was lost, where the server keeps journals; 0: none goes on."""
         self._model = model
+        self._resume_s = resume_s
         self._timeout_s = timeout_s
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._channel = self._connect(target, credentials)
@@ -105,8 +111,12 @@ class _Base(ABC):
     def _connect(self, target: str, credentials: grpc.ChannelCredentials | None) -> Any:
         """The gRPC channel; without credentials it is not encrypted."""
 
-    def _how(self) -> dict[str, Any]:
-        return {"metadata": self._metadata, "timeout": self._timeout_s}
+    def _how(self, began_s: float | None = None) -> dict[str, Any]:
+        """Options of a call; `began_s`: when the first attempt of it began."""
+        timeout_s = self._timeout_s
+        if timeout_s is not None and began_s is not None:
+            timeout_s = max(began_s + timeout_s - time.monotonic(), 0.0)
+        return {"metadata": self._metadata, "timeout": timeout_s}
 
     def _generate(self, prompt: Prompt, name: str, sampling: Sampling) -> pb.GenerateRequest:
         request = pb.GenerateRequest(
@@ -150,7 +160,7 @@ class Client(_Base):
     ) -> Generator[Piece, None, None]:
         """Continue a prompt, piece by piece. Closing the generator ends the generation."""
         request = self._generate(prompt, client_request_id, sampling)
-        return self._stream(self._stub.Generate, request)
+        return self._stream(self._stub.Generate, self._stub.ResumeGenerate, request)
 
     def chat(
         self,
@@ -160,7 +170,8 @@ class Client(_Base):
         **sampling: Unpack[Sampling],
     ) -> Generator[Piece, None, None]:
         """Answer a conversation, piece by piece. Closing the generator ends the generation."""
-        return self._stream(self._stub.Chat, self._chat(messages, client_request_id, sampling))
+        request = self._chat(messages, client_request_id, sampling)
+        return self._stream(self._stub.Chat, self._stub.ResumeChat, request)
 
     def complete(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> Answer:
         """Continue a prompt, and wait for the whole answer."""
@@ -198,13 +209,22 @@ class Client(_Base):
         except grpc.RpcError as error:
             raise ClientError(error) from None
 
-    def _stream(self, method: Any, request: Any) -> Generator[Piece, None, None]:
-        call = method(request, **self._how())
+    def _stream(self, method: Any, resume: Any, request: Any) -> Generator[Piece, None, None]:
+        stream, began_s = LostStream(self._resume_s), time.monotonic()
+        call, initial = method(request, **self._how()), ()
         try:
-            for message in call:
-                yield piece_of(message)
-        except grpc.RpcError as error:
-            raise ClientError(error) from None
+            while True:
+                try:
+                    for message in call:
+                        initial = initial or call.initial_metadata()
+                        stream.add(message)
+                        yield piece_of(message)
+                    return
+                except grpc.RpcError as error:
+                    if not stream.may_continue(error, initial):
+                        raise ClientError(error) from None
+                time.sleep(WAIT_S)
+                call = resume(stream.request(), **self._how(began_s))
         finally:
             call.cancel()
 
@@ -231,7 +251,7 @@ class AsyncClient(_Base):
     ) -> AsyncGenerator[Piece, None]:
         """Continue a prompt, piece by piece. Closing the generator ends the generation."""
         request = self._generate(prompt, client_request_id, sampling)
-        return self._stream(self._stub.Generate, request)
+        return self._stream(self._stub.Generate, self._stub.ResumeGenerate, request)
 
     def chat(
         self,
@@ -241,7 +261,8 @@ class AsyncClient(_Base):
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Piece, None]:
         """Answer a conversation, piece by piece. Closing the generator ends the generation."""
-        return self._stream(self._stub.Chat, self._chat(messages, client_request_id, sampling))
+        request = self._chat(messages, client_request_id, sampling)
+        return self._stream(self._stub.Chat, self._stub.ResumeChat, request)
 
     async def complete(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> Answer:
         """Continue a prompt, and wait for the whole answer."""
@@ -280,12 +301,21 @@ class AsyncClient(_Base):
         except grpc.aio.AioRpcError as error:
             raise ClientError(error) from None
 
-    async def _stream(self, method: Any, request: Any) -> AsyncGenerator[Piece, None]:
-        call = method(request, **self._how())
+    async def _stream(self, method: Any, resume: Any, request: Any) -> AsyncGenerator[Piece, None]:
+        stream, began_s = LostStream(self._resume_s), time.monotonic()
+        call, initial = method(request, **self._how()), ()
         try:
-            async for message in call:
-                yield piece_of(message)
-        except grpc.aio.AioRpcError as error:
-            raise ClientError(error) from None
+            while True:
+                try:
+                    async for message in call:
+                        initial = initial or await call.initial_metadata()
+                        stream.add(message)
+                        yield piece_of(message)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if not stream.may_continue(error, initial):
+                        raise ClientError(error) from None
+                await asyncio.sleep(WAIT_S)
+                call = resume(stream.request(), **self._how(began_s))
         finally:
             call.cancel()
