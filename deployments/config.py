@@ -71,7 +71,12 @@ class ServeConfig(
             )
         if self.min_ingress == 0:
             raise ConfigError(f"num_ingress must keep at least 1; got {self.num_ingress!r}")
-        state_url.parse(self)
+        is_embedded = isinstance(state_url.parse(self), state_url.EmbeddedAddress)
+        if is_embedded and self.state_url and self.max_ingress > 1:
+            raise ConfigError(
+                f"state_url: one process can use a folder, and num_ingress is "
+                f"{self.num_ingress!r}; use Redis (redis://HOST:PORT/DB), or one ingress"
+            )
 
     @property
     def min_workers(self) -> int:

@@ -164,8 +164,9 @@ class StateOptions:
 
     state_url: str | None = option(
         None,
-        "store for what must survive a process: sqlite:///FOLDER, redis://HOST:PORT/DB, or "
-        "rediss:// for TLS; none: a temporary folder, which ends with its process",
+        "store for what must survive a process, as journals from which cut streams are continued: "
+        "sqlite:///FOLDER (one ingress), redis://HOST:PORT/DB, or rediss:// for TLS; none: a "
+        "stream ends with its connection",
     )
     state_password_file: str | None = option(
         None, "file with the password of Redis, read at each connect; none: no password"

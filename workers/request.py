@@ -282,6 +282,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: FirstTokenTimes | None = None  # with the first delta
     engine: str = ""  # address of the worker, where there are several
+    is_replayed: bool = False  # at an ingress: from the journal of a stream that is continued
 
 
 def _at_most(most: int, noun: str, name: str, values: Sized) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.state.embedded.folder import FolderInUse
 from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
@@ -34,6 +36,8 @@ ERRORS_S = 1.0  # after the drain, for errors to reach clients
 # Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60 s). The client
 # must close it first, or a request can meet a connection that the server is closing.
 KEEP_ALIVE_S = 75
+FOLDER_S = 20.0  # longest wait for the folder of the state store after a drain
+FOLDER_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +114,7 @@ async def open_listeners(
     metrics = None
     if config.metrics_port:
         collector = PenstockCollector(
-            core.metrics, lambda: view().workers, gate, pool.lost_requests
+            core.metrics, lambda: view().workers, gate, pool.lost_requests, journals
         )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
@@ -123,10 +127,20 @@ async def open_listeners(
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:
-    """Journals in the configured state store; None: none is. Raises ConfigError."""
+    """Journals in the configured state store; None: none is. Raises ConfigError.
+
+    An ingress that this one replaces has the folder of an embedded store until it has drained.
+    """
     if config.state_url is None:
         return None
-    return Journals(await open_store(config), owner)
+    until_s = time.monotonic() + config.drain_notice_s + config.drain_s + FOLDER_S
+    while True:
+        try:
+            return Journals(await open_store(config), owner)
+        except FolderInUse:
+            if time.monotonic() > until_s:
+                raise
+            await asyncio.sleep(FOLDER_POLL_S)
 
 
 async def _request_core(

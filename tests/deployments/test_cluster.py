@@ -33,9 +33,12 @@ NUM_WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def config() -> ServeConfig:
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
+    state = tmp_path_factory.mktemp("state")
+    state.chmod(0o700)
     return ServeConfig(
         engine=ENGINE,
+        state_url=f"sqlite://{state}",
         http_port=free_port(),
         grpc_port=free_port(),
         num_workers=NUM_WORKERS,
@@ -178,25 +181,31 @@ def test_a_killed_worker_costs_no_request_and_is_replaced(cluster, config, run):
     test_two_workers_share_the_load(cluster, config, run)
 
 
-def test_a_killed_ingress_is_replaced_and_its_requests_are_dropped(cluster, config, run):
+def test_a_killed_ingress_is_replaced_and_streams_continue_on_the_new_one(cluster, config, run):
+    """Those of clients that want it; the requests of the others are dropped."""
     await_view(cluster, is_idle, 20)
     victim = cluster.view().ingresses[0].pid
+    target = f"127.0.0.1:{config.grpc_port}"
 
     async def scenario():
-        async with AsyncClient(f"127.0.0.1:{config.grpc_port}") as client:
+        async with AsyncClient(target) as patient, AsyncClient(target, resume_s=0) as other:
+            alone = [await generate(patient, n, 600) for n in range(2)]
             started = [asyncio.Event() for _ in range(4)]
             running = [
-                asyncio.ensure_future(generate(client, n, 1900, event))
+                asyncio.ensure_future(generate(patient if n < 2 else other, n, 600, event))
                 for n, event in enumerate(started)
             ]
             for event in started:
                 await event.wait()
             os.kill(victim, signal.SIGKILL)
             async with asyncio.timeout(10):
-                return await asyncio.gather(*running)
+                dropped = await asyncio.gather(*running[2:])
+            async with asyncio.timeout(90):
+                return alone, await asyncio.gather(*running[:2]), dropped
 
-    for _, error in run(scenario()):
-        assert error is not None
+    alone, continued, dropped = run(scenario())
+    assert continued == alone
+    assert all(error is not None for _, error in dropped)
     await_view(cluster, lambda view: is_idle(view) and view.ingresses[0].pid != victim, 60)
     test_two_workers_share_the_load(cluster, config, run)
 

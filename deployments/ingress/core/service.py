@@ -197,7 +197,7 @@ class RequestCore:
                         piece = await run_off_loop_if_large(work, generation.take, delta)
                     generation.has_begun.set()
                     piece = generation.read_tool_calls(piece)
-                    if piece.token_ids:
+                    if piece.token_ids and not delta.is_replayed:
                         self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
                     if piece.finish_reason is not None:
                         finish = piece.finish_reason.value

@@ -73,6 +73,7 @@ class CallJournal:
         position = self._positions.get(name, 0)
         kept = self._kept.get(name, ())
         for delta in kept:
+            delta.is_replayed = True
             for part in _parts(delta, position - num_tokens):
                 yield part
             num_tokens += len(delta.token_ids)
@@ -118,6 +119,7 @@ def _parts(delta: Delta, num_first: int) -> Iterator[Delta]:
         prompt_logprobs=delta.prompt_logprobs,
         times=delta.times,
         engine=delta.engine,
+        is_replayed=delta.is_replayed,
     )
     yield replace(
         delta,

@@ -21,6 +21,7 @@ from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
+from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.gate_tables import (
     ADMISSIONS,
     GATE_COUNTERS,
@@ -53,8 +54,10 @@ class PenstockCollector(Collector):
         workers: Callable[[], Workers],
         gate: GateClient | None = None,
         lost: LostRequests | None = None,
+        journals: Journals | None = None,
     ):
         self._lost = lost
+        self._journals = journals
         self._requests = requests
         self._workers = workers
         self._gate = gate
@@ -67,6 +70,8 @@ class PenstockCollector(Collector):
             yield from self._of_gate(self._gate)
         if self._lost is not None:
             yield from _of_lost(self._lost)
+        if self._journals is not None:
+            yield from _of_journals(self._journals)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not collect."""
@@ -217,6 +222,22 @@ def _of_lost(lost: LostRequests) -> Iterator[Metric]:
     )
     _add(pause, (), lost.pauses.snapshot())
     yield pause
+
+
+def _of_journals(journals: Journals) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "penstock_journals_begun", "Streams that have a journal.", value=journals.num_begun
+    )
+    yield CounterMetricFamily(
+        "penstock_journals_resumed",
+        "Times that a client continued a stream here, or repeated a request with its key.",
+        value=journals.num_resumed,
+    )
+    yield CounterMetricFamily(
+        "penstock_journals_incomplete",
+        "Journals that the state store could not take whole; what they lack is computed again.",
+        value=journals.num_incomplete,
+    )
 
 
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:

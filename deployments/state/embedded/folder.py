@@ -16,6 +16,10 @@ IN_MEMORY = ("tmpfs", "ramfs")
 ON_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre")
 
 
+class FolderInUse(ConfigError):
+    """Another process has the folder."""
+
+
 @dataclass(slots=True)
 class Folder:
     """An open folder. `close` gives the lock back, and removes a temporary folder."""
@@ -84,7 +88,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ConfigError(
+        raise FolderInUse(
             f"state_url: another process uses {path}; give each process a folder of its own, or "
             "let them share a Redis"
         ) from None
