@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
+from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
@@ -38,42 +38,13 @@ from penstock.deployments.ingress.core.validation import (
 )
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
-from penstock.workers.request import Delta, FinishReason, Request, RequestError
+from penstock.workers.request import FinishReason, Request, RequestError
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PROMPTS = 64  # prompts of one call
 MAX_MODEL_NAME_CHARS = 200
-
-
-class TokenBackend(Protocol):
-    """Turns a request into Deltas: the workers of a cluster, or an engine in this process."""
-
-    def generate(self, admission: AdmissionRequest) -> AsyncGenerator[Delta, None]:
-        """Deltas until one has a finish_reason. Closing the generator cancels the request."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether a request would be served now."""
-        ...
-
-
-class Recorder(Protocol):
-    """Keeps what a call's answers become, so that it can be continued."""
-
-    def generate(
-        self, admission: AdmissionRequest, backend: TokenBackend
-    ) -> AsyncGenerator[Delta, None]:
-        """All deltas of one answer: those that are kept, then those of the backend."""
-        ...
-
-
-class Learner(Protocol):
-    """Learns how long answers become."""
-
-    def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
-        """`ended`: "stop", "length" (it was cut) or "cancel"."""
 
 
 # Of finish reasons. What else ends an answer says nothing about its length.

@@ -20,10 +20,10 @@ from penstock.deployments.ingress.http.asgi import (
     Receive,
     Scope,
     Send,
-    error_format_of,
     header,
     send_error,
 )
+from penstock.deployments.ingress.http.error_format import error_format_of
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 

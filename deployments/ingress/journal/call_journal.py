@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.backend import TokenBackend
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.service import TokenBackend
 from penstock.deployments.ingress.journal.received import Delivery, Received
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import Delta, FinishReason

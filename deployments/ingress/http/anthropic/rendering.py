@@ -8,7 +8,7 @@ import pydantic_core
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.core.call import TextDelta, TokenUsage, ToolCallPiece
-from penstock.deployments.ingress.http.asgi import server_sent
+from penstock.deployments.ingress.http.events import server_sent
 from penstock.workers.request import FinishReason
 
 

@@ -12,8 +12,9 @@ from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
-from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer, server_sent
+from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
 from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.events import server_sent
 from penstock.deployments.ingress.http.openai.rendering import ChatRenderer, CompletedChoice
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,

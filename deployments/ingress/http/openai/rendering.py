@@ -17,7 +17,7 @@ from penstock.deployments.ingress.core.call import (
     ToolCallPiece,
 )
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob, num_listed_tokens
-from penstock.deployments.ingress.http.asgi import server_sent
+from penstock.deployments.ingress.http.events import server_sent
 from penstock.deployments.ingress.http.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,

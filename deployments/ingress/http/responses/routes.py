@@ -21,16 +21,16 @@ from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import (
-    RESPONSES_PATH,
     App,
     Receive,
     Scope,
     Send,
     StreamingAnswer,
     read_json_body,
-    server_sent,
 )
 from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.error_format import RESPONSES_PATH
+from penstock.deployments.ingress.http.events import server_sent
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.deployments.ingress.http.responses.draft import (

@@ -7,7 +7,7 @@ import math
 import time
 
 from penstock.deployments.ingress.http import asgi
-from penstock.deployments.ingress.http.asgi import json_bytes, server_sent
+from penstock.deployments.ingress.http.events import json_bytes, server_sent
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import scripted
 

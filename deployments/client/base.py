@@ -1,0 +1,93 @@
+"""What the blocking and the asyncio client share: channel, key, requests, and errors."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from penstock.deployments.client.messages import message_of, sampling_fields
+from penstock.deployments.client.types import Message, Prompt, Sampling
+from penstock.protos.penstock.v1 import inference_pb2 as pb
+from penstock.protos.penstock.v1 import inference_pb2_grpc
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class ClientError(Exception):
+    """The server refused, failed, or could not be reached.
+
+    `code` is the server's code for it ("invalid_value", "overloaded", …) or the gRPC status in
+    lower case where the server did not speak; `param` the field at fault, if one is; `status` the
+    gRPC status.
+    """
+
+    def __init__(self, error: grpc.RpcError):
+        trailing = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
+        self.status: grpc.StatusCode = error.code()
+        self.code = trailing.get("error-code", self.status.name.lower())
+        self.param = trailing.get("error-param")
+        self.request_id = trailing.get("request-id")
+        self.message = error.details() or ""
+        super().__init__(f"{self.code}: {self.message}")
+
+
+class BaseClient(ABC):
+    """What the two clients share: the channel, the key, and the request messages."""
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:8001",
+        *,
+        api_key: str | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        resume_s: float = 60.0,
+    ):
+        """`model` "" is the one that is served. `timeout_s` is the deadline of each call, which the
+        server keeps, too. `credentials` switch TLS on. `resume_s`: longest wait for a stream to go
+        on after its connection was lost, where the server keeps journals; 0: none goes on."""
+        self._model = model
+        self._resume_s = resume_s
+        self._timeout_s = timeout_s
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._channel = self._connect(target, credentials)
+        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    @abstractmethod
+    def _connect(self, target: str, credentials: grpc.ChannelCredentials | None) -> Any:
+        """The gRPC channel; without credentials it is not encrypted."""
+
+    def _how(self, began_s: float | None = None) -> dict[str, Any]:
+        """Options of a call; `began_s`: when the first attempt of it began."""
+        timeout_s = self._timeout_s
+        if timeout_s is not None and began_s is not None:
+            timeout_s = max(began_s + timeout_s - time.monotonic(), 0.0)
+        return {"metadata": self._metadata, "timeout": timeout_s}
+
+    def _generate(self, prompt: Prompt, name: str, sampling: Sampling) -> pb.GenerateRequest:
+        request = pb.GenerateRequest(
+            model=self._model, client_request_id=name, **sampling_fields(sampling)
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+            request.token_ids.SetInParent()
+        return request
+
+    def _chat(self, messages: Sequence[Message], name: str, sampling: Sampling) -> pb.ChatRequest:
+        return pb.ChatRequest(
+            model=self._model,
+            messages=[message_of(message) for message in messages],
+            client_request_id=name,
+            **sampling_fields(sampling),
+        )
