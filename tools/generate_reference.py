@@ -10,14 +10,11 @@ date.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from prometheus_client import Metric
 
 from penstock.deployments.cli.main import build_parser
 from penstock.deployments.config import settings_by_group
@@ -25,10 +22,8 @@ from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
-from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
-from penstock.deployments.options import StateOptions
-from penstock.deployments.state.factory import open_store
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
 
@@ -106,25 +101,20 @@ def metrics_table() -> str:
     """Every metric that an ingress with a gate and a worker exports, as its collector names it."""
     info = WorkerInfo("a:1", epoch=1, token="", pid=1, model="m", max_model_len=9)
     gate = GateClient("ingress", where=None)  # type: ignore[arg-type]  # it never connects
-    families = asyncio.run(_families(info, gate))
+    collector = PenstockCollector(
+        RequestMetrics("m", 9),
+        lambda: [(info, EngineStats())],
+        gate,
+        LostRequests(),
+        JournalCounts(),
+    )
     rows = []
-    for family in families:
+    for family in collector.collect():
         suffix = "_total" if family.type == "counter" else ""
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
         name = f"`{family.name}{suffix}`"
         rows.append((name, family.type, labels, _sentence(family.documentation)))
     return _table(("metric", "type", "labels", "meaning"), rows)
-
-
-async def _families(info: WorkerInfo, gate: GateClient) -> list[Metric]:
-    """All families; a store lives on an event loop."""
-    journals = Journals(await open_store(StateOptions()), "ingress")
-    collector = PenstockCollector(
-        RequestMetrics("m", 9), lambda: [(info, EngineStats())], gate, LostRequests(), journals
-    )
-    families = list(collector.collect())
-    await journals.close()
-    return families
 
 
 def errors_table() -> str:

@@ -36,6 +36,9 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
+from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.options import StateOptions
+from penstock.deployments.state.factory import open_store
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
@@ -102,12 +105,20 @@ def run_worker(pipe: Connection, step_s: float) -> None:
     pipe.recv()
 
 
-def run_ingress(pipe: Connection, worker: WorkerInfo, profile: str | None) -> None:
+def run_ingress(
+    pipe: Connection, worker: WorkerInfo, profile: str | None, state_url: str | None = None
+) -> None:
+    """`state_url`: of the store of journals; None: there are none."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray's actors do
-        runner.run(_ingress(pipe, worker, profile))
+        runner.run(_ingress(pipe, worker, profile, state_url))
 
 
-async def _ingress(pipe: Connection, worker: WorkerInfo, profile: str | None) -> None:
+async def _ingress(
+    pipe: Connection, worker: WorkerInfo, profile: str | None, state_url: str | None
+) -> None:
+    journals = None
+    if state_url is not None:
+        journals = Journals(await open_store(StateOptions(state_url=state_url)), "bench")
     pool = WorkerPool("bench")
     pool.update([worker])
     core = RequestCore(
@@ -118,10 +129,10 @@ async def _ingress(pipe: Connection, worker: WorkerInfo, profile: str | None) ->
         max_model_len=MAX_MODEL_LEN,
     )
     listener = socket.create_server(("127.0.0.1", 0))
-    app = build_app(core)
+    app = build_app(core, journals=journals)
     http = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
-    over_grpc = await start_server(core, "127.0.0.1:0")
+    over_grpc = await start_server(core, "127.0.0.1:0", journals=journals)
     while not (http.started and pool.ready()):
         await asyncio.sleep(0.01)
     ports = listener.getsockname()[1], over_grpc.port
@@ -138,6 +149,8 @@ async def _ingress(pipe: Connection, worker: WorkerInfo, profile: str | None) ->
     http.should_exit = True
     await over_grpc.stop(0)
     await serving
+    if journals is not None:
+        await journals.close()
     await pool.close()
 
 

@@ -22,11 +22,10 @@ except ImportError:
 
 RESUMABLE, CALL_ID, EVENT_ID = "x-penstock-resumable", "x-request-id", "last-event-id"
 WAIT_S = 0.25  # between attempts
-REFUSALS = (
-    502,
-    503,
-    504,
-)  # of a server that starts, or of a proxy before it: worth another attempt
+# The event with which a server ends a stream that another one can continue, as in its own drain.
+LOST_EVENT = b'"code":"worker_lost"'
+# Statuses of a server that starts, or of a proxy before it.
+REFUSALS = (502, 503, 504)
 
 
 class _Resumption:
@@ -36,22 +35,27 @@ class _Resumption:
         self._request = request
         self._path = f"/v1/penstock/streams/{response.headers[CALL_ID]}"
         self._resume_s = resume_s
-        self._until_s = 0.0
+        self._until_s: float | None = None  # of the attempts since the last event
         self._event_id: str | None = None
         self._partial = b""
+        self.is_lost = False  # the server has said that it cannot go on
 
     def whole_events(self, data: bytes) -> bytes:
         """What `data` completes: a part of an event would come a second time."""
         events, separator, self._partial = (self._partial + data).rpartition(b"\n\n")
         for line in reversed(events.split(b"\n")):
             if line.startswith(b"id: "):
-                self._event_id = line[4:].decode()
+                self._event_id, self._until_s = line[4:].decode(), None
                 break
+        begin, _, last = events.rpartition(b"\n\n")
+        if last.startswith(b"data: {") and LOST_EVENT in last and self.may_try():
+            self.is_lost = True
+            return begin + separator if begin else b""
         return events + separator
 
     def lost(self) -> Any:
         """The request for the rest. What the server has answered so far counts no more."""
-        self._partial = b""
+        self._partial, self.is_lost = b"", False
         headers = {
             name: value
             for name, value in self._request.headers.items()
@@ -63,10 +67,9 @@ class _Resumption:
         extensions = self._request.extensions
         return _http.Request("GET", url, headers=headers, extensions=extensions)
 
-    def begin(self) -> None:
-        self._until_s = time.monotonic() + self._resume_s
-
     def may_try(self) -> bool:
+        if self._until_s is None:
+            self._until_s = time.monotonic() + self._resume_s
         return time.monotonic() < self._until_s
 
 
@@ -101,8 +104,11 @@ class _Stream(_http.SyncByteStream):
         while True:
             try:
                 for data in self._stream:
-                    if whole := self._resumption.whole_events(data):
+                    whole = self._resumption.whole_events(data)
+                    if whole:
                         yield whole
+                    if self._resumption.is_lost:
+                        raise _http.RemoteProtocolError("the server has ended the stream")
                 return
             except _http.TransportError as error:
                 self._reconnect(error)
@@ -110,7 +116,6 @@ class _Stream(_http.SyncByteStream):
     def _reconnect(self, lost: Exception) -> None:
         """Replace the stream. Raises `lost` if the server does not continue it."""
         self._stream.close()
-        self._resumption.begin()
         while True:
             try:
                 response = self._transport.handle_request(self._resumption.lost())
@@ -157,8 +162,11 @@ class _AsyncStream(_http.AsyncByteStream):
         while True:
             try:
                 async for data in self._stream:
-                    if whole := self._resumption.whole_events(data):
+                    whole = self._resumption.whole_events(data)
+                    if whole:
                         yield whole
+                    if self._resumption.is_lost:
+                        raise _http.RemoteProtocolError("the server has ended the stream")
                 return
             except _http.TransportError as error:
                 await self._reconnect(error)
@@ -166,7 +174,6 @@ class _AsyncStream(_http.AsyncByteStream):
     async def _reconnect(self, lost: Exception) -> None:
         """Replace the stream. Raises `lost` if the server does not continue it."""
         await self._stream.aclose()
-        self._resumption.begin()
         while True:
             try:
                 response = await self._transport.handle_async_request(self._resumption.lost())

@@ -50,4 +50,5 @@ class LostStream:
         return pb.ResumeRequest(request_id=self._request_id, received=received)
 
 
-_PASSING = ("no_worker", "state_unavailable", "overloaded")  # of a server that starts
+# Codes of a server that starts, or that ends a stream which another one can continue.
+_PASSING = ("no_worker", "state_unavailable", "overloaded", "worker_lost")

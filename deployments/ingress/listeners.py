@@ -114,7 +114,11 @@ async def open_listeners(
     metrics = None
     if config.metrics_port:
         collector = PenstockCollector(
-            core.metrics, lambda: view().workers, gate, pool.lost_requests, journals
+            core.metrics,
+            lambda: view().workers,
+            gate,
+            pool.lost_requests,
+            None if journals is None else journals.counts,
         )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(

@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from penstock.deployments.ingress.core.errors import ApiError, describe
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
-from penstock.deployments.ingress.http.error_format import ErrorFormat, error_format_of
-from penstock.deployments.ingress.http.events import json_bytes
+from penstock.deployments.ingress.http.events import ErrorFormat, error_format_of, json_bytes
 from penstock.workers.request import RequestError
 
 Scope = MutableMapping[str, Any]

@@ -17,7 +17,7 @@ from penstock.deployments.batch.target import Reply, TargetError
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.http.error_format import RESPONSES_PATH
+from penstock.deployments.ingress.http.events import RESPONSES_PATH
 from penstock.deployments.ingress.http.openai import routes as openai
 from penstock.deployments.ingress.http.responses import routes as responses
 

@@ -23,7 +23,7 @@ from penstock.deployments.ingress.http.asgi import (
     header,
     send_error,
 )
-from penstock.deployments.ingress.http.error_format import error_format_of
+from penstock.deployments.ingress.http.events import error_format_of
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 

@@ -15,6 +15,7 @@ import logging
 import random
 import re
 import time
+from dataclasses import dataclass
 
 from penstock.deployments.ingress.core.call import CallContext
 from penstock.deployments.ingress.core.errors import ServiceError
@@ -52,6 +53,15 @@ MAX_IN_FLIGHT = 64  # appends at a time
 _CALL_ID = re.compile(r"[0-9a-f]{1,64}")
 
 
+@dataclass(slots=True)
+class JournalCounts:
+    """For metrics. `incomplete`: journals that the store could not take whole."""
+
+    begun: int = 0
+    resumed: int = 0
+    incomplete: int = 0
+
+
 class Journals:
     """Made on the event loop, on which it writes; `close` writes the rest, and closes the store."""
 
@@ -64,9 +74,7 @@ class Journals:
         ttl_s: float = TTL_S,
     ):
         """`owner`: names this ingress. `ttl_s`: from a call's last token to its journal's end."""
-        self.num_begun = 0
-        self.num_resumed = 0
-        self.num_incomplete = 0  # that the store could not take whole
+        self.counts = JournalCounts()
         self.keys = IdempotencyKeys(store)
         self._store = store
         self._owner = owner
@@ -108,7 +116,7 @@ class Journals:
             self._complain(error)
         else:
             journal.is_kept = True
-            self.num_begun += 1
+            self.counts.begun += 1
 
     async def resume(
         self, call_id: str, principal: str, received: tuple[Received, ...] = ()
@@ -149,7 +157,7 @@ class Journals:
             received=received,
         )
         journal.is_kept = True
-        self.num_resumed += 1
+        self.counts.resumed += 1
         return journal
 
     async def _write(self) -> None:
@@ -203,12 +211,12 @@ class Journals:
             journal.end("resumed_elsewhere")
         except (Conflict, StateFull, ValueError) as error:  # it cannot be completed
             self._complain(error)
-            self.num_incomplete += 1
+            self.counts.incomplete += 1
             self._drop(journal)
         except StateDown as error:  # the same records may be sent again
             self._complain(error)
             if self._num_unsent_bytes > MAX_UNSENT_BYTES:
-                self.num_incomplete += 1
+                self.counts.incomplete += 1
                 self._drop(journal)
             else:
                 self._changed.add(journal)

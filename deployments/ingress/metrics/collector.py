@@ -21,7 +21,7 @@ from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
-from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.gate_tables import (
     ADMISSIONS,
     GATE_COUNTERS,
@@ -54,7 +54,7 @@ class PenstockCollector(Collector):
         workers: Callable[[], Workers],
         gate: GateClient | None = None,
         lost: LostRequests | None = None,
-        journals: Journals | None = None,
+        journals: JournalCounts | None = None,
     ):
         self._lost = lost
         self._journals = journals
@@ -224,19 +224,19 @@ def _of_lost(lost: LostRequests) -> Iterator[Metric]:
     yield pause
 
 
-def _of_journals(journals: Journals) -> Iterator[Metric]:
+def _of_journals(counts: JournalCounts) -> Iterator[Metric]:
     yield CounterMetricFamily(
-        "penstock_journals_begun", "Streams that have a journal.", value=journals.num_begun
+        "penstock_journals_begun", "Streams that have a journal.", value=counts.begun
     )
     yield CounterMetricFamily(
         "penstock_journals_resumed",
         "Times that a client continued a stream here, or repeated a request with its key.",
-        value=journals.num_resumed,
+        value=counts.resumed,
     )
     yield CounterMetricFamily(
         "penstock_journals_incomplete",
         "Journals that the state store could not take whole; what they lack is computed again.",
-        value=journals.num_incomplete,
+        value=counts.incomplete,
     )
 
 

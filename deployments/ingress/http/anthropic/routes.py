@@ -30,7 +30,7 @@ from penstock.deployments.ingress.http.anthropic.requests import (
 )
 from penstock.deployments.ingress.http.asgi import StreamingAnswer, read_json_body
 from penstock.deployments.ingress.http.body import renamed_fields
-from penstock.deployments.ingress.http.error_format import ANTHROPIC_PATH
+from penstock.deployments.ingress.http.events import ANTHROPIC_PATH
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import request_schema
 from penstock.workers.request import FinishReason

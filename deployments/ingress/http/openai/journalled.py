@@ -23,7 +23,6 @@ from penstock.deployments.ingress.http.asgi import (
     Send,
     StreamingAnswer,
     header,
-    read_json_body,
 )
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.answers import (
@@ -61,14 +60,9 @@ class _KeyedAnswer(Response):
                 await self._release()
 
 
-async def created(
-    core: RequestCore, journals: Journals | None, scope: Scope, receive: Receive
-) -> Response:
-    """The answer to a POST. Raises RequestError, ServiceError or ClientGone."""
-    path, content = scope["path"], await read_json_body(scope, receive)
-    context = context_of(scope)
-    if journals is None:
-        return answer(core, await prepared(core, path, content, context))
+async def created(core: RequestCore, journals: Journals, scope: Scope, content: bytes) -> Response:
+    """The answer to a POST. Raises RequestError or ServiceError."""
+    path, context = scope["path"], context_of(scope)
     key = header(scope, b"idempotency-key")
     if key is not None:
         return await _once(core, journals, scope, content, checked_key(key))

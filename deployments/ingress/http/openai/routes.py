@@ -13,8 +13,14 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.http.asgi import App, Receive, Scope, Send
-from penstock.deployments.ingress.http.openai.answers import CHAT_PATH, COMPLETIONS_PATH
+from penstock.deployments.ingress.http.asgi import App, Receive, Scope, Send, read_json_body
+from penstock.deployments.ingress.http.middleware import context_of
+from penstock.deployments.ingress.http.openai.answers import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    answer,
+    prepared,
+)
 from penstock.deployments.ingress.http.openai.journalled import created, resumed
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
@@ -44,12 +50,12 @@ def add_openai_routes(app: FastAPI, core: RequestCore, journals: Journals | None
     @app.post(CHAT_PATH, **_documented(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await created(core, journals, request.scope, request.receive)
+        return await _created(core, journals, request.scope, request.receive)
 
     @app.post(COMPLETIONS_PATH, **_documented(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
-        return await created(core, journals, request.scope, request.receive)
+        return await _created(core, journals, request.scope, request.receive)
 
     @app.get(
         "/v1/penstock/streams/{request_id}",
@@ -69,9 +75,19 @@ def fast_paths(core: RequestCore, journals: Journals | None = None) -> Mapping[s
     """The endpoints of POST by path, as plain ASGI apps."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        await (await created(core, journals, scope, receive))(scope, receive, send)
+        await (await _created(core, journals, scope, receive))(scope, receive, send)
 
     return {CHAT_PATH: endpoint, COMPLETIONS_PATH: endpoint}
+
+
+async def _created(
+    core: RequestCore, journals: Journals | None, scope: Scope, receive: Receive
+) -> Response:
+    """The answer to a POST. Raises RequestError, ServiceError or ClientGone."""
+    content = await read_json_body(scope, receive)
+    if journals is not None:
+        return await created(core, journals, scope, content)
+    return answer(core, await prepared(core, scope["path"], content, context_of(scope)))
 
 
 def _documented(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:

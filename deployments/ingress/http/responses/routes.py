@@ -29,8 +29,7 @@ from penstock.deployments.ingress.http.asgi import (
     read_json_body,
 )
 from penstock.deployments.ingress.http.body import renamed_fields
-from penstock.deployments.ingress.http.error_format import RESPONSES_PATH
-from penstock.deployments.ingress.http.events import server_sent
+from penstock.deployments.ingress.http.events import RESPONSES_PATH, server_sent
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.deployments.ingress.http.responses.draft import (

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
 
 from penstock.deployments.client import Client, ClientError
+from penstock.deployments.client.http_resume import ResumingTransport
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import TextDelta
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.journal.received import (
@@ -23,7 +27,7 @@ from penstock.deployments.ingress.journal.received import (
     parse_event_id,
 )
 from penstock.protos.penstock.v1 import inference_pb2 as pb
-from penstock.workers.request import FinishReason, RequestError
+from penstock.workers.request import Delta, FinishReason, RequestError
 from tests.deployments.ingress.journal.test_resume import (
     CHAT,
     COMPLETIONS,
@@ -295,3 +299,38 @@ def test_other_tokens_than_the_client_has_are_an_error(pieces: list[TextDelta]) 
     assert error.value.code == "resume_mismatch"
     with pytest.raises(RequestError):
         Delivery("ab", 1, (Received(), Received()))
+
+
+class LosesItsWorker(ScriptedBackend):
+    """The first attempt ends as where an ingress drains, or finds no worker in time."""
+
+    async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
+        is_first = not self.requests
+        self.script = ([5], [6], 0.1, "worker_lost") if is_first else ([7], FinishReason.LENGTH)
+        async with aclosing(super().generate(admission)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+
+@pytest.mark.parametrize("is_http", [False, True])
+def test_clients_continue_what_a_server_had_to_end(redis: RedisServer, is_http: bool) -> None:
+    url = f"redis://127.0.0.1:{redis.port}/0"
+    backend = LosesItsWorker()
+    with Serving(backend, state_url=url) as serving:
+        if is_http:
+            http_client = openai.DefaultHttpxClient(transport=ResumingTransport())
+            with openai.OpenAI(
+                base_url=f"{serving.base_url}/v1", api_key="none", http_client=http_client
+            ) as client:
+                chunks = client.completions.create(
+                    model="builtin", prompt="It was", stream=True, max_tokens=9
+                )
+                last = list(chunks)[-1]
+            assert last.choices[0].finish_reason == "length"
+        else:
+            with Client(serving.grpc_target) as own:
+                assert own.complete("It was", max_tokens=9).token_ids == (5, 6, 7)
+    first, second = backend.requests
+    assert first.emitted_ids == () and second.emitted_ids == (5, 6)
+    assert second.params.seed == first.params.seed is not None
+    assert second.request_id != first.request_id

@@ -25,6 +25,7 @@ from penstock.deployments.ingress.core.request_metrics import (
 )
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
+from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.workers.execution.timing import PHASES
@@ -328,7 +329,9 @@ def all_names():
     info = WorkerInfo("a:1", epoch=1, token="", pid=1, model="m", max_model_len=9)
     gate = GateClient("ingress", where=None)  # the address is never looked up
     workers = [(info, EngineStats())]
-    collector = PenstockCollector(RequestMetrics("m", 9), lambda: workers, gate, LostRequests())
+    collector = PenstockCollector(
+        RequestMetrics("m", 9), lambda: workers, gate, LostRequests(), JournalCounts()
+    )
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in collector.collect()
