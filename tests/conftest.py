@@ -50,9 +50,33 @@ RAY_FILES = {
     )
 }
 
+# Tests that start, stop and kill processes have time limits, which a machine that others use, too,
+# may miss. They run once more if they fail; the summary names those that did. No other test does.
+RERUN_FILES = RAY_FILES | {
+    ROOT / "deployments" / each
+    for each in (
+        "batch/test_executor.py",
+        "batch/test_kills.py",
+        "batch/test_lease.py",
+        "gate/test_drain.py",
+        "gate/test_with_workers.py",
+        "ingress/dispatch/test_drain.py",
+        "ingress/dispatch/test_pool.py",
+        "ingress/http/test_console.py",
+        "ingress/journal/test_kills.py",
+        "ingress/test_continuation.py",
+        "ingress/test_replica.py",
+        "ingress/test_slow_readers.py",
+        "state/test_redis_faults.py",
+    )
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in RAY_FILES)
+    for item in items:
+        if item.path in RERUN_FILES:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 class _Groups(LoadFileScheduling):
