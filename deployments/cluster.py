@@ -44,7 +44,7 @@ EXIT_S = 2.0  # from SIGTERM to SIGKILL
 OBJECT_STORE_BYTES = 128 << 20  # tokens do not pass through Ray's object store
 DRAIN_SLACK_S = 2.0  # for ingresses to notice the drain, and to deregister after it
 PREDICTOR_FILE = "predictor.npz"
-FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+UNHEALTHY_S = 120.0  # longest that a start waits for Serve to replace a replica that has died
 
 
 class StartError(RuntimeError):
@@ -137,7 +137,7 @@ class Cluster:
 
         Raises StartError with the cause as soon as a replica cannot start.
         """
-        config, next_status_s = self._config, 0.0
+        config, next_status_s, healthy_s = self._config, 0.0, time.monotonic()
         while True:
             view = self.view()
             report(view)
@@ -149,7 +149,10 @@ class Cluster:
             if time.monotonic() >= next_status_s:
                 next_status_s = time.monotonic() + STATUS_EVERY_S
                 application = serve.status().applications.get(config.app_name)
-                if application is not None and application.status in FAILED:
+                if application is None or application.status != "UNHEALTHY":
+                    healthy_s = time.monotonic()
+                is_over = time.monotonic() > healthy_s + UNHEALTHY_S
+                if application is not None and (is_over or application.status == "DEPLOY_FAILED"):
                     causes = [each.message for each in application.deployments.values()]
                     raise StartError("\n".join([application.message, *filter(None, causes)]))
             time.sleep(POLL_S)
