@@ -201,7 +201,7 @@ class ClusterOptions:
         "removed at exit",
     )
     app_name: str = option("penstock", "name of the Ray Serve application")
-    drain_s: float = option(10.0, "seconds that running requests have to finish at shutdown", min=0)
+    drain_s: float = option(30.0, "seconds that running requests have to finish at shutdown", min=0)
     surge_percent: int = option(
         0,
         "in a rolling update, workers that start before old ones stop, in percent of num_workers; "
