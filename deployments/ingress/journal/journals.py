@@ -169,7 +169,12 @@ class Journals:
         """Write what was recorded so far."""
         changed, self._changed = list(self._changed), set()
         for begin in range(0, len(changed), MAX_IN_FLIGHT):
-            await asyncio.gather(*map(self._append, changed[begin : begin + MAX_IN_FLIGHT]))
+            some = changed[begin : begin + MAX_IN_FLIGHT]
+            failures = await asyncio.gather(*map(self._append, some), return_exceptions=True)
+            for journal, failure in zip(some, failures):
+                if isinstance(failure, Exception):  # a fault of ours must not end other journals
+                    log.error("the journal of %s failed", journal.call_id, exc_info=failure)
+                    self._drop(journal)
 
     async def close(self) -> None:
         self._writing.cancel()
