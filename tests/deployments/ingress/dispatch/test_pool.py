@@ -298,7 +298,7 @@ def test_a_failed_engine_is_a_lost_worker_at_once(model, run, monkeypatch):
     monkeypatch.setattr(failing.engine, "step", step_or_fail)
     for node in (failing, live):
         node.thread.start()
-    begun, waiting = request(1, max_tokens=1500), request(2)
+    begun, waiting = request(1, max_tokens=400), request(2)
 
     async def scenario():
         async with pool_of(failing) as pool:
@@ -361,7 +361,7 @@ def test_a_silent_worker_is_dead_and_what_it_sends_later_is_dropped(model, nodes
     async def scenario():
         nonlocal frozen_until_s
         async with pool_of(nodes[0]) as pool:
-            stream = pool.generate(AdmissionRequest(request(3, max_tokens=1500)))
+            stream = pool.generate(AdmissionRequest(request(3, max_tokens=400)))
             first = await anext(stream)
             # As if stopped: connections stay open, and nothing comes.
             frozen_until_s = time.monotonic() + 4.0
@@ -376,7 +376,7 @@ def test_a_silent_worker_is_dead_and_what_it_sends_later_is_dropped(model, nodes
     seen, (ids, last) = run(scenario())
     assert [delta.finish_reason for delta in seen[:-1]] == [None] * (len(seen) - 1)
     begun = [token_id for delta in seen for token_id in delta.token_ids]
-    assert begun == alone(model, request(3, max_tokens=1500))
+    assert begun == alone(model, request(3, max_tokens=400))
     assert ids == alone(model, request(4))
     assert last.finish_reason is FinishReason.LENGTH
 
