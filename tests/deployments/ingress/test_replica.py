@@ -62,7 +62,7 @@ async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
     pool = WorkerPool("test")
     listeners = await open_listeners(config, pool, None, ClusterView)
     pool.update([node.channel.info])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (pool.ready() and listeners.http.started):
             await asyncio.sleep(0.01)
     return Ingress(config, listeners, httpx.AsyncClient(timeout=60)), pool

@@ -6,8 +6,8 @@ down. A body has up to half a million elements here; whatever is done for each s
 
 from __future__ import annotations
 
-import cProfile
 import contextlib
+import cProfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
