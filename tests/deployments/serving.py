@@ -198,7 +198,7 @@ def _document_of(of_app: Any, models: Iterable[ServedModel], bodies: Any) -> dic
     return _DOCUMENTS[key]
 
 
-http_app.document_of = _document_of
+http_app.document_of = _document_of  # type: ignore[attr-defined, assignment]
 
 
 class Serving:
