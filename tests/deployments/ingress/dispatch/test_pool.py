@@ -489,7 +489,14 @@ async def narrow(info: WorkerInfo) -> AsyncIterator[socket.socket]:
         yield connection
 
 
-def test_a_reader_that_never_reads_is_cut_off(model, run):
+def prepare_with_little_room(connection: socket.socket) -> None:
+    """In place of framing._prepare: few messages wait in the system, the others with the worker."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
+    monkeypatch.setattr(framing, "_prepare", prepare_with_little_room)
     node = Node(model, max_pending_tokens=200)
     node.thread.start()
     info = node.channel.info
@@ -511,10 +518,6 @@ def test_a_reader_that_never_reads_is_cut_off(model, run):
 
 
 def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
-    def prepare_with_little_room(connection):
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-
     monkeypatch.setattr(framing, "_prepare", prepare_with_little_room)
     monkeypatch.setattr(server, "SILENCE_TICKS", 10_000)  # this reader sends no heartbeats
     node = Node(model)
