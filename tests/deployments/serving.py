@@ -11,8 +11,9 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ import torch
 import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
-from penstock.deployments.ingress.core.call import Call, TextDelta
+from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
 from penstock.deployments.state.factory import open_store
@@ -182,6 +185,23 @@ def core_over(
         max_model_len=max_model_len,
         marks=marks,
     )
+
+
+_DOCUMENTS: dict[str, dict[str, Any]] = {}
+
+
+def _document_of(of_app: Any, models: Iterable[ServedModel], bodies: Any) -> dict[str, Any]:
+    """The real OpenAPI document, made once for all servers of the same models and routes: it is
+    most of the time that a server takes to start."""
+    models = list(models)
+    known = [replace(model, created_s=0) for model in models]
+    key = repr((known, [(route.path, route.methods) for route in of_app.routes]))
+    if key not in _DOCUMENTS:
+        _DOCUMENTS[key] = document_of(of_app, models, bodies)
+    return _DOCUMENTS[key]
+
+
+http_app.document_of = _document_of  # type: ignore[attr-defined, assignment]
 
 
 class Serving:

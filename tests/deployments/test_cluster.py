@@ -88,7 +88,7 @@ def finished(view: ClusterView) -> dict[int, int]:
 
 
 def test_two_workers_share_the_load(cluster, config, run):
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     before = finished(cluster.view())
 
     async def scenario():
@@ -98,7 +98,7 @@ def test_two_workers_share_the_load(cluster, config, run):
     for ids, error in run(scenario()):
         assert error is None
         assert len(ids) == 24
-    await_view(cluster, lambda view: sum(finished(view).values()) - sum(before.values()) == 16, 10)
+    await_view(cluster, lambda view: sum(finished(view).values()) - sum(before.values()) == 16, 120)
     assert min(count - before[pid] for pid, count in finished(cluster.view()).items()) >= 4
 
 
@@ -127,19 +127,19 @@ def open_ports(pid: int) -> list[str]:
 
 def test_the_hostile_corpus_restarts_no_process(cluster, config):
     """By every front end, while concurrent good requests are answered as they are alone."""
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     before = pids_of(cluster.view())
     addresses = f"http://127.0.0.1:{config.http_port}", f"127.0.0.1:{config.grpc_port}"
     with GoodTraffic(*addresses), Fronts(*addresses) as fronts:
         assert len(list(run_all(fronts))) == len(CASES)
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     time.sleep(2.5)  # idle engines check their ledgers, and one that is wrong ends its worker
-    await_view(cluster, is_idle, 5)
+    await_view(cluster, is_idle, 120)
     assert pids_of(cluster.view()) == before
 
 
 def test_a_killed_worker_costs_no_request_and_is_replaced(cluster, config, run):
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     num_requests, max_tokens = 8, 250
 
     def num_continued() -> int:
@@ -177,13 +177,13 @@ def test_a_killed_worker_costs_no_request_and_is_replaced(cluster, config, run):
         assert error is None
         assert len(ids) == 8
 
-    await_view(cluster, lambda view: is_whole(view) and victim not in finished(view), 60)
+    await_view(cluster, lambda view: is_whole(view) and victim not in finished(view), 120)
     test_two_workers_share_the_load(cluster, config, run)
 
 
 def test_a_killed_ingress_is_replaced_and_streams_continue_on_the_new_one(cluster, config, run):
     """Those of clients that want it; the requests of the others are dropped."""
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     victim = cluster.view().ingresses[0].pid
     target = f"127.0.0.1:{config.grpc_port}"
 
@@ -192,26 +192,28 @@ def test_a_killed_ingress_is_replaced_and_streams_continue_on_the_new_one(cluste
             alone = [await generate(patient, n, 600) for n in range(2)]
             started = [asyncio.Event() for _ in range(4)]
             running = [
-                asyncio.ensure_future(generate(patient if n < 2 else other, n, 600, event))
+                asyncio.ensure_future(
+                    generate(patient, n, 600, event) if n < 2 else generate(other, n, 1900, event)
+                )
                 for n, event in enumerate(started)
             ]
             for event in started:
                 await event.wait()
             os.kill(victim, signal.SIGKILL)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 dropped = await asyncio.gather(*running[2:])
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(180):
                 return alone, await asyncio.gather(*running[:2]), dropped
 
     alone, continued, dropped = run(scenario())
     assert continued == alone
     assert all(error is not None for _, error in dropped)
-    await_view(cluster, lambda view: is_idle(view) and view.ingresses[0].pid != victim, 60)
+    await_view(cluster, lambda view: is_idle(view) and view.ingresses[0].pid != victim, 120)
     test_two_workers_share_the_load(cluster, config, run)
 
 
 def test_a_killed_registry_comes_back_and_requests_go_on_meanwhile(cluster, config, run):
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     registry, workers = cluster.view().pid, sorted(finished(cluster.view()))
 
     async def scenario():
@@ -227,14 +229,14 @@ def test_a_killed_registry_comes_back_and_requests_go_on_meanwhile(cluster, conf
     alone, answers = run(scenario())
     assert answers
     assert all(answer == (alone, None) for answer in answers)
-    await_view(cluster, lambda view: is_whole(view) and view.pid != registry, 30)
+    await_view(cluster, lambda view: is_whole(view) and view.pid != registry, 120)
     assert sorted(finished(cluster.view())) == workers  # no worker was restarted for it
 
 
 def test_a_thousand_requests_with_cancels_and_disconnects_leave_no_block_behind(
     cluster, config, run
 ):
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     workers = sorted(finished(cluster.view()))
     chance = random.Random(7)
     ways = ("whole", "unary", "leave", "cancel", "reset")
@@ -285,9 +287,9 @@ def test_a_thousand_requests_with_cancels_and_disconnects_leave_no_block_behind(
 
     ended = run(scenario())
     assert sum(ended) >= sum(plan in ("whole", "unary") for _, plan in plans)
-    await_view(cluster, is_idle, 20)
+    await_view(cluster, is_idle, 120)
     time.sleep(2.5)  # idle engines check their ledgers, and one that is wrong ends its worker
-    await_view(cluster, is_idle, 5)
+    await_view(cluster, is_idle, 120)
     assert sorted(finished(cluster.view())) == workers
     aborted = sum(stats.num_finished["abort"] for _, stats in cluster.view().workers)
     assert aborted > 100

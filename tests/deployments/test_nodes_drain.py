@@ -109,7 +109,7 @@ def test_a_worker_that_is_taken_away_finishes_its_streams_and_no_request_fails(c
     before = {info.epoch for info, _ in cluster.view().workers}
     with Watcher(cluster) as watcher:
         alone, answers, late, repeated, held = asyncio.run(scenario())
-        await_view(cluster, lambda view: len(view.workers) == 1, 30)
+        await_view(cluster, lambda view: len(view.workers) == 1, 120)
         time.sleep(2.5)  # a late heartbeat would list it again
     assert len(before) == 2 and len(held) == 2
     for (ids, error), expected in zip(answers, alone, strict=True):
@@ -130,7 +130,7 @@ def test_a_worker_that_is_added_takes_requests_and_none_was_restarted(cluster, c
     def is_whole(view: ClusterView) -> bool:
         return len(view.workers) == 2 and [e.num_workers for e in view.ingresses] == [2]
 
-    view = await_view(cluster, is_whole, 60)
+    view = await_view(cluster, is_whole, 120)
     assert kept in {info.epoch for info, _ in view.workers}
 
     async def scenario() -> Any:
@@ -142,7 +142,7 @@ def test_a_worker_that_is_added_takes_requests_and_none_was_restarted(cluster, c
     def finished(view: ClusterView) -> list[int]:
         return [sum(s.num_finished.values()) for i, s in view.workers if i.epoch != kept]
 
-    await_view(cluster, lambda view: sum(finished(view)) >= 4, 10)
+    await_view(cluster, lambda view: sum(finished(view)) >= 4, 120)
 
 
 def test_gate_and_registry_are_on_the_head_node(cluster, config):
@@ -171,7 +171,7 @@ def test_an_expert_store_without_workers_ends_its_node_becomes_idle_and_it_comes
         pid, _ = ray.get(use.options(scheduling_strategy=there).remote(), timeout=60)
         pids.append(pid)
         assert list(folder.iterdir())
-        eventually(lambda: is_idle(ray_nodes, node), 30, "the node becomes idle")
+        eventually(lambda: is_idle(ray_nodes, node), 240, "the node becomes idle")
         assert not list(folder.iterdir())
     assert pids[0] != pids[1]
 

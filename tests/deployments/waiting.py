@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def eventually(
-    condition: Callable[[], object], within_s: float = 10.0, what: str = "the condition"
+    condition: Callable[[], object], within_s: float = 60.0, what: str = "the condition"
 ) -> None:
     """Return once `condition` holds; fail, naming `what` was awaited, after `within_s`."""
     end_s = time.monotonic() + within_s
@@ -17,7 +17,7 @@ def eventually(
         time.sleep(0.01)
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """The same on an event loop."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -69,7 +69,7 @@ def test_a_batch_goes_on_after_its_server_was_killed_twice(tmp_path, given):
     with EngineServer(free_port(), tmp_path / "data") as server, client_of(server) as client:
         batch = start(client, given)
         for least in (10, 60):
-            eventually(lambda least=least: num_done(client, batch) >= least, 60)
+            eventually(lambda least=least: num_done(client, batch) >= least, 180)
             server.kill()
             server.start()
             assert client.batches.retrieve(batch.id).status == "in_progress"
@@ -93,7 +93,7 @@ def test_of_two_servers_over_one_folder_one_works_and_the_other_takes_over(tmp_p
     first, second = (EngineServer(free_port(), tmp_path / "data") for _ in range(2))
     with first, second, client_of(second) as client:
         batch = start(client, given)
-        eventually(lambda: num_done(client, batch) >= 20, 60)
+        eventually(lambda: num_done(client, batch) >= 20, 180)
         first.kill()
         began_s = time.monotonic()
         batch = wait(client, batch)
@@ -111,10 +111,10 @@ def test_a_server_that_is_stopped_loses_its_batches_and_does_not_disturb_them_af
     first, second = (EngineServer(free_port(), tmp_path / "data") for _ in range(2))
     with first, second, client_of(second) as client:
         batch = start(client, given)
-        eventually(lambda: num_done(client, batch) >= 20, 60)
+        eventually(lambda: num_done(client, batch) >= 20, 180)
         stop_outside_its_lock(first, tmp_path / "data" / "executor.lock")
         before = num_done(client, batch)
-        eventually(lambda: num_done(client, batch) > before, 60)
+        eventually(lambda: num_done(client, batch) > before, 180)
         first.send(signal.SIGCONT)
         batch = wait(client, batch)
         output = client.files.content(batch.output_file_id).text.splitlines()

@@ -108,7 +108,7 @@ def test_a_job_whose_driver_is_killed_and_that_is_submitted_again(dashboard, tmp
         )
         for driver in drivers_of(output):
             os.kill(driver.pid, signal.SIGKILL)
-        wait_until(lambda: status_of(dashboard, "first") == "FAILED", 60, "the job did not notice")
+        wait_until(lambda: status_of(dashboard, "first") == "FAILED", 180, "the job did not notice")
         num_done = part.read_bytes().count(b"\n")
         assert third <= num_done < NUM_LINES
         assert not output.exists()

@@ -76,11 +76,11 @@ class Served:
 
     def wait(self) -> int:
         status = self.process.wait(timeout=200)
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=60)
         return status
 
     def assert_nothing_left(self, pids: list[int], *ports: int) -> None:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not left
@@ -190,12 +190,14 @@ def _watch_metrics(output: str, http: int) -> int:
         ("vllm:iteration_tokens_total_sum", {}, 3 + 6),
         ("penstock_steps_total", {}, 7),
     )
-    time.sleep(2.5)  # workers announce theirs every second
-    before = [value(name, **labels) for name, labels, _ in watched]
+    before: list[float] = []
+    while (now := [value(name, **labels) for name, labels, _ in watched]) != before:
+        before = now
+        time.sleep(2.5)  # workers announce theirs every second
     body = {"prompt": [5, 6, 7], "max_tokens": 7, "ignore_eos": True}
     assert httpx.post(f"http://127.0.0.1:{http}/v1/completions", json=body).is_success
     expected = [num + more for num, (_, _, more) in zip(before, watched)]
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while (seen := [value(name, **labels) for name, labels, _ in watched]) != expected:
         assert time.monotonic() < deadline_s, (seen, expected)
         time.sleep(0.2)
@@ -246,7 +248,7 @@ def run(*arguments: str, stdin: str = "") -> str:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ async def ends(gate: GateServer, *setups: GateSetup) -> AsyncIterator[list[Watch
     clients = [Watched(f"in{n}", partial(gate.where, each)) for n, each in enumerate(setups)]
     running = [asyncio.ensure_future(each.run()) for each in clients]
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not all(each.is_connected for each in clients):
                 await asyncio.sleep(0.01)
         yield clients

@@ -140,7 +140,7 @@ def test_a_gate_that_hangs_holds_no_request_up(house, run):
 
 def test_waiting_requests_are_listed_with_their_reasons(house, run):
     house.await_gate()
-    await_view(house.cluster, lambda view: len(view.workers) == 2, 30)
+    await_view(house.cluster, lambda view: len(view.workers) == 2, 120)
     seen: list[Any] = []
 
     def look() -> None:

@@ -84,7 +84,7 @@ def test_a_redis_that_is_away_at_the_start_is_not_overwritten(redis, monkeypatch
         await server.save()
         away = predicted(server)
         redis.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not np.allclose(predicted(server), learnt, rtol=1e-5):
                 await asyncio.sleep(0.1)
                 await server.save()

@@ -117,7 +117,7 @@ async def answers(core: RequestCore, call: Call, num_choices: int) -> Answers:
 async def core_over(nodes: Sequence[Node], tokenizer: Tokenizer) -> AsyncIterator[RequestCore]:
     pool = WorkerPool("test", lost_wait_s=10.0)
     infos = [node.channel.info for node in nodes]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for number in range(1, len(nodes) + 1):  # idle workers are chosen in this order
             pool.update(infos[:number])
             while pool.num_connected < number:

@@ -19,6 +19,7 @@ from penstock.deployments.ingress.listeners import Listeners, open_listeners
 from penstock.deployments.supervision.view import ClusterView
 from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
 from tests.deployments.ports import free_port
+from tests.deployments.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -62,7 +63,7 @@ async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
     pool = WorkerPool("test")
     listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
     pool.update([node.channel.info])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (pool.ready() and listeners.http.started):
             await asyncio.sleep(0.01)
     return Ingress(config, listeners, httpx.AsyncClient(timeout=60)), pool
@@ -71,22 +72,24 @@ async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
 def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_finishes(
     node, run, monkeypatch
 ):
-    step = node.engine.step
+    step, pause_s = node.engine.step, 0.0
 
     def slow_step():  # so that the long request outlasts the notice
-        time.sleep(0.005)
+        time.sleep(pause_s)
         return step()
 
     monkeypatch.setattr(node.engine, "step", slow_step)
 
     async def scenario():
+        nonlocal pause_s
         ingress, pool = await opened(node)
         assert (await ingress.new_connection("/ready")).status_code == 200
         assert await ingress.health() == SERVING
         alone = (await ingress.complete(600)).json()["choices"][0]["text"]
+        pause_s = 0.03
         long = asyncio.ensure_future(ingress.complete(600))
-        await asyncio.sleep(0.05)
-        closing = asyncio.ensure_future(ingress.listeners.close(2.0, 30.0))
+        await until(lambda: node.thread.stats().num_running)
+        closing = asyncio.ensure_future(ingress.listeners.close(3.0, 60.0))
         await asyncio.sleep(0.05)
         # A load balancer sees it, and what it still sends is served, on new connections as well.
         refusal = await ingress.new_connection("/ready")
@@ -94,7 +97,7 @@ def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_fin
         assert await ingress.health() == NOT_SERVING
         assert (await ingress.new_connection("/live")).status_code == 200
         assert (await ingress.complete(4)).status_code == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:  # the notice is over
                 try:
                     await ingress.new_connection("/live")
@@ -102,8 +105,9 @@ def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_fin
                     break
                 await asyncio.sleep(0.02)
         assert not long.done()
+        pause_s = 0.0
         answer = await long
-        await asyncio.wait_for(closing, 20)
+        await asyncio.wait_for(closing, 60)
         await pool.close()
         await ingress.http.aclose()
         return alone, answer

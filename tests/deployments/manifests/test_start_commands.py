@@ -89,7 +89,7 @@ def autoscaler_config(ports):
     return config
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_head_deploys_and_the_deployment_brings_a_gpu_node(nodes):
     home, ports = nodes.home, nodes.ports
     deploy = yaml.safe_load((ROOT / "deployments" / "serve.yaml").read_text())
@@ -122,13 +122,13 @@ def test_the_head_deploys_and_the_deployment_brings_a_gpu_node(nodes):
     assert "Sent deploy request successfully" in nodes.run(deploy_command)
 
     nodes.connect()
-    eventually(lambda: any("GPU" in node for node in alive()), 90, "a GPU node")
+    eventually(lambda: any("GPU" in node for node in alive()), 240, "a GPU node")
     (gpu_node,) = (node for node in alive() if "GPU" in node)
     assert (gpu_node["CPU"], gpu_node["GPU"]) == (8, 1)
 
     # The ingress is on the head, with its key; no worker is ready.
     listener = f"http://127.0.0.1:{ports.http}"
-    eventually(lambda: fetch(f"{listener}/live") == 200, 60, "an ingress")
+    eventually(lambda: fetch(f"{listener}/live") == 200, 240, "an ingress")
     assert fetch(f"{listener}/v1/models") == 401
     assert fetch(f"{listener}/v1/models", KEY) == 200
     assert fetch(f"{listener}/ready") == 503
@@ -143,7 +143,7 @@ def test_the_head_deploys_and_the_deployment_brings_a_gpu_node(nodes):
             "--dashboard-agent-listen-port=0",
         )
     )
-    eventually(lambda: any("joined" in node for node in alive()), 60, "the second node")
+    eventually(lambda: any("joined" in node for node in alive()), 240, "the second node")
     assert len(alive()) == num_nodes + 1
 
 
@@ -161,7 +161,7 @@ def are_alive(num_nodes: int) -> bool:
     return len(alive()) == num_nodes
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_groups_of_the_rayservice_serve_what_it_deploys(nodes):
     ports = nodes.ports
     (service,) = (each for each in render("cpu") if each["kind"] == "RayService")
@@ -173,7 +173,7 @@ def test_the_groups_of_the_rayservice_serve_what_it_deploys(nodes):
     nodes.begin(kuberay_command(started["head"], head))
     dashboard = f"http://127.0.0.1:{ports.dashboard}"
     # The head's probes, without a token; whatever else there is wants one.
-    eventually(lambda: fetch(f"{dashboard}/api/gcs_healthz") == 200, 60, "the dashboard")
+    eventually(lambda: fetch(f"{dashboard}/api/gcs_healthz") == 200, 240, "the dashboard")
     eventually(
         lambda: fetch(f"http://127.0.0.1:{ports.agent}/api/local_raylet_healthz") == 200,
         60,
@@ -185,7 +185,7 @@ def test_the_groups_of_the_rayservice_serve_what_it_deploys(nodes):
     # One after the other: they share an address, by which a node that starts looks for itself.
     for num_nodes, name in ((2, "ingress"), (3, "cpu-worker")):
         nodes.begin(kuberay_command(started[name], join))
-        eventually(partial(are_alive, num_nodes), 60, f"the node of {name}")
+        eventually(partial(are_alive, num_nodes), 240, f"the node of {name}")
     assert sorted((node.get("CPU", 0), node.get("penstock_ingress", 0)) for node in alive()) == [
         (0, 0),
         (0, 1),
@@ -198,7 +198,7 @@ def test_the_groups_of_the_rayservice_serve_what_it_deploys(nodes):
     token = os.environ["RAY_AUTH_TOKEN"]
     send(f"{dashboard}/api/serve/applications/", token, deploy, method="PUT")
     listener = f"http://127.0.0.1:{ports.http}"
-    eventually(lambda: fetch(f"{listener}/ready") == 200, 120, "a worker")
+    eventually(lambda: fetch(f"{listener}/ready") == 200, 240, "a worker")
     answer = send(
         f"{listener}/v1/completions",
         KEY,

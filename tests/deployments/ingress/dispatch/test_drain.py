@@ -12,6 +12,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.supervision.registry import Registry
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers import worker as worker_file
+from penstock.workers.channel import server
 from penstock.workers.request import FinishReason
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
@@ -159,7 +160,8 @@ def test_a_drain_lasts_until_ingresses_know_and_no_longer_than_it_may(nodes, run
     assert num_left == 1 and 0.6 <= took_s < 5.0
 
 
-def test_heartbeats_continue_and_say_at_once_that_the_worker_drains(model, run):
+def test_heartbeats_continue_and_say_at_once_that_the_worker_drains(model, run, monkeypatch):
+    monkeypatch.setattr(server, "REPORT_S", 600.0)  # the next heartbeat that is due by itself
     registry, seen = Registry(), threading.Event()
     beats: list[bool] = []
 
@@ -173,11 +175,9 @@ def test_heartbeats_continue_and_say_at_once_that_the_worker_drains(model, run):
     try:
         while not registry.view().workers:
             time.sleep(0.01)
-        time.sleep(0.05)  # the next heartbeat is a second away
-        began_s = time.monotonic()
+        assert beats == [False]
         node.channel.drain()
-        assert seen.wait(10)
-        assert time.monotonic() - began_s < 0.5
+        assert seen.wait(60)
         ((info, _),) = registry.view().workers
         assert info.is_draining and info.epoch == node.channel.info.epoch
     finally:

@@ -56,7 +56,7 @@ class Driven:
         return [i for delta in self.received[number] for i in delta.token_ids]
 
     async def end(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*self._readers)
 
 
@@ -107,7 +107,7 @@ def test_what_is_held_goes_out_though_no_other_step_comes() -> None:
         await asyncio.sleep(0)
         await driven.step(0)
         await driven.step(1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while driven.counts() != {2}:
                 await asyncio.sleep(0.001)
         await driven.step(2, FinishReason.STOP)
