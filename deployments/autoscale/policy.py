@@ -43,7 +43,7 @@ def decide(
     state = learn_window(observe(signals, state, now, config), signals, now, config)
     if state.bucket_from != before:
         wanted, keep, _ = _wanted(signals, state, now, config)
-        reach = now - longest_window(signals, config)
+        reach = now - max(longest_window(signals, config), config.cancel_s)
         old = state.history
         old = old[1:] if old and old[0][0] < reach else old
         history = (*old, (now, keep, wanted))

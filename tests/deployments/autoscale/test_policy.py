@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.deployments.autoscale.forecast import ForecastConfig
 from penstock.deployments.autoscale.policy import decide
 from penstock.deployments.autoscale.types import Decision, PolicyConfig, Signals
 
@@ -156,3 +157,29 @@ def test_a_bad_setting_is_named(field: str, value: float) -> None:
     changed: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=field):
         replace(CONFIG, **changed)
+
+
+def test_an_order_is_kept_for_a_minute_where_the_windows_are_shorter() -> None:
+    """A load that is 3 workers' at times and 1.5 workers' between, while a third one starts."""
+    config = PolicyConfig(
+        max_workers=16,
+        down_window_s=2.0,
+        down_window_starts=0.0,
+        max_down_window_s=2.0,
+        forecast=ForecastConfig(level_s=2.0, slope_s=4.0, damping_s=4.0),
+    )
+    decision, work, ordered = None, 0.0, 2
+    numbers = []
+    for second in range(600):
+        work += 3.0 if second % 40 < 20 else 1.5
+        starting = ordered - 2
+        decision = decide(
+            signals(offered_work_s=work, num_running=4, starting=starting, start_s=30.0),
+            None if decision is None else decision.state,
+            float(second),
+            config,
+        )
+        ordered = max(2, decision.number)
+        numbers.append(ordered)
+    raised = next(at for at, number in enumerate(numbers) if number > 2)
+    assert all(number > 2 for number in numbers[raised:])
