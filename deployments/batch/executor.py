@@ -165,8 +165,8 @@ class _BatchRunner:
             with self._lease.commit():
                 self._batch.write(state)
 
-        self._state = state
         await asyncio.to_thread(write)
+        self._state = state
 
     async def _validate(self) -> None:
         """Check the input: then the batch is FAILED or IN_PROGRESS."""
@@ -231,7 +231,11 @@ class _BatchRunner:
             await self._finalize(run.finished)
 
     async def _watch(self, progress: Progress, cancelled: asyncio.Event) -> None:
-        """Record the progress each second, and notice a cancel by a client."""
+        """Record the progress each second, and notice a cancel by a client.
+
+        A disk that fails for a while delays both, and ends neither.
+        """
+        is_failing = False
         while True:
             state = replace(
                 self._state,
@@ -240,10 +244,19 @@ class _BatchRunner:
                 tokens=asdict(progress.tokens),
                 cause=progress.cause,
             )
-            if state != self._state:
-                await self._write(state)
-            if await asyncio.to_thread(self._batch.cancelled_at) is not None:
-                cancelled.set()
+            try:
+                if state != self._state:
+                    await self._write(state)
+                if await asyncio.to_thread(self._batch.cancelled_at) is not None:
+                    cancelled.set()
+                is_failing = False
+            except LeaseLost:
+                raise  # `hold` ends the run
+            except (OSError, LockError) as error:
+                if not is_failing:
+                    name = self._batch.spec.id
+                    log.warning("%s: its progress cannot be recorded: %s", name, error)
+                is_failing = True
             await asyncio.sleep(POLL_S)
 
     async def _finalize(self, finished: RunFigures) -> None:

@@ -6,7 +6,7 @@ The caller passes the time.
 
 A refused request that comes again is the same work, and counts once: else an overload would grow
 with each of its retries, and workers be ordered for them. Few clients mark a retry, so it is known
-by what the gate is told of a request, all of it equal: each refusal lets one such request pass
+by what an offer says of its request, all of it equal: each refusal lets one such request pass
 uncounted, until some time after its Retry-After. Different requests that look the same (one tenant,
 one prompt) may take each other's place: then the offered work is too low by what was refused at
 most, and never below what was admitted.

@@ -84,7 +84,11 @@ class WorkerReplica:
         log.info("draining: running requests have %g s to finish", self._drain_s)
         num_left = await asyncio.to_thread(worker.drain, self._drain_s)
         if num_left:
-            log.warning("%d requests did not end in %g s: dropped", num_left, self._drain_s)
+            log.warning(
+                "%d requests did not end in %g s: they continue on other workers",
+                num_left,
+                self._drain_s,
+            )
         await asyncio.to_thread(worker.stop)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
             await self._registry.worker_left(worker.info.epoch)

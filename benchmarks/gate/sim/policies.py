@@ -9,6 +9,7 @@ receives events and the time, never a true length: only `oracle` looks at it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Policy:
 
 
 @dataclass
-class Central(Policy):
+class Central(Policy, ABC):
     """First come, first served from one queue; a subclass says whether a job fits a worker."""
 
     def __post_init__(self) -> None:
@@ -115,8 +116,9 @@ class Central(Policy):
             decisions.append((job, worker))
         return decisions
 
+    @abstractmethod
     def fits(self, job: Job, worker: int) -> bool:
-        raise NotImplementedError
+        """Whether `worker` has room for `job`, by this policy."""
 
     def declined(self, job: Job, now: float) -> None:
         self.held[job.worker].pop(job.job_id, None)

@@ -1,6 +1,6 @@
 """The commands of each verb: generators that yield commands and are sent the replies.
 
-A plan knows nothing of connections: link.py runs it. A reply that is an error comes as a value.
+A plan opens no connection: link.py runs it. A reply that is an error comes as a value.
 """
 
 from __future__ import annotations

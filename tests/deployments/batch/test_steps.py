@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from penstock.deployments.batch.batch_store import BatchStatus, BatchStore
+from penstock.deployments.batch import executor as executor_module
+from penstock.deployments.batch.batch_store import BatchStatus, BatchStore, StoredBatch
 from penstock.deployments.batch.executor import Executor
 from penstock.deployments.batch.file_store import FileStore
 from tests.deployments.batch.test_file_store import spec, stored
@@ -106,3 +107,26 @@ def test_the_state_says_why_requests_are_sent_again_for_as_long_as_they_are(tmp_
     assert "code 503" in causes
     assert batch.recorded().cause == ""
     assert batch.recorded().num_completed == 6
+
+
+def test_a_disk_that_fails_for_a_while_does_not_hide_that_a_client_cancels(tmp_path, monkeypatch):
+    batch = write(tmp_path, 400)
+    failures = []
+    real = StoredBatch.write
+
+    def failing(self, state):
+        if state.num_completed and len(failures) < 3:
+            failures.append(state)
+            if len(failures) == 3:
+                batch.cancel()
+            raise OSError("no space left on device")
+        real(self, state)
+
+    monkeypatch.setattr(StoredBatch, "write", failing)
+    monkeypatch.setattr(executor_module, "POLL_S", 0.02)
+    monkeypatch.setattr(executor_module, "MAX_IN_FLIGHT", 1)
+    run_once(tmp_path, ScriptedTarget())
+    state = batch.recorded()
+    assert len(failures) == 3
+    assert state.status is BatchStatus.CANCELLED
+    assert 0 < state.num_completed < 400
