@@ -9,7 +9,7 @@ import os
 import pytest
 
 from penstock.deployments.batch import executor as executor_module
-from penstock.deployments.batch.batch_store import BatchStatus, BatchStore, StoredBatch
+from penstock.deployments.batch.batch_store import BatchState, BatchStatus, BatchStore, StoredBatch
 from penstock.deployments.batch.executor import Executor
 from penstock.deployments.batch.file_store import FileStore
 from tests.deployments.batch.test_file_store import spec, stored
@@ -111,7 +111,7 @@ def test_the_state_says_why_requests_are_sent_again_for_as_long_as_they_are(tmp_
 
 def test_a_disk_that_fails_for_a_while_does_not_hide_that_a_client_cancels(tmp_path, monkeypatch):
     batch = write(tmp_path, 400)
-    failures = []
+    failures: list[BatchState] = []
     real = StoredBatch.write
 
     def failing(self, state):
