@@ -5,18 +5,18 @@ No Ray: a replacement is ready within a second, so that a thousand kills take mi
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 
 import torch
 
+from benchmarks.faults.child import Child, answer
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.load import thread_for
+from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
 from penstock.workers.stats import EngineStats, WorkerInfo
 
@@ -27,41 +27,45 @@ torch.set_num_threads(1)
 MODEL = load_model("builtin", weights="fp32", progress=False)
 
 
-class WorkerProcess:
+@dataclass(frozen=True)
+class WorkerParts:
+    """What lives in a worker process."""
+
+    engine: Engine
+    channel: ChannelServer
+    thread: EngineThread
+
+
+class WorkerProcess(Child[WorkerParts]):
     """One worker, running. Raises EOFError if it does not start."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pipe, theirs = context.Pipe()
-        self._process: ForkServerProcess = context.Process(target=_serve, args=(theirs,))
-        self._process.start()
-        theirs.close()
-        self.info: WorkerInfo = self._pipe.recv()
+    def __init__(
+        self, config: EngineConfig = CONFIG, prepare: Callable[[WorkerParts], None] | None = None
+    ) -> None:
+        """`prepare`, a function of a module, is called in the process before it serves."""
+        super().__init__(_serve, config, prepare)
+        self.info: WorkerInfo = self.greeting
 
     def stats(self) -> EngineStats:
         """Of the engine, now."""
-        self._pipe.send("stats")
-        stats: EngineStats = self._pipe.recv()
+        stats: EngineStats = self.ask(_stats)
         return stats
 
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.info.pid, number)
 
-    def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
-        self.send(signal.SIGKILL)
-        self._process.join()
-        self._pipe.close()
+def _stats(parts: WorkerParts) -> EngineStats:
+    return parts.thread.stats()
 
 
-def _serve(pipe: Connection) -> None:
-    engine = Engine(CONFIG, MODEL)
+def _serve(
+    pipe: Connection, config: EngineConfig, prepare: Callable[[WorkerParts], None] | None
+) -> None:
+    engine = Engine(config, MODEL)
     channel = ChannelServer("127.0.0.1", "builtin", engine.max_model_len)
     thread = thread_for(engine, channel.deliver, channel.break_off, channel.accepted)
+    parts = WorkerParts(engine, channel, thread)
+    if prepare is not None:
+        prepare(parts)
     thread.start()
     channel.start(thread)
     pipe.send(channel.info)
-    while True:
-        pipe.recv()
-        pipe.send(thread.stats())
+    answer(pipe, parts)
