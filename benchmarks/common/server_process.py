@@ -29,7 +29,7 @@ TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the proces
 @contextlib.contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], list[int]]]:
     """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES."""
-    ports = [_free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     names = ("--http-port", "--grpc-port", "--metrics-port")
     command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model, *flags]
     command += [part for name, port in zip(names, ports) for part in (name, str(port))]
@@ -65,7 +65,7 @@ def _end(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Not one that the system hands out while the cluster starts, as all from 32768 on may be."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
