@@ -21,7 +21,7 @@ PRELOADED = ["benchmarks.faults.worker_process", "benchmarks.faults.front_proces
 
 
 class Child(Generic[Parts]):
-    """One process. Raises EOFError if it does not start. `greeting`: what it sent when it served."""
+    """One process. `greeting`: what it sent once it served. Raises EOFError if it ends first."""
 
     def __init__(self, serve: Callable[..., None], *arguments: Any):
         context = multiprocessing.get_context("forkserver")
