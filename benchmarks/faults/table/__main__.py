@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import record
-from benchmarks.faults.table import network, workers
+from benchmarks.faults.table import clients, clock, load, machine, network, state, workers
 from benchmarks.faults.table.mutations import MUTATIONS
 from benchmarks.faults.table.rows import ROWS, Outcome, Scale, outcome_of
 
-FILES = (workers, network)  # imported for their rows
+FILES = (workers, network, clients, state, load, machine)  # imported for their rows
 
 
 def chosen(text: str | None) -> list[int]:
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers = chosen(options.rows)
     except ValueError as error:
         parser.error(f"--rows: {error}")
+    if 21 in numbers:
+        clock.preload()
     scale = Scale(options.quick, options.seed)
     if options.mutate:
         with MUTATIONS[options.mutate]():

@@ -47,7 +47,8 @@ PARTITIONS = {
 @row(
     4,
     "Node lost",
-    injected="between ingress and a worker: both ways dropped, either way alone, both ways stalled, "
+    injected="between ingress and a worker: both ways dropped, either way alone, both ways "
+    "stalled, "
     "reset and port closed; healed after 12 s",
     promised="as row 1; noticed within 5 s (half-open: 10 s), requests sent into the void as well; "
     "no token comes twice after the healing",
@@ -131,7 +132,8 @@ FRAMES: dict[str, Callable[[], tuple[str, _Steps | _Submits]]] = {
     injected="a cut after each number of bytes within a message; a step repeated, withheld, and an "
     "older one again; a Submit repeated; bytes of an old connection after the new one's Hello; "
     "delays that vary",
-    promised="idempotent by request, attempt and position: equal ids, or an error and never another "
+    promised="idempotent by request, attempt and position: equal ids, or an error and never "
+    "another "
     "text; truncated: continued",
 )
 async def messages(scale: Scale, seen: Seen) -> None:

@@ -69,7 +69,8 @@ async def killed_at(made: Desk, place: int, number: int, seen: Seen) -> Watched:
     1,
     "Worker dies mid-stream",
     injected="kill -9 of its worker after 0, 1, 7, 16 and all but 3 tokens; every feature in turn",
-    promised="the stream continues on another worker: equal ids, text, logprobs' ranks, tool calls, "
+    promised="the stream continues on another worker: equal ids, text, logprobs' ranks, tool "
+    "calls, "
     "finish and usage; pause <= 2 s",
 )
 async def worker_dies(scale: Scale, seen: Seen) -> None:
@@ -92,7 +93,8 @@ async def worker_dies(scale: Scale, seen: Seen) -> None:
     3,
     "Worker hangs",
     injected="SIGSTOP of its worker in mid-stream for 10 s, then SIGCONT",
-    promised="the request moves within 5 s; what the thawed worker sends is dropped; equal ids; its "
+    promised="the request moves within 5 s; what the thawed worker sends is dropped; equal ids; "
+    "its "
     "blocks become free",
 )
 async def worker_hangs(scale: Scale, seen: Seen) -> None:
@@ -192,7 +194,8 @@ async def kv_exhausted(scale: Scale, seen: Seen) -> None:
     18,
     "NaN in the logits",
     injected="NaN in the K of one request among five, in mid-stream",
-    promised="that request ends with numerical_error; its blocks are not cached; the others' ids are "
+    promised="that request ends with numerical_error; its blocks are not cached; the others' ids "
+    "are "
     "equal; it is counted",
 )
 async def not_a_number(scale: Scale, seen: Seen) -> None:

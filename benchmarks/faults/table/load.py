@@ -1,0 +1,217 @@
+"""Rows about too much load: ten times what fits, a burst, and descriptors that run out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import socket
+import time
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.faults.probe import HealthProbe
+from benchmarks.faults.table import inside
+from benchmarks.faults.table.house import BODY, House, Plan, house, over_grpc
+from benchmarks.faults.table.rows import Scale, Seen, row
+from penstock.deployments.gate.types import GateSetup
+
+PROMPT = "It was a bright morning, and"
+HEALTH_S = 0.1
+SLO_S = 2.0  # the setting longest_wait_s
+FLAT_MIB = 48.0
+BURST = 1280
+
+
+class _Load:
+    """What became of requests that came on schedule, whether or not others were answered."""
+
+    def __init__(self, made: House):
+        self._made = made
+        self.first_s: list[float] = []  # from sending to the first token, of those admitted
+        self.refusals: dict[str, int] = {}
+        self.retry_after: list[float] = []
+        self.dropped: list[str] = []  # admitted, and not ended well
+        self.num_tokens = 0
+
+    async def one(self, number: int) -> None:
+        body = {**BODY, "prompt": PROMPT, "max_tokens": 40, "seed": number, "stream": True}
+        began_s, has_begun = time.monotonic(), False
+        try:
+            async with self._made.http.stream(
+                "POST", f"{self._made.url}/v1/completions", json=body
+            ) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    code = answer.json()["error"]["code"]
+                    kind = f"{answer.status_code} {code}"
+                    self.refusals[kind] = self.refusals.get(kind, 0) + 1
+                    self.retry_after.append(float(answer.headers.get("retry-after", "inf")))
+                    return
+                text = ""
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: ") and not has_begun:
+                        has_begun = True
+                        self.first_s.append(time.monotonic() - began_s)
+                    text = line or text
+                    self.num_tokens += line.startswith("data: {")
+                if text != "data: [DONE]":
+                    self.dropped.append(text[:80])
+        except httpx.HTTPError as error:
+            self.dropped.append(type(error).__name__)
+
+    async def at_rate(self, per_s: float, seconds: float, rng: random.Random) -> float:
+        """Poisson arrivals; returns answers per second."""
+        began_s, due_s = time.monotonic(), time.monotonic()
+        running: set[asyncio.Task[None]] = set()
+        number = 0
+        while due_s < began_s + seconds:
+            due_s += rng.expovariate(per_s)
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            running.add(asyncio.ensure_future(self.one(number)))
+            number += 1
+        await asyncio.wait(running)
+        return len(self.first_s) / (time.monotonic() - began_s)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[max(0, round(0.99 * len(values)) - 1)] if values else float("inf")
+
+
+@row(
+    8,
+    "Overload ×10",
+    injected="ten times the measured capacity, open loop, for 60 s; longest_wait_s at 2 s",
+    promised="p99 TTFT of what is admitted <= 3 s; the rest is refused with Retry-After <= 120 s; "
+    "nothing admitted is dropped; memory flat; /health within 100 ms; goodput holds; recovery <= "
+    "5 s",
+)
+async def overload(scale: Scale, seen: Seen) -> None:
+    rng = random.Random(scale.seed)
+    seconds = scale.of(8, 60)
+    gate = GateSetup(host="127.0.0.1", longest_wait_s=SLO_S, max_queued=1024)
+    plan = Plan(gate=gate, settings={"admission": "predicted", "longest_wait_s": SLO_S})
+    async with house(plan) as made:
+        first = _Load(made)
+        calm = await _closed_loop(made, first, scale.of(4, 15))
+        seen.note("capacity, answers a second", calm)
+        probe = await asyncio.to_thread(HealthProbe, made.url)
+        rss = psutil.Process(made.ingresses[0].pid).memory_info().rss
+        load = _Load(made)
+        goodput = await load.at_rate(10 * calm, seconds, rng)
+        health = await asyncio.to_thread(probe.end)
+        grown = (psutil.Process(made.ingresses[0].pid).memory_info().rss - rss) / 2**20
+        began_s = time.monotonic()
+        answer = await over_grpc(made.target, PROMPT)
+        seen.note("served again after s", time.monotonic() - began_s)
+        seen.check(not answer.error and time.monotonic() - began_s <= 5.0, "it did not recover")
+        seen.note("admitted", len(load.first_s))
+        seen.note("refused", load.refusals)
+        seen.note("goodput to capacity", goodput / calm)
+        seen.note("TTFT p99 s", _p99(load.first_s))
+        seen.note("longest Retry-After s", max(load.retry_after, default=0.0))
+        seen.note("longest /health s", health.longest_s)
+        seen.note("growth of the ingress, MiB", grown)
+        seen.check(_p99(load.first_s) <= 1.5 * SLO_S, f"TTFT p99 {_p99(load.first_s):.1f} s")
+        seen.check(load.refusals, "nothing was refused at ten times the load")
+        seen.check(all(each <= 120 for each in load.retry_after), "Retry-After is missing or > 120")
+        kinds = [kind for kind in load.refusals if kind[:3] not in ("429", "503")]
+        seen.check(not kinds, f"refusals of another kind: {kinds}")
+        seen.check(not load.dropped, f"{len(load.dropped)} dropped, as {load.dropped[:1]}")
+        seen.check(health.longest_s <= HEALTH_S, f"/health took {health.longest_s:.2f} s")
+        seen.check(not health.num_failed, f"/health failed {health.num_failed} times")
+        seen.check(grown <= FLAT_MIB, f"the ingress grew by {grown:.0f} MiB")
+        seen.check(goodput >= 0.9 * calm, f"goodput fell to {goodput / calm:.2f} of the capacity")
+        await made.check_free(seen)
+
+
+async def _closed_loop(made: House, load: _Load, seconds: float) -> float:
+    """Answers per second with 16 callers."""
+    until_s, began_s = time.monotonic() + seconds, time.monotonic()
+
+    async def caller(number: int) -> None:
+        while time.monotonic() < until_s:
+            await load.one(number)
+
+    await asyncio.gather(*(caller(n) for n in range(16)))
+    return len(load.first_s) / (time.monotonic() - began_s)
+
+
+@row(
+    9,
+    "Burst of 1,280",
+    injected="1,280 requests at once over HTTP",
+    promised="/health answers within 100 ms throughout; every request ends: served, or refused "
+    "with "
+    "Retry-After",
+)
+async def burst(scale: Scale, seen: Seen) -> None:
+    number = scale.of(320, BURST)
+    plan = Plan(gate=GateSetup(host="127.0.0.1"), prepare=inside.nothing)
+    async with house(plan) as made:
+        await over_grpc(made.target, PROMPT)
+        probe = await asyncio.to_thread(HealthProbe, made.url)
+        load = _Load(made)
+        await asyncio.gather(*(load.one(n) for n in range(number)))
+        health = await asyncio.to_thread(probe.end)
+        seen.note("served", len(load.first_s))
+        seen.note("refused", load.refusals)
+        seen.note("/health answers", health.num_answers)
+        seen.note("longest /health s", health.longest_s)
+        seen.check(health.longest_s <= HEALTH_S, f"/health took {health.longest_s:.2f} s")
+        seen.check(not health.num_failed, f"/health failed {health.num_failed} times")
+        seen.check(not load.dropped, f"{len(load.dropped)} dropped, as {load.dropped[:1]}")
+        ended = len(load.first_s) + sum(load.refusals.values())
+        seen.check(ended == number, f"{ended} of {number} requests ended")
+        await made.check_free(seen)
+
+
+@row(
+    23,
+    "Descriptors run out",
+    injected="the ingress's limit of open files at what it has and 8 more; 40 connections; then "
+    "the "
+    "old limit again",
+    promised="running streams end with equal ids; the process lives; it serves again within 5 s",
+)
+async def descriptors(scale: Scale, seen: Seen) -> None:
+    async with house(Plan()) as made:
+        expected = await over_grpc(made.target, PROMPT, seed=2, max_tokens=400)
+        pid = made.ingresses[0].pid
+        for _ in range(scale.of(1, 10)):
+            begun = asyncio.Event()
+
+            async def told(num: int, begun: asyncio.Event = begun) -> None:
+                begun.set()
+
+            running = asyncio.ensure_future(
+                over_grpc(made.target, PROMPT, told=told, seed=2, max_tokens=400)
+            )
+            await begun.wait()
+            before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            limit = psutil.Process(pid).num_fds() + 8
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+            sockets = [_knock(made.url) for _ in range(40)]
+            await asyncio.sleep(1.0)
+            got = await running
+            seen.check(got.content == expected.content, f"a running stream ended with {got.error}")
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+            for each in sockets:
+                each.close()
+            began_s = time.monotonic()
+            await made.ready()
+            after = await over_grpc(made.target, PROMPT, seed=2, max_tokens=400)
+            seen.most("served again after s", time.monotonic() - began_s)
+            seen.check(after.content == expected.content, "the next answer differs")
+            seen.check(made.ingresses[0].is_alive, "the ingress has ended")
+        seen.check(seen.facts["served again after s"] <= 5.0, "it did not recover within 5 s")
+        await made.check_free(seen)
+
+
+def _knock(url: str) -> socket.socket:
+    """A connection that asks for something."""
+    made: Any = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5)
+    made.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+    return made  # type: ignore[no-any-return]
