@@ -70,6 +70,7 @@ RERUN_FILES = RAY_FILES | {
         "state/test_redis_faults.py",
     )
 }
+RERUN_FILES.add(ROOT / "benchmarks" / "faults" / "test_table.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,11 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import record
-from benchmarks.faults.table import clients, clock, load, machine, network, state, workers
+from benchmarks.faults.table import (
+    clients,
+    clock,
+    hostile,
+    live,
+    load,
+    machine,
+    network,
+    state,
+    workers,
+)
 from benchmarks.faults.table.mutations import MUTATIONS
 from benchmarks.faults.table.rows import ROWS, Outcome, Scale, outcome_of
 
-FILES = (workers, network, clients, state, load, machine)  # imported for their rows
+FILES = (workers, network, clients, hostile, state, load, machine, live)  # imported for their rows
 
 
 def chosen(text: str | None) -> list[int]:

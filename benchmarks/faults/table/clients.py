@@ -1,4 +1,4 @@
-"""Rows about clients: gone, late, slow, hostile; and about what they hear when all workers die."""
+"""Rows about clients: gone, late, slow; and about what they hear when all workers die."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import psutil
 
-from benchmarks.faults.table import inside
-from benchmarks.faults.table.hostile import hostile_bodies
 from benchmarks.faults.table.house import BODY, House, Plan, Streamed, gathered, house, over_grpc
 from benchmarks.faults.table.rows import Scale, Seen, row
 from benchmarks.faults.table.sse import Events
@@ -273,52 +270,3 @@ async def _reading(made: House, num: int, body: dict[str, Any]) -> AsyncIterator
         for each in running:
             each.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-@row(
-    24,
-    "Storm of bad requests",
-    injected="10,000 requests with one thing wrong (values, types, ids, schemas, bytes), while "
-    "good "
-    "ones are compared",
-    promised="each is refused with 4xx; the processes are the same, and good answers do not change",
-)
-async def bad_requests(scale: Scale, seen: Seen) -> None:
-    rng = random.Random(scale.seed)
-    num, at_once = scale.of(200, 10_000), 16
-    async with house(Plan(prepare=inside.nothing)) as made:
-        expected = [(await over_grpc(made.target, PROMPT, seed=n)).content for n in range(4)]
-        is_over = asyncio.Event()
-
-        async def good() -> None:
-            n = 0
-            while not is_over.is_set():
-                got = await over_grpc(made.target, PROMPT, seed=n % 4)
-                seen.count("good answers compared")
-                seen.check(got.content == expected[n % 4], f"a good request got {got.error or got}")
-                n += 1
-
-        bodies = iter(hostile_bodies(rng, num))
-
-        async def bad() -> None:
-            for name, content in bodies:
-                try:
-                    answer = await made.http.post(
-                        f"{made.url}/v1/completions",
-                        content=content,
-                        headers={"content-type": "application/json"},
-                    )
-                except httpx.HTTPError as error:
-                    seen.check(False, f"{name}: {type(error).__name__}")
-                    continue
-                seen.count("bad requests")
-                is_refused = 400 <= answer.status_code < 500
-                seen.check(is_refused, f"{name}: {answer.status_code} {answer.text[:80]}")
-
-        goods = [asyncio.ensure_future(good()) for _ in range(2)]
-        await asyncio.gather(*(bad() for _ in range(at_once)))
-        is_over.set()
-        await asyncio.gather(*goods)
-        alive = [each.is_alive for each in (*made.workers, *made.ingresses)]
-        seen.check(all(alive), "a process has ended")
-        await made.check_free(seen)

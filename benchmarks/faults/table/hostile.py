@@ -1,11 +1,20 @@
-"""Bodies of completions with one thing wrong, drawn at random. All of them must be refused."""
+"""The row about bad requests, and their bodies: one thing wrong in each, drawn at random."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator
 from typing import Any
+
+import httpx
+
+from benchmarks.faults.table import inside
+from benchmarks.faults.table.house import Plan, house, over_grpc
+from benchmarks.faults.table.rows import Scale, Seen, row
+
+PROMPT = "It was a bright morning, and"
 
 FAR = 2**31 - 1
 GOOD: dict[str, Any] = {"model": "builtin", "prompt": "It was", "max_tokens": 4}
@@ -56,3 +65,52 @@ def hostile_bodies(rng: random.Random, num: int) -> Iterator[tuple[str, bytes]]:
         name = rng.choice(list(VALUES))
         value = rng.choice(VALUES[name])
         yield f"{name} = {str(value)[:40]}", json.dumps({**GOOD, name: value}).encode()
+
+
+@row(
+    24,
+    "Storm of bad requests",
+    injected="10,000 requests with one thing wrong (values, types, ids, schemas, bytes), while "
+    "good "
+    "ones are compared",
+    promised="each is refused with 4xx; the processes are the same, and good answers do not change",
+)
+async def bad_requests(scale: Scale, seen: Seen) -> None:
+    rng = random.Random(scale.seed)
+    num, at_once = scale.of(200, 10_000), 16
+    async with house(Plan(prepare=inside.nothing)) as made:
+        expected = [(await over_grpc(made.target, PROMPT, seed=n)).content for n in range(4)]
+        is_over = asyncio.Event()
+
+        async def good() -> None:
+            n = 0
+            while not is_over.is_set():
+                got = await over_grpc(made.target, PROMPT, seed=n % 4)
+                seen.count("good answers compared")
+                seen.check(got.content == expected[n % 4], f"a good request got {got.error or got}")
+                n += 1
+
+        bodies = iter(hostile_bodies(rng, num))
+
+        async def bad() -> None:
+            for name, content in bodies:
+                try:
+                    answer = await made.http.post(
+                        f"{made.url}/v1/completions",
+                        content=content,
+                        headers={"content-type": "application/json"},
+                    )
+                except httpx.HTTPError as error:
+                    seen.check(False, f"{name}: {type(error).__name__}")
+                    continue
+                seen.count("bad requests")
+                is_refused = 400 <= answer.status_code < 500
+                seen.check(is_refused, f"{name}: {answer.status_code} {answer.text[:80]}")
+
+        goods = [asyncio.ensure_future(good()) for _ in range(2)]
+        await asyncio.gather(*(bad() for _ in range(at_once)))
+        is_over.set()
+        await asyncio.gather(*goods)
+        alive = [each.is_alive for each in (*made.workers, *made.ingresses)]
+        seen.check(all(alive), "a process has ended")
+        await made.check_free(seen)

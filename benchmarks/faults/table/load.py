@@ -1,8 +1,9 @@
-"""Rows about too much load: ten times what fits, a burst, and descriptors that run out."""
+"""Rows about load: ten times what fits, a burst, descriptors that run out, and a long time."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import resource
 import socket
@@ -10,6 +11,7 @@ import time
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 
 from benchmarks.faults.probe import HealthProbe
@@ -215,3 +217,67 @@ def _knock(url: str) -> socket.socket:
     made: Any = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5)
     made.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
     return made  # type: ignore[no-any-return]
+
+
+@row(
+    26,
+    "Soak",
+    injected="ten minutes of mixed calls, some of whose clients crash, with kills of workers",
+    promised="slopes: memory of the ingress < 1 MiB/min, descriptors and threads flat; no block is "
+    "held; no answer differs",
+)
+async def soak(scale: Scale, seen: Seen) -> None:
+    rng, seconds = random.Random(scale.seed), scale.of(15, 600)
+    async with house(Plan()) as made:
+        expected = {
+            n: (await over_grpc(made.target, PROMPT, seed=n, max_tokens=120)).content
+            for n in range(8)
+        }
+        is_over = asyncio.Event()
+
+        async def caller() -> None:
+            while not is_over.is_set():
+                n = rng.randrange(8)
+                call = asyncio.ensure_future(over_grpc(made.target, PROMPT, seed=n, max_tokens=120))
+                if rng.random() < 0.2:  # it crashes
+                    await asyncio.sleep(rng.uniform(0.0, 0.4))
+                    call.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await call
+                    seen.count("calls left")
+                    continue
+                got = await call
+                seen.count("answers compared")
+                seen.check(got.content == expected[n], f"an answer differs: {got.error}")
+
+        callers = [asyncio.ensure_future(caller()) for _ in range(4)]
+        process = psutil.Process(made.ingresses[0].pid)
+        points: list[tuple[float, float, int, int]] = []
+        began_s = killed_s = time.monotonic()
+        while time.monotonic() < began_s + seconds:
+            await asyncio.sleep(1.0)
+            rss = process.memory_info().rss / 2**20
+            passed_s = time.monotonic() - began_s
+            points.append((passed_s / 60, rss, process.num_fds(), process.num_threads()))
+            if time.monotonic() > killed_s + scale.of(5, 20):
+                victim = rng.choice(made.workers)
+                await asyncio.to_thread(victim.kill)
+                made.workers.remove(victim)
+                await made.add_worker()
+                seen.count("workers killed")
+                killed_s = time.monotonic()
+        is_over.set()
+        await asyncio.gather(*callers)
+        half = np.array(points[len(points) // 3 :])
+        names = ("memory, MiB/min", "descriptors/min", "threads/min")
+        slopes = {
+            name: float(np.polyfit(half[:, 0], half[:, n + 1], 1)[0])
+            for n, name in enumerate(names)
+        }
+        for name, slope in slopes.items():
+            seen.note(f"slope of {name}", slope)
+        if not scale.is_quick:  # a few seconds have no slope
+            seen.check(slopes["memory, MiB/min"] < 1.0, "the memory of the ingress grows")
+            seen.check(abs(slopes["descriptors/min"]) < 0.5, "descriptors are not flat")
+            seen.check(abs(slopes["threads/min"]) < 0.2, "threads are not flat")
+        await made.check_free(seen)

@@ -1,4 +1,4 @@
-"""Rows about workers: killed, hung, out of memory, without KV, with NaN, and killed by a request."""
+"""Rows about workers: killed, hung, out of memory or of KV, with NaN, and killed by a request."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ LONG = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 400}
 
 
 def plain(prompt: Any, **params: Any) -> Call:
+    prompt = tuple(prompt) if isinstance(prompt, list) else prompt
     return Call(prompt, SamplingParams(**{**LONG, **params}), CallOptions())
 
 
