@@ -3,7 +3,7 @@
 A `Proxy` listens on a port of its own and connects each client with `target`. Each direction has a
 `Programme`, which may be replaced while connections are open; `cut`, `finish`, `refuse` and
 `detach` act at once. Knows nothing of what it carries, except that `frames` sees whole messages of
-the token channel (a length of 4 bytes, then the message).
+the token channel, each with its header (HEADER: its length, and its number).
 
 TCP neither repeats nor reorders bytes. So a repeated or withheld message is made by `frames`, and
 a late one by `detach`: the client loses the connection, and what it had sent reaches the server
@@ -24,7 +24,7 @@ from typing import Literal
 READ_BYTES = 1 << 16
 LIMIT_BYTES = 1 << 14  # that a stalled direction takes in, about
 POLL_S = 0.005
-LENGTH = struct.Struct("<I")
+HEADER = struct.Struct("<II")  # workers/channel/framing.py
 Verb = Literal["pass", "stall", "swallow"]
 Direction = Literal["up", "down"]  # from the client to the target, and back
 
@@ -36,7 +36,7 @@ class Programme:
     verb: "stall" reads nothing, so that the sender's window closes; "swallow" reads and drops.
     delay_s, jitter_s: added to each read; bytes keep their order.
     cut_at: both ends get a reset after so many more bytes, perhaps within a message.
-    frames: what to send for each whole message of the token channel.
+    frames: what to send for each message of the token channel; with headers, as they came.
     """
 
     verb: Verb = "pass"
@@ -229,12 +229,12 @@ async def proxy(target: str) -> AsyncIterator[Proxy]:
 def _by_frame(data: bytes, sent: Callable[[bytes], list[bytes]]) -> tuple[bytes, bytes]:
     """What to send for the whole messages in `data`, and the rest of it."""
     out = bytearray()
-    while len(data) >= LENGTH.size:
-        end = LENGTH.size + LENGTH.unpack_from(data)[0]
+    while len(data) >= HEADER.size:
+        end = HEADER.size + HEADER.unpack_from(data)[0]
         if len(data) < end:
             break
-        for message in sent(data[LENGTH.size : end]):
-            out += LENGTH.pack(len(message)) + message
+        for frame in sent(data[:end]):
+            out += frame
         data = data[end:]
     return bytes(out), data
 

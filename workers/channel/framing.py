@@ -1,4 +1,8 @@
-"""A TCP connection that carries whole messages both ways, each after its length in 4 bytes.
+"""A TCP connection that carries whole messages both ways, each after its length and its number.
+
+TCP loses, repeats and reorders nothing; a fault in what lies between (a proxy, or this program)
+may. Messages are numbered 0, 1, 2... in each direction, and one that is not the next one ends the
+connection: whatever was sent on it is sent again on another, and is never taken twice.
 
 The sending thread writes straight into the socket: no other thread has to wake for it, and none
 ever blocks. Bytes that the socket has no room for are buffered and sent when it has. Reads and all
@@ -20,7 +24,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 READ_BYTES = 1 << 18
 # A host that is gone acknowledges nothing, and TCP would take a quarter of an hour to report it.
 UNANSWERED_MS = 10_000
-_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<II")  # bytes of the message, and its number modulo 2^32
 
 
 class MessageConnection:
@@ -48,6 +52,7 @@ class MessageConnection:
         self._socket = connection
         self._on_message, self._on_end, self._on_room = on_message, on_end, on_room
         self._received = bytearray()
+        self._num_sent = self._num_received = 0  # messages, modulo 2^32
         self._unsent = bytearray()  # may begin within a message
         self._is_open = True
         _prepare(connection)
@@ -64,10 +69,11 @@ class MessageConnection:
 
     def send(self, message: bytes) -> None:
         """Send a message; it is dropped if the connection has ended. Never blocks."""
-        framed = _LENGTH.pack(len(message)) + message
         with self.lock:
             if not self._is_open:
                 return
+            framed = _HEADER.pack(len(message), self._num_sent) + message
+            self._num_sent = (self._num_sent + 1) & 0xFFFFFFFF
             if self._unsent:
                 self._unsent += framed
                 return
@@ -135,15 +141,19 @@ class MessageConnection:
     def _dispatch(self) -> None:
         """Pass every complete message to the owner."""
         received, start = self._received, 0
-        while self._is_open and len(received) - start >= _LENGTH.size:
-            (num_bytes,) = _LENGTH.unpack_from(received, start)
+        while self._is_open and len(received) - start >= _HEADER.size:
+            num_bytes, number = _HEADER.unpack_from(received, start)
             if num_bytes > self.max_bytes:
                 self.end(f"a message of {num_bytes} bytes exceeds {self.max_bytes}")
                 return
-            begin = start + _LENGTH.size
+            if number != self._num_received:
+                self.end(f"message {self._num_received} was lost, or an earlier one repeated")
+                return
+            begin = start + _HEADER.size
             if len(received) - begin < num_bytes:
                 break
             start = begin + num_bytes
+            self._num_received = (number + 1) & 0xFFFFFFFF
             self._on_message(bytes(received[begin:start]))
         del received[:start]
 

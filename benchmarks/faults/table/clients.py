@@ -180,8 +180,16 @@ async def deadline(scale: Scale, seen: Seen) -> None:
     engine = replace(CONFIG, max_num_seqs=1)
     async with house(Plan(num_workers=1, engine=engine)) as made:
         for _ in range(scale.of(2, 20)):
-            holder = asyncio.ensure_future(over_grpc(made.target, PROMPT, max_tokens=1500))
-            await _until_held(made)
+            has_slot = asyncio.Event()
+
+            async def told(_: int, has_slot: asyncio.Event = has_slot) -> None:
+                has_slot.set()
+
+            holder = asyncio.ensure_future(
+                over_grpc(made.target, PROMPT, told=told, max_tokens=1500)
+            )
+            await has_slot.wait()
+            await asyncio.sleep(0.1)  # its prompt is counted
             before = (await asyncio.to_thread(made.workers[0].stats)).num_prompt_tokens
             began_s = time.monotonic()
             over_http = asyncio.ensure_future(

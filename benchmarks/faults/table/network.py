@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.faults.proxy import Programme, Proxy
+from benchmarks.faults.proxy import HEADER, Programme, Proxy
 from benchmarks.faults.table.desk import Desk, Hand, desk
 from benchmarks.faults.table.rows import Scale, Seen, row
 from benchmarks.faults.table.workers import HANG_S, compare, plain
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.request import RequestError
 
 HALF_OPEN_S = 11.0  # TCP_USER_TIMEOUT, and the computation
 QUICK_PARTITIONS = ("both ways", "from the worker")
@@ -86,7 +87,7 @@ async def node_lost(scale: Scale, seen: Seen) -> None:
 
 
 class _Steps:
-    """What to send instead of the tenth message with tokens alone, once."""
+    """What to send instead of the tenth message with tokens, once."""
 
     def __init__(self, instead: Callable[[bytes, bytes], list[bytes]], tenth: int = 10):
         self._instead, self._tenth = instead, tenth
@@ -94,7 +95,7 @@ class _Steps:
         self.is_done = False
 
     def __call__(self, data: bytes) -> list[bytes]:
-        message = pb.DownMessage.FromString(data)
+        message = pb.DownMessage.FromString(data[HEADER.size :])
         if not message.HasField("step") or not message.step.token_ids or self.is_done:
             return [data]
         self._num += 1
@@ -112,7 +113,7 @@ class _Submits:
         self.is_done = False
 
     def __call__(self, data: bytes) -> list[bytes]:
-        if self.is_done or not pb.UpMessage.FromString(data).HasField("submit"):
+        if self.is_done or not pb.UpMessage.FromString(data[HEADER.size :]).HasField("submit"):
             return [data]
         self.is_done = True
         return [data, data]
@@ -199,7 +200,7 @@ async def _compared(made: Desk, seen: Seen, name: str, told: object, expected: o
     try:
         async with asyncio.timeout(60):
             got, watched = await made.run(call, 1, told)  # type: ignore[arg-type]
-    except ServiceError as error:
+    except (ServiceError, RequestError) as error:
         seen.count("ended with an error")
         seen.note(f"error, {name}", error.code)
         seen.check(True, "")

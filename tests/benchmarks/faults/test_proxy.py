@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.proxy import LENGTH, Programme, Proxy, proxy
+from benchmarks.faults.proxy import HEADER, Programme, Proxy, proxy
+from penstock.workers.channel import framing
 
 SOON_S = 5.0
 
@@ -195,16 +195,17 @@ def test_a_detached_client_sees_a_reset_and_the_target_gets_its_bytes_late() -> 
 
 
 def test_messages_are_repeated_and_withheld_whole() -> None:
-    def framed(*messages: bytes) -> bytes:
-        return b"".join(LENGTH.pack(len(each)) + each for each in messages)
+    def framed(*messages: tuple[int, bytes]) -> bytes:
+        return b"".join(HEADER.pack(len(each), number) + each for number, each in messages)
 
-    def sent(message: bytes) -> list[bytes]:
-        return {b"twice": [message, message], b"never": []}.get(message, [message])
+    def sent(frame: bytes) -> list[bytes]:
+        message = frame[HEADER.size :]
+        return {b"twice": [frame, frame], b"never": []}.get(message, [frame])
 
     async def scenario(made: Ends) -> None:
         made.relay.set("up", Programme(frames=sent))
-        data = framed(b"once", b"twice", b"never", b"last")
-        expected = framed(b"once", b"twice", b"twice", b"last")
+        data = framed((0, b"once"), (1, b"twice"), (2, b"never"), (3, b"last"))
+        expected = framed((0, b"once"), (1, b"twice"), (1, b"twice"), (3, b"last"))
         for byte in data:  # in whatever pieces they come
             made.client[1].write(bytes([byte]))
             await asyncio.sleep(0.001)
@@ -213,7 +214,5 @@ def test_messages_are_repeated_and_withheld_whole() -> None:
     tried(scenario)
 
 
-def test_lengths_are_those_of_the_token_channel() -> None:
-    from penstock.workers.channel import framing
-
-    assert isinstance(framing._LENGTH, struct.Struct) and framing._LENGTH.format == LENGTH.format
+def test_headers_are_those_of_the_token_channel() -> None:
+    assert framing._HEADER.format == HEADER.format

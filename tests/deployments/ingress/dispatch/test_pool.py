@@ -383,15 +383,15 @@ def test_a_silent_worker_is_dead_and_what_it_sends_later_is_dropped(model, nodes
     assert last.finish_reason is FinishReason.LENGTH
 
 
-def framed(**body: Any) -> bytes:
+def framed(number: int = 0, **body: Any) -> bytes:
     message = pb.UpMessage(**body).SerializeToString()
-    return struct.pack("<I", len(message)) + message
+    return struct.pack("<II", len(message), number) + message
 
 
 async def heard(connection: socket.socket) -> pb.DownMessage | None:
     """The next message, or None once the connection is closed."""
     loop, data = asyncio.get_running_loop(), b""
-    while len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]:
+    while len(data) < 8 or len(data) < 8 + struct.unpack_from("<I", data)[0]:
         try:
             part = await loop.sock_recv(connection, 1)
         except ConnectionResetError:
@@ -400,7 +400,7 @@ async def heard(connection: socket.socket) -> pb.DownMessage | None:
             assert not data, "cut off within a message"
             return None
         data += part
-    return pb.DownMessage.FromString(data[4:])
+    return pb.DownMessage.FromString(data[8:])
 
 
 @pytest.mark.parametrize(
@@ -411,8 +411,8 @@ async def heard(connection: socket.socket) -> pb.DownMessage | None:
         (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "new epoch"),
         (lambda info: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
         (lambda info: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
-        (lambda info: struct.pack("<I", 5000), None),  # more than a stranger may say
-        (lambda info: struct.pack("<I", 4) + b"\xff\xff\xff\xff", None),
+        (lambda info: struct.pack("<II", 5000, 0), None),  # more than a stranger may say
+        (lambda info: struct.pack("<II", 4, 0) + b"\xff\xff\xff\xff", None),
         (lambda info: b"", None),  # says nothing at all
     ],
 )
@@ -464,7 +464,7 @@ def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
         with connection:  # open, and acknowledged by the system: only it itself says nothing
             hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
             submit = submit_message(request(1, max_tokens=1900), 1, 100)
-            submit = framed(epoch=info.epoch, submit=submit)
+            submit = framed(1, epoch=info.epoch, submit=submit)
             await asyncio.get_running_loop().sock_sendall(connection, hello + submit)
             async with asyncio.timeout(60):
                 while (await heard(connection)) is not None:
@@ -506,7 +506,7 @@ def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
         async with narrow(info) as connection:
             for n in range(8):
                 submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
-                await loop.sock_sendall(connection, framed(epoch=info.epoch, submit=submit))
+                await loop.sock_sendall(connection, framed(1, epoch=info.epoch, submit=submit))
             await until(lambda: node.thread.stats().num_finished["abort"], 60)
             await node.is_idle()
             return node.thread.stats()
@@ -527,7 +527,7 @@ def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
     async def scenario():
         loop, received = asyncio.get_running_loop(), []
         async with narrow(info) as connection:
-            submit = framed(epoch=info.epoch, submit=submit_message(submitted, 1, 600))
+            submit = framed(1, epoch=info.epoch, submit=submit_message(submitted, 1, 600))
             await loop.sock_sendall(connection, submit)
             async with asyncio.timeout(120):
                 while not node.thread.stats().num_finished["length"]:
