@@ -506,7 +506,7 @@ def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
         async with narrow(info) as connection:
             for n in range(8):
                 submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
-                await loop.sock_sendall(connection, framed(1, epoch=info.epoch, submit=submit))
+                await loop.sock_sendall(connection, framed(n + 1, epoch=info.epoch, submit=submit))
             await until(lambda: node.thread.stats().num_finished["abort"], 60)
             await node.is_idle()
             return node.thread.stats()
