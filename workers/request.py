@@ -48,6 +48,8 @@ class FinishReason(StrEnum):
 
 
 DECLINED = "declined"  # an error code that no client sees: the ingress tries another worker
+# An error code that a client sees only if no worker gets its experts for long.
+STORE_UNAVAILABLE = "expert_store_unavailable"
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128

@@ -20,7 +20,7 @@ from penstock.deployments.ingress.dispatch.in_flight import (
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import delta_from, submit_bytes
 from penstock.workers.channel.framing import MessageConnection, connected
-from penstock.workers.request import Delta
+from penstock.workers.request import STORE_UNAVAILABLE, Delta
 from penstock.workers.stats import WorkerInfo
 
 log = logging.getLogger("penstock.channel")
@@ -28,6 +28,7 @@ log = logging.getLogger("penstock.channel")
 TICK_S = 0.5
 SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
 CONNECT_TIMEOUT_S = 3.0
+AVOIDED_S = 2.0  # a worker that could not get its experts, while others can
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 
 
@@ -55,6 +56,7 @@ class WorkerLink:
         self.is_draining = info.is_draining
         self.is_stalled = False  # its engine computes nothing, although it has work
         self.last_turn = 0
+        self._failed_s = float("-inf")  # when it last failed to get its experts
         self.capacity = info.max_model_len  # tokens of KV, once it reports
         self._ingress_id = ingress_id
         self._owner = owner
@@ -72,6 +74,11 @@ class WorkerLink:
     def takes_requests(self) -> bool:
         """Whether a new request may be sent to this worker."""
         return self.is_connected and not self.is_draining and not self.is_stalled
+
+    @property
+    def lacks_experts(self) -> bool:
+        """Whether its expert store did not answer a moment ago."""
+        return asyncio.get_running_loop().time() < self._failed_s + AVOIDED_S
 
     @property
     def num_outstanding(self) -> int:
@@ -214,6 +221,8 @@ class WorkerLink:
         call.emitted.extend(delta.token_ids)
         call.add(delta)
         if delta.finish_reason is not None:
+            if delta.error == STORE_UNAVAILABLE:
+                self._failed_s = now_s
             self._remove(call)
             call.tell(now_s)
         elif is_first or not self._gathering.holds(call, len(self._calls), now_s):
