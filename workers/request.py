@@ -234,6 +234,9 @@ class Request:
     )
     priority: int = 0  # lower is scheduled first, and preempted last
     may_decline: bool = False  # a worker without room may return the error `declined`
+    # It was admitted once, on a worker that was lost: a full queue does not refuse it. So many are
+    # bounded by what that worker had admitted.
+    is_continued: bool = False
     num_expected: int = 0  # predicted tokens of prompt and answer; 0: no prediction
 
 
