@@ -7,5 +7,9 @@ class LoadError(RuntimeError):
     """A checkpoint that cannot be used. The message names the file and, if known, the tensor."""
 
 
+class StoreUnavailable(LoadError):
+    """The expert store does not answer: it hangs, or is being restarted."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names the key and the remedy."""

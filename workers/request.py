@@ -48,6 +48,8 @@ class FinishReason(StrEnum):
 
 
 DECLINED = "declined"  # an error code that no client sees: the ingress tries another worker
+# An error code that a client sees only if no worker gets its experts for long.
+STORE_UNAVAILABLE = "expert_store_unavailable"
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -232,6 +234,9 @@ class Request:
     )
     priority: int = 0  # lower is scheduled first, and preempted last
     may_decline: bool = False  # a worker without room may return the error `declined`
+    # It was admitted once, on a worker that was lost: a full queue does not refuse it. So many are
+    # bounded by what that worker had admitted.
+    is_continued: bool = False
     num_expected: int = 0  # predicted tokens of prompt and answer; 0: no prediction
 
 

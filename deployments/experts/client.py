@@ -1,7 +1,7 @@
 """Finds or creates the expert store actor of a node, and calls it.
 
-Loads torch only in a process that creates a store: the ingress and the command line import this
-module too.
+No call waits for ever: a store that hangs is an error within seconds. Loads torch only in a process
+that creates a store: the ingress and the command line import this module too.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.deployments.experts.spec import HotExpert, StoreSpec
 from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, named_actor
-from penstock.workers.errors import LoadError
-from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.errors import StoreUnavailable
+from penstock.workers.experts.expert_file import Bytes, Manifest, RowIndices
 from penstock.workers.stats import ExpertStats
 
 log = logging.getLogger("penstock.experts")
 
-RESTART_TIMEOUT_S = 30.0  # that a worker waits for a dead store to restart
+ASK_S = 5.0  # longest that the store may take for one question
+RESTART_TIMEOUT_S = 30.0  # for one question and all its repetitions, while the store restarts
+START_TIMEOUT_S = (
+    60.0  # for the store's process to start, or to write the expert file and be silent
+)
+# Less than the 5 s after which an engine without progress counts as hung: the request fails, and
+# the worker goes on.
+PACK_S = 4.0
 MAX_HINTS = 4096
+LIVENESS = "liveness"  # threads of the store that serve only the question whether it lives
 
 
 class ExpertStoreClient:
@@ -37,37 +45,58 @@ class ExpertStoreClient:
     def __init__(self, spec: StoreSpec):
         self._spec = spec
         self._handle: Any = None
+        self._is_away = False  # `pack` had no answer, and no heartbeat since then
 
     def manifest(self) -> Manifest:
-        """Wait until the experts are loaded. Raises LoadError or ConfigError if they cannot be."""
-        manifest: Manifest = self.ask("manifest")
-        return manifest
+        """Wait until the experts are loaded, for minutes where they are many, while the store
+        lives. Raises LoadError or ConfigError if they cannot be, StoreUnavailable if it hangs."""
+        return self._manifest("manifest")
 
     def manifest_for_start(self) -> Manifest:
         """`manifest`, for a worker that starts: the store waits for its first heartbeat."""
-        manifest: Manifest = self.ask("manifest_for_start")
-        return manifest
+        return self._manifest("manifest_for_start")
 
     def is_on_this_node(self) -> bool:
         """Whether the store's file can be mapped here."""
         return not self._spec.is_single or self.ask("node") == _own_node()
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the store without a time limit, also while it is being restarted.
+    def pack(self, requests: Sequence[tuple[int, int, RowIndices]]) -> Bytes:
+        """The rows of each (layer, expert, rows), as bytes. On the thread of a step's experts.
 
-        Raises what the method raises, and LoadError if the store does not restart in time.
+        Raises CorruptedExpert, and StoreUnavailable after PACK_S; from then on at once, until the
+        store answers a heartbeat: a request after the other would keep the engine waiting.
         """
-        given_up_s: float | None = None
+        if self._is_away:
+            raise StoreUnavailable("the expert store has not answered, and sends no sign of life")
+        try:
+            packed: Bytes = self.ask("pack", requests, within_s=PACK_S)
+        except StoreUnavailable as error:
+            log.warning("no experts until the store answers a heartbeat: %s", error)
+            self._is_away = True
+            raise
+        return packed
+
+    def ask(self, method: str, *args: Any, within_s: float = RESTART_TIMEOUT_S) -> Any:
+        """Call a method of the store, also while it is being restarted.
+
+        Raises what the method raises, and StoreUnavailable without an answer in ASK_S, or if the
+        store does not restart within `within_s`.
+        """
+        given_up_s = time.monotonic() + within_s
         while True:
             try:
-                return ray.get(getattr(self.actor(), method).remote(*args))
+                call = getattr(self.actor(), method).remote(*args)
+                return ray.get(call, timeout=min(ASK_S, max(given_up_s - time.monotonic(), 0.0)))
             except RayTaskError as error:
                 raise error.cause from None
+            except GetTimeoutError:
+                raise StoreUnavailable(
+                    f"the expert store does not answer {method!r} within {min(ASK_S, within_s):g} s"
+                ) from None
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._handle = None
-                given_up_s = given_up_s or time.monotonic() + RESTART_TIMEOUT_S
-                if time.monotonic() > given_up_s:
-                    raise LoadError(f"the expert store does not restart: {error}") from None
+                if time.monotonic() > given_up_s - 0.2:
+                    raise StoreUnavailable(f"the expert store does not restart: {error}") from None
                 time.sleep(0.2)
 
     async def heartbeat(self, worker: int, stats: ExpertStats, hot: Sequence[HotExpert]) -> int:
@@ -80,6 +109,7 @@ class ExpertStoreClient:
         except ActorDiedError:
             self._handle = None
             raise
+        self._is_away = False
         return epoch
 
     def call_now(self, method: str, *args: Any) -> Any:
@@ -98,9 +128,42 @@ class ExpertStoreClient:
                 f"{self._spec.app_name}-experts-{self._spec.digest}-{place}",
                 self._spec,
                 max_concurrency=8,
+                thread_groups={LIVENESS: 1},
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=self._spec.is_single),
             )
         return self._handle
+
+    def _manifest(self, method: str) -> Manifest:
+        answer, heard_s = None, time.monotonic()
+        while True:
+            try:
+                if answer is None:
+                    answer = getattr(self.actor(), method).remote()
+                manifest: Manifest = ray.get(answer, timeout=ASK_S)
+                return manifest
+            except RayTaskError as error:
+                raise error.cause from None
+            except GetTimeoutError:
+                if self._lives():
+                    heard_s = time.monotonic()
+            except (ActorDiedError, ActorUnavailableError):
+                self._handle = answer = None
+                time.sleep(0.2)
+            if (silent_s := time.monotonic() - heard_s) > START_TIMEOUT_S:
+                raise StoreUnavailable(
+                    f"the expert store has given no sign of life for {silent_s:.0f} s; if its "
+                    "process hangs, end it: Ray starts another one"
+                )
+            if silent_s > ASK_S:
+                log.warning("waiting for the expert store, silent for %.0f s", silent_s)
+
+    def _lives(self) -> bool:
+        """Whether the store answers at all, as it does while it writes the expert file."""
+        try:
+            ask = self.actor().node.options(concurrency_group=LIVENESS).remote()
+            return bool(ray.get(ask, timeout=ASK_S))
+        except (GetTimeoutError, ActorDiedError, ActorUnavailableError):
+            return False
 
 
 def _own_node() -> str:

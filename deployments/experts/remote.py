@@ -26,12 +26,10 @@ class RemoteExperts:
     def gather(self, requests: Sequence[tuple[int, int, RowIndices]]) -> list[Bytes]:
         """Some rows of each (layer, expert, rows), with one call.
 
-        Waits for a store that is being restarted. Raises CorruptedExpert, or LoadError if the store
-        does not restart in time.
+        Waits some seconds for a store that is being restarted. Raises CorruptedExpert, or
+        StoreUnavailable if the store does not answer in time.
         """
-        packed = self._client.ask(
-            "pack", [(layer, e, row_indices) for layer, e, row_indices in requests]
-        )
+        packed = self._client.pack(requests)
         found, first = [], 0
         for _, expert, row_indices in requests:
             row_bytes = self.manifest.row_bytes_of(expert)

@@ -246,8 +246,10 @@ class StoreActor(ExpertStore):
         return ray.get_runtime_context().get_node_id()
 
     def _end_when_idle(self) -> None:
-        while self.idle_s() < self._spec.idle_s:
+        num_idle = 0
+        while num_idle < 2:  # in two looks: a process that was suspended reads its messages first
             time.sleep(self._spec.idle_s / 20)
+            num_idle = num_idle + 1 if self.idle_s() >= self._spec.idle_s else 0
         log.info("no worker has sent a heartbeat for %g s: this store ends", self._spec.idle_s)
         self.remove()
         me = ray.get_runtime_context().current_actor

@@ -64,9 +64,12 @@ class WorkerReplica:
             raise
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
-        """Send heartbeats to the registry and to the expert store of this node."""
+        """Send heartbeats to the registry and to the expert store of this node.
+
+        The registry's waits for no store: a worker whose store hangs serves, and stays listed.
+        """
         if self._store is not None and stats.experts is not None:
-            await self._store.heartbeat(info.epoch, stats.experts)
+            self._store.begin_heartbeat(info.epoch, stats.experts)
         await self._registry.worker_beat(replace(info, node=self._node), stats)
 
     def check_health(self) -> None:

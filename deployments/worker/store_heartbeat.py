@@ -17,7 +17,8 @@ from penstock.workers.worker import Worker
 
 class StoreHeartbeat:
     """Once a second, sends the store this worker's cache statistics, and switches to the store's
-    new epoch when there is one. `heartbeat` never raises, whatever happens to the store."""
+    new epoch when there is one. Nothing waits for it, and it never raises, whatever happens to the
+    store."""
 
     def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
         """`epoch`: of the expert file that the worker started with."""
@@ -25,13 +26,19 @@ class StoreHeartbeat:
         self._client = client
         self._worker = worker
         self._was_there = True
+        self._under_way: asyncio.Task[None] | None = None
 
     def warm(self) -> None:
         """Load the experts that other workers used most."""
         with contextlib.suppress(RayError, TimeoutError):
             self._worker.warm_experts(self._client.call_now("hints"))
 
-    async def heartbeat(self, worker: int, stats: ExpertStats) -> None:
+    def begin_heartbeat(self, worker: int, stats: ExpertStats) -> None:
+        """Send a heartbeat, unless one is still under way; returns at once. On an event loop."""
+        if self._under_way is None or self._under_way.done():
+            self._under_way = asyncio.ensure_future(self._heartbeat(worker, stats))
+
+    async def _heartbeat(self, worker: int, stats: ExpertStats) -> None:
         try:
             hot = self._worker.hottest_experts(MAX_HINTS)
             epoch = await self._client.heartbeat(worker, stats, hot)
@@ -43,7 +50,7 @@ class StoreHeartbeat:
         except (RayError, TimeoutError, ValueError, LoadError) as error:
             if self._was_there:
                 log.warning(
-                    "the expert store does not answer (%s); serving from the mapped file",
+                    "the expert store does not answer (%s); serving from what is mapped or cached",
                     type(error).__name__,
                 )
             self._was_there = False

@@ -56,6 +56,7 @@ def submit_message(
         remaining_s=None if deadline_s is None else deadline_s - time.monotonic(),
         may_decline=may_decline,
         priority=request.priority,
+        is_continued=request.is_continued,
     )
 
 
@@ -64,12 +65,13 @@ def submit_bytes(
     stream_id: int,
     expected_tokens: int,
     epoch: int,
+    number: int,
     *,
     may_decline: bool = False,
 ) -> bytes:
-    """`submit_message` in the message that goes to the worker of `epoch`."""
+    """`submit_message` in message `number` to the worker of `epoch`."""
     submit = submit_message(request, stream_id, expected_tokens, may_decline=may_decline)
-    return pb.UpMessage(epoch=epoch, submit=submit).SerializeToString()
+    return pb.UpMessage(epoch=epoch, number=number, submit=submit).SerializeToString()
 
 
 def request_from(submit: pb.Submit, request_id: str) -> Request:
@@ -84,6 +86,7 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         ),
         priority=submit.priority,
         may_decline=submit.may_decline,
+        is_continued=submit.is_continued,
         num_expected=submit.expected_tokens,
     )
 
@@ -123,9 +126,11 @@ def step_message(pending: Mapping[int, Delta]) -> pb.Step:
     return step
 
 
-def step_bytes(pending: Mapping[int, Delta], epoch: int) -> bytes:
-    """`step_message` in the message that a worker of `epoch` sends."""
-    return pb.DownMessage(epoch=epoch, step=step_message(pending)).SerializeToString()
+def step_bytes(pending: Mapping[int, Delta], epoch: int, heard: int) -> bytes:
+    """`step_message` in the message that a worker of `epoch` sends; it has heard message `heard`
+    of that ingress."""
+    step = step_message(pending)
+    return pb.DownMessage(epoch=epoch, heard=heard, step=step).SerializeToString()
 
 
 def _is_token_only(delta: Delta) -> bool:

@@ -21,6 +21,9 @@ from collections.abc import Callable
 log = logging.getLogger("penstock.channel")
 
 MAX_MESSAGE_BYTES = 64 << 20
+# To an end that does not read, beside one message: eight of the largest requests that a client may
+# send, or thousands of common ones, in the 5 s after which its silence ends the connection anyway.
+MAX_UNSENT_BYTES = 32 << 20
 READ_BYTES = 1 << 18
 # A host that is gone acknowledges nothing, and TCP would take a quarter of an hour to report it.
 UNANSWERED_MS = 10_000
@@ -43,9 +46,11 @@ class MessageConnection:
         on_end: Callable[[str], None],
         on_room: Callable[[], None] | None = None,
         max_bytes: int = MAX_MESSAGE_BYTES,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ):
         """`on_end`: called once, with the reason. `on_room`: called with the lock held, when all
-        buffered bytes are sent. `max_bytes`: of a received message; the owner may change it."""
+        buffered bytes are sent. `max_bytes`: of a received message; the owner may change it.
+        `max_unsent_bytes`: with more than that buffered, the connection ends."""
         self.lock = threading.RLock()
         self.max_bytes = max_bytes
         self._loop = loop
@@ -54,7 +59,9 @@ class MessageConnection:
         self._received = bytearray()
         self._num_sent = self._num_received = 0  # messages, modulo 2^32
         self._unsent = bytearray()  # may begin within a message
+        self._max_unsent_bytes = max_unsent_bytes
         self._is_open = True
+        self._takes_more = True  # False between a full buffer and the end
         _prepare(connection)
         loop.add_reader(connection, self._read)
 
@@ -67,14 +74,23 @@ class MessageConnection:
         """Whether bytes are buffered because the other end does not read."""
         return bool(self._unsent)
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        return len(self._unsent)
+
     def send(self, message: bytes) -> None:
-        """Send a message; it is dropped if the connection has ended. Never blocks."""
+        """Send a message; it is dropped if the connection has ended, or ends because the other end
+        does not read. Never blocks."""
         with self.lock:
-            if not self._is_open:
+            if not self._is_open or not self._takes_more:
                 return
             framed = _HEADER.pack(len(message), self._num_sent) + message
             self._num_sent = (self._num_sent + 1) & 0xFFFFFFFF
             if self._unsent:
+                if len(self._unsent) + len(framed) > self._max_unsent_bytes:
+                    self._takes_more = False
+                    self.end_soon("the other end does not read what is sent to it")
+                    return
                 self._unsent += framed
                 return
             num_sent = self._write(framed)

@@ -15,13 +15,16 @@ from dataclasses import dataclass, fields
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import step_bytes
+from penstock.workers.channel.delta_size import num_bytes, num_prompt_bytes
 from penstock.workers.channel.framing import MessageConnection
 from penstock.workers.request import Delta
 
 log = logging.getLogger("penstock.worker")
 
 MAX_HELLO_BYTES = 4096
-MAX_PENDING_TOKENS = 1 << 20
+# Of deltas that an ingress has not read. At 50 tokens a second 128 requests fill it in 5 s, if each
+# token has 15 alternatives; an ingress that reads nothing for so long does not live.
+MAX_PENDING_BYTES = 64 << 20
 _LISTS = ("token_ids", "logprobs", "prompt_logprobs")
 _COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
 _OF_FIRST = ("request_id", "times", "engine")
@@ -55,40 +58,43 @@ class RequestRoute:
 class Outbox:
     """The deltas on their way over one connection, by stream id.
 
-    An ingress that has not read more than `max_pending_tokens` is disconnected.
+    An ingress is disconnected when a step comes while more than `max_pending_bytes` of earlier ones
+    are unread.
     """
 
     def __init__(
         self,
         connection: MessageConnection,
         epoch: int,
-        max_pending_tokens: int = MAX_PENDING_TOKENS,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
     ):
         """`epoch`: of the worker. The connection's `on_room` must call `flush`."""
         self._connection = connection
         self._epoch = epoch
-        self._max_pending_tokens = max_pending_tokens
+        self._max_pending_bytes = max_pending_bytes
+        self.heard = 0  # number of the ingress's last message
         self._pending: dict[int, Delta] = {}
-        self._num_pending_tokens = 0
+        self.num_pending_bytes = 0
 
     def push(self, deltas: list[tuple[int, Delta]]) -> None:
         """Send the deltas of one step, or keep them until there is room. Never blocks."""
         with self._connection.lock:
+            if self.num_pending_bytes > self._max_pending_bytes:
+                self._drop("it did not read what was sent to it")
+                return
             for stream_id, delta in deltas:
-                self._num_pending_tokens += len(delta.token_ids)
+                self.num_pending_bytes += num_bytes(delta) + num_prompt_bytes(delta)
                 earlier = self._pending.get(stream_id)
                 self._pending[stream_id] = delta if earlier is None else joined(earlier, delta)
             self.flush()
-            if self._num_pending_tokens > self._max_pending_tokens:
-                self._drop("it did not read what was sent to it")
 
     def flush(self) -> None:
         """Send what is pending, if there is room; with the connection's lock held."""
         if not self._pending or self._connection.is_stuck:
             return
-        pending, self._pending, self._num_pending_tokens = self._pending, {}, 0
+        pending, self._pending, self.num_pending_bytes = self._pending, {}, 0
         try:
-            message = step_bytes(pending, self._epoch)
+            message = step_bytes(pending, self._epoch, self.heard)
         except Exception:  # ends one connection; this is the engine's thread, which serves others
             log.exception("the deltas of a step could not be encoded")
             self._drop("the deltas of a step could not be encoded")
@@ -96,7 +102,7 @@ class Outbox:
             self._connection.send(message)
 
     def _drop(self, why: str) -> None:
-        self._pending, self._num_pending_tokens = {}, 0
+        self._pending, self.num_pending_bytes = {}, 0
         self._connection.end_soon(why)
 
 
@@ -123,7 +129,7 @@ class IngressPeer:
         on_message: Callable[[IngressPeer, bytes], None],
         on_end: Callable[[IngressPeer, str], None],
         epoch: int,
-        max_pending_tokens: int,
+        max_pending_bytes: int,
     ):
         """`epoch`: of the worker. Callbacks: those of MessageConnection, with this peer."""
         self.number = number
@@ -137,7 +143,7 @@ class IngressPeer:
             on_room=lambda: self.outbox.flush(),
             max_bytes=MAX_HELLO_BYTES,
         )
-        self.outbox = Outbox(self.connection, epoch, max_pending_tokens)
+        self.outbox = Outbox(self.connection, epoch, max_pending_bytes)
 
     def request_id(self, message: pb.Submit | pb.Cancel) -> str:
         """The engine's id: separates a second attempt from late deltas of the first."""

@@ -23,7 +23,7 @@ from typing import Protocol
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import request_from
 from penstock.workers.channel.framing import MAX_MESSAGE_BYTES, listening
-from penstock.workers.channel.peer import MAX_PENDING_TOKENS, IngressPeer, RequestRoute
+from penstock.workers.channel.peer import MAX_PENDING_BYTES, IngressPeer, RequestRoute
 from penstock.workers.channel.reports import StepTimeAverage, report_message
 from penstock.workers.request import DECLINED, Delta, FinishReason, Request
 from penstock.workers.stats import EngineStats, WorkerInfo
@@ -53,7 +53,7 @@ class ChannelServer:
     """The worker's end of the channel: a listener on a thread and event loop of its own.
 
     `announce` is the heartbeat: called every second with this worker's info and stats; it may fail.
-    An ingress that has not read more than `max_pending_tokens` is disconnected.
+    An ingress that leaves more than `max_pending_bytes` of deltas unread is disconnected.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChannelServer:
         model: str,
         max_model_len: int,
         announce: Announce | None = None,
-        max_pending_tokens: int = MAX_PENDING_TOKENS,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
         *,
         weights: str = "",
         weight_bytes: int = 0,
@@ -70,7 +70,7 @@ class ChannelServer:
     ):
         self._host = host
         self._announce = announce
-        self._max_pending_tokens = max_pending_tokens
+        self._max_pending_bytes = max_pending_bytes
         self._engine: EngineLike
         self._routes: dict[str, RequestRoute] = {}
         self._peers: set[IngressPeer] = set()
@@ -161,7 +161,10 @@ class ChannelServer:
         """Handle a message of an ingress. One for another epoch ends the connection."""
         message = pb.UpMessage.FromString(data)
         peer.num_silent_ticks = 0
-        if not peer.name:
+        peer.outbox.heard += 1
+        if message.number != peer.outbox.heard:
+            peer.connection.end("a message of it was lost")
+        elif not peer.name:
             self._greet(peer, message)
         elif message.epoch != self.info.epoch:
             peer.connection.end("it addressed an earlier epoch of this worker")
@@ -222,7 +225,7 @@ class ChannelServer:
         peer.connection.end(why)
 
     def _send(self, peer: IngressPeer, message: pb.DownMessage) -> None:
-        message.epoch = self.info.epoch
+        message.epoch, message.heard = self.info.epoch, peer.outbox.heard
         peer.connection.send(message.SerializeToString())
 
     def _cancel(self, request_id: str) -> None:
@@ -285,7 +288,7 @@ class ChannelServer:
             on_message=self._take,
             on_end=self._ended,
             epoch=self.info.epoch,
-            max_pending_tokens=self._max_pending_tokens,
+            max_pending_bytes=self._max_pending_bytes,
         )
         self._peers.add(peer)
         self._loop.call_later(HELLO_S, self._expect_hello, peer)

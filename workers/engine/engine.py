@@ -15,11 +15,19 @@ from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts, wants_async_scheduling
 from penstock.workers.engine.counters import Totals, num_outstanding_tokens, stats_of
 from penstock.workers.engine.validation import RequestValidator
+from penstock.workers.errors import StoreUnavailable
 from penstock.workers.execution.cuda_graphs import Capture
 from penstock.workers.execution.step import StepInFlight, StepResult
 from penstock.workers.execution.timing import StepTimes
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.request import DECLINED, Delta, FinishReason, Request, RequestError
+from penstock.workers.request import (
+    DECLINED,
+    STORE_UNAVAILABLE,
+    Delta,
+    FinishReason,
+    Request,
+    RequestError,
+)
 from penstock.workers.scheduling.deferral import Rule
 from penstock.workers.scheduling.plan import Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
@@ -139,8 +147,9 @@ class Engine:
             launched = self._launch(plan, before)
             if not self.async_scheduling:
                 launched.read()
-        except Exception:
-            log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
+        except Exception as error:
+            if not isinstance(error, StoreUnavailable):
+                log.exception("a step of %d sequences failed; trying each alone", len(plan.chunks))
             if before is not None:
                 deltas += self._commit(before)
             return deltas + self._run_each_alone(plan)
@@ -250,6 +259,8 @@ class Engine:
             try:
                 launched = self._launch(alone)
                 launched.read()
+            except StoreUnavailable:  # its client has logged it
+                deltas.append(self._fail(chunk.seq, STORE_UNAVAILABLE))
             except Exception:
                 log.exception("request %s failed alone; ending it", chunk.seq.request.request_id)
                 deltas.append(self._fail(chunk.seq, "internal_error"))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.workers.errors import StoreUnavailable
 from penstock.workers.experts.expert_file import (
     Bytes,
     CorruptedExpert,
@@ -168,7 +169,8 @@ class ExpertCopier:
         try:
             copy()
         except Exception as met:  # raised where the expert is waited for; other loads go on
-            log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
+            if not isinstance(met, StoreUnavailable):  # its client has logged that once
+                log.error("layer %d, expert %d cannot be loaded: %s", *load.key, met)
             error = met
         with self.changed:
             self._account(load, part, before_s + time.perf_counter() - began_s, error)

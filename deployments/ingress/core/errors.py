@@ -92,6 +92,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "worker_lost": CatalogueEntry(
         503, "UNAVAILABLE", _SERVER, "the worker that served this request was lost; send it again"
     ),
+    "expert_store_unavailable": CatalogueEntry(
+        503,
+        "UNAVAILABLE",
+        _SERVER,
+        "the store of this model's experts does not answer; try again shortly",
+    ),
     "request_killed_workers": CatalogueEntry(
         500,
         "ABORTED",

@@ -23,7 +23,7 @@ from penstock.deployments.ingress.dispatch.in_flight import LOST, InFlightReques
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.request import DECLINED, Delta, FinishReason
+from penstock.workers.request import DECLINED, STORE_UNAVAILABLE, Delta, FinishReason
 from penstock.workers.stats import WorkerInfo
 
 log = logging.getLogger("penstock.channel")
@@ -35,6 +35,7 @@ RETRY_S = 0.25
 REACH_S = 1.0  # longest from a ticket to the connection with its worker, if that has just started
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 LOST_WAIT_S = 30.0  # longest that a request waits for another worker after its own was lost
+STORE_RETRY_S = 0.5  # before a request whose worker could not get its experts is sent again
 LIVES_S = 1.0  # a worker that lives connects again by then, after its connection broke
 
 
@@ -143,8 +144,8 @@ class WorkerPool:
                     call.num_declined += 1
                     await self._enter(call, "declined")
                     continue
-                if delta.error == LOST:
-                    await self._continue(call)
+                if delta.error == LOST or self._tries_again(call, delta):
+                    await self._continue(call, delta)
                     continue
                 if call.lost_s is not None:
                     self.lost_requests.continued(call, asyncio.get_running_loop().time())
@@ -170,7 +171,15 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _continue(self, call: InFlightRequest) -> None:
+    def _tries_again(self, call: InFlightRequest, delta: Delta) -> bool:
+        """Whether the worker could not get its experts, and there is time to ask again: the store
+        may be back by then, or another worker may have them."""
+        if delta.error != STORE_UNAVAILABLE:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        return now_s <= (call.lost_s or now_s) + self._lost_wait_s
+
+    async def _continue(self, call: InFlightRequest, why: Delta) -> None:
         """Send `call`, whose worker was lost, to another worker, which continues after its tokens.
 
         It was admitted once: the gate may have it wait, but no refusal ends it. Raises ServiceError
@@ -178,6 +187,8 @@ class WorkerPool:
         """
         loop = asyncio.get_running_loop()
         call.lost_s = call.lost_s or loop.time()
+        if why.error == STORE_UNAVAILABLE:
+            await asyncio.sleep(STORE_RETRY_S)
         if call.is_suspect:
             await self._acquit(call)
         if call.waits_for is not None:
@@ -236,6 +247,8 @@ class WorkerPool:
                 continue
             link = self._links.get(epoch) if links else await self._reachable(epoch)
             if link is not None and link.takes_requests:
+                if link.lacks_experts and not all(each.lacks_experts for each in self._usable()):
+                    break  # the gate does not know that
                 self._submit(call, link, may_decline=True)
                 return
             returned = "declined"  # a worker that this ingress cannot reach, or that drains
@@ -279,6 +292,7 @@ class WorkerPool:
 
     def _usable(self) -> list[WorkerLink]:
         links = [link for link in self._links.values() if link.takes_requests]
+        links = [link for link in links if not link.lacks_experts] or links
         return [link for link in links if link.is_listed] or links
 
     def _place(self, call: InFlightRequest, otherwise: str) -> None:

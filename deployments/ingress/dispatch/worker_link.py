@@ -20,14 +20,16 @@ from penstock.deployments.ingress.dispatch.in_flight import (
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import delta_from, submit_bytes
 from penstock.workers.channel.framing import MessageConnection, connected
-from penstock.workers.request import Delta
+from penstock.workers.request import STORE_UNAVAILABLE, Delta
 from penstock.workers.stats import WorkerInfo
 
 log = logging.getLogger("penstock.channel")
 
 TICK_S = 0.5
 SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
+UNHEARD_TICKS = 10  # it acknowledges with all that it says; one that hears nothing for 5 s is lost
 CONNECT_TIMEOUT_S = 3.0
+AVOIDED_S = 2.0  # a worker that could not get its experts, while others can
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
 
 
@@ -55,6 +57,7 @@ class WorkerLink:
         self.is_draining = info.is_draining
         self.is_stalled = False  # its engine computes nothing, although it has work
         self.last_turn = 0
+        self._failed_s = float("-inf")  # when it last failed to get its experts
         self.capacity = info.max_model_len  # tokens of KV, once it reports
         self._ingress_id = ingress_id
         self._owner = owner
@@ -65,13 +68,19 @@ class WorkerLink:
         self._messages: MessageConnection | None = None  # while there is a connection
         self._welcomed: asyncio.Future[None]
         self._ended: asyncio.Future[str]
-        self._num_silent_ticks = 0
+        self._num_silent_ticks = self._num_unheard_ticks = 0
+        self._num_sent = self._heard = 0  # messages of the connection; the last acknowledged one
         self._gathering = Coalescer(self._end_gathering)
 
     @property
     def takes_requests(self) -> bool:
         """Whether a new request may be sent to this worker."""
         return self.is_connected and not self.is_draining and not self.is_stalled
+
+    @property
+    def lacks_experts(self) -> bool:
+        """Whether its expert store did not answer a moment ago."""
+        return asyncio.get_running_loop().time() < self._failed_s + AVOIDED_S
 
     @property
     def num_outstanding(self) -> int:
@@ -95,6 +104,7 @@ class WorkerLink:
                     call.stream_id,
                     call.num_expected,
                     self.info.epoch,
+                    self._next_number(),
                     may_decline=may_decline,
                 )
             )
@@ -127,6 +137,7 @@ class WorkerLink:
         """Run one connection; returns why it ended. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
         self._welcomed, self._ended = loop.create_future(), loop.create_future()
+        self._num_sent = self._heard = 0
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             self._messages = MessageConnection(
                 loop,
@@ -145,11 +156,15 @@ class WorkerLink:
             await asyncio.wait((watching, self._ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             watching.cancel()
-        return self._ended.result() if self._ended.done() else "no message from the worker"
+        return self._ended.result() if self._ended.done() else watching.result()
+
+    def _next_number(self) -> int:
+        self._num_sent += 1
+        return self._num_sent
 
     def _send(self, message: pb.UpMessage) -> None:
         if self._messages is not None:
-            message.epoch = self.info.epoch
+            message.epoch, message.number = self.info.epoch, self._next_number()
             self._messages.send(message.SerializeToString())
 
     def _take_message(self, data: bytes) -> None:
@@ -157,6 +172,8 @@ class WorkerLink:
         self._num_silent_ticks = 0
         if message.epoch != self.info.epoch:
             return
+        if message.heard != self._heard:
+            self._heard, self._num_unheard_ticks = message.heard, 0
         if message.HasField("step"):
             self._take_step(message.step)
         elif message.HasField("report"):
@@ -175,13 +192,19 @@ class WorkerLink:
         elif message.HasField("rejection") and self._messages is not None:
             self._messages.end(message.rejection.reason)
 
-    async def _watch(self) -> None:
+    async def _watch(self) -> str:
+        """Returns why the connection is to end: the worker is silent, or hears nothing."""
         # Counts turns of this loop, not seconds: if this process itself stood still, the worker's
         # messages are only waiting to be read.
+        self._num_silent_ticks = self._num_unheard_ticks = 0
         while self._num_silent_ticks < SILENCE_TICKS:
+            if self._num_unheard_ticks >= UNHEARD_TICKS:
+                return "the worker hears nothing of this ingress"
             self._num_silent_ticks += 1
+            self._num_unheard_ticks += 1
             self._send(pb.UpMessage())  # the ingress's heartbeat
             await asyncio.sleep(TICK_S)
+        return "no message from the worker"
 
     def _take_step(self, step: pb.Step) -> None:
         now_s, address = asyncio.get_running_loop().time(), self.info.address
@@ -214,6 +237,8 @@ class WorkerLink:
         call.emitted.extend(delta.token_ids)
         call.add(delta)
         if delta.finish_reason is not None:
+            if delta.error == STORE_UNAVAILABLE:
+                self._failed_s = now_s
             self._remove(call)
             call.tell(now_s)
         elif is_first or not self._gathering.holds(call, len(self._calls), now_s):

@@ -168,9 +168,9 @@ class Near:
     def __init__(self, store):
         self.store, self.num_requested = store, []
 
-    def ask(self, method, *args):
-        self.num_requested.append(len(args[0]))
-        return getattr(self.store, method)(*args)
+    def pack(self, requests):
+        self.num_requested.append(len(requests))
+        return self.store.pack(requests)
 
 
 @pytest.mark.parametrize(

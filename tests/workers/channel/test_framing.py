@@ -1,96 +1,94 @@
-"""Messages over a connection: whole, in order, each once; else the connection ends."""
+"""A connection to a peer that never reads: what is buffered for it is bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from typing import Any
 
-import pytest
-
-from penstock.workers.channel.framing import _HEADER, MessageConnection
-
-
-class End:
-    """A MessageConnection, what came, and why it ended."""
-
-    def __init__(self, connection: socket.socket):
-        self.messages: list[bytes] = []
-        self.reasons: list[str] = []
-        self.connection = MessageConnection(
-            asyncio.get_running_loop(),
-            connection,
-            on_message=self.messages.append,
-            on_end=self.reasons.append,
-        )
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        return ours, listener.accept()[0]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-def received(*frames: tuple[int, bytes]) -> tuple[list[bytes], list[str]]:
-    """What one end gets of frames with such numbers, and why it ended."""
-
-    async def scenario() -> tuple[list[bytes], list[str]]:
-        ours, theirs = pair()
-        end = End(theirs)
-        ours.sendall(b"".join(_HEADER.pack(len(each), number) + each for number, each in frames))
-        ours.close()
-        await until(lambda: end.reasons)
-        return end.messages, end.reasons
-
-    return asyncio.run(scenario())
-
-
-def test_messages_arrive_whole_and_in_order() -> None:
-    async def scenario() -> list[bytes]:
-        one, other = (End(each) for each in pair())
-        sent = [bytes([n % 256]) * (n * 37 % 5000) for n in range(2000)]
-        for message in sent:
-            one.connection.send(message)
-        await until(lambda: len(other.messages) == len(sent))
-        assert other.messages == sent
-        other.connection.send(b"and back")  # each direction has numbers of its own
-        await until(lambda: one.messages)
-        one.connection.end("enough")
-        await until(lambda: other.reasons)
-        return one.messages
-
-    assert asyncio.run(scenario()) == [b"and back"]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "num_taken"),
-    [((0, 1, 1, 2), 2), ((0, 2), 1), ((0, 1, 0), 2), ((1,), 0), ((0, 1, 2), 3)],
+from penstock.workers.channel.framing import (
+    MAX_UNSENT_BYTES,
+    MessageConnection,
+    connected,
+    listening,
 )
-def test_a_message_that_is_not_the_next_one_ends_the_connection(
-    numbers: tuple[int, ...], num_taken: int
-) -> None:
-    messages, (reason,) = received(*((number, b"m%d" % number) for number in numbers))
-    assert messages == [b"m%d" % number for number in numbers[:num_taken]]
-    is_whole = num_taken == len(numbers)
-    assert reason == ("the other end closed it" if is_whole else reason)
-    assert ("was lost, or an earlier one repeated" in reason) is not is_whole
+
+MESSAGE = bytes(1 << 16)
 
 
-def test_numbers_begin_again_after_four_billion() -> None:
-    async def scenario() -> list[bytes]:
-        one, other = (End(each) for each in pair())
-        one.connection._num_sent = other.connection._num_received = 2**32 - 1
-        for message in (b"a", b"b", b"c"):
-            one.connection.send(message)
-        await until(lambda: len(other.messages) == 3 or other.reasons)
-        return other.messages
+async def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection whose far end takes in little."""
+    listener, address = listening("127.0.0.1")
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # accepted ones inherit it
+        near = await connected(address)
+        far, _ = await asyncio.get_running_loop().sock_accept(listener)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    far.setblocking(False)
+    return near, far
 
-    assert asyncio.run(scenario()) == [b"a", b"b", b"c"]
+
+async def end_of(max_unsent_bytes: int, message: bytes) -> tuple[int, int, str]:
+    """Messages that were taken, most bytes that were buffered, and why the connection ended."""
+    near, far = await tcp_pair()
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    connection = MessageConnection(
+        asyncio.get_running_loop(),
+        near,
+        on_message=lambda _: None,
+        on_end=ended.set_result,
+        max_unsent_bytes=max_unsent_bytes,
+    )
+    num_sent, most = 0, 0
+    with far:
+        async with asyncio.timeout(60):
+            while not ended.done():
+                connection.send(message)
+                most = max(most, connection.num_unsent_bytes)
+                num_sent += 1
+                await asyncio.sleep(0)
+    return num_sent, most, ended.result()
+
+
+def test_a_peer_that_never_reads_is_cut_off_at_the_limit():
+    num_sent, most, why = asyncio.run(end_of(1 << 20, MESSAGE))
+    assert why == "the other end does not read what is sent to it"
+    assert (1 << 20) - 2 * len(MESSAGE) < most <= 1 << 20 and num_sent < 64
+
+
+def test_sending_on_between_the_limit_and_the_end_grows_nothing():
+    """The sender is another thread: the end comes a turn of the loop later."""
+
+    async def scenario() -> int:
+        near, far = await tcp_pair()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[str] = loop.create_future()
+        connection = MessageConnection(
+            loop, near, on_message=lambda _: None, on_end=ended.set_result
+        )
+        with far:
+            for _ in range(2 * MAX_UNSENT_BYTES // len(MESSAGE)):  # in one turn
+                connection.send(MESSAGE)
+            size = connection.num_unsent_bytes
+            await asyncio.wait_for(ended, 60)
+        return size
+
+    assert asyncio.run(scenario()) <= MAX_UNSENT_BYTES
+
+
+def test_one_message_may_be_larger_than_the_limit():
+    async def scenario() -> bytes:
+        near, far = await tcp_pair()
+        loop = asyncio.get_running_loop()
+        connection = MessageConnection(
+            loop, near, on_message=lambda _: None, on_end=lambda _: None, max_unsent_bytes=1000
+        )
+        connection.send(MESSAGE * 16)
+        received = bytearray()
+        async with asyncio.timeout(60):
+            while len(received) < 4 + 16 * len(MESSAGE):
+                received += await loop.sock_recv(far, 1 << 18)
+        connection.end("done")
+        far.close()
+        return bytes(received[4:])
+
+    assert asyncio.run(scenario()) == MESSAGE * 16

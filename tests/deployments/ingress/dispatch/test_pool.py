@@ -23,6 +23,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel import framing, server
 from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
+from penstock.workers.channel.delta_size import num_bytes
 from penstock.workers.channel.framing import connected
 from penstock.workers.channel.peer import joined
 from penstock.workers.channel.server import ChannelServer
@@ -383,9 +384,9 @@ def test_a_silent_worker_is_dead_and_what_it_sends_later_is_dropped(model, nodes
     assert last.finish_reason is FinishReason.LENGTH
 
 
-def framed(number: int = 0, **body: Any) -> bytes:
-    message = pb.UpMessage(**body).SerializeToString()
-    return struct.pack("<II", len(message), number) + message
+def framed(number: int = 1, **body: Any) -> bytes:
+    message = pb.UpMessage(number=number, **body).SerializeToString()
+    return struct.pack("<II", len(message), number - 1) + message
 
 
 async def heard(connection: socket.socket) -> pb.DownMessage | None:
@@ -464,7 +465,7 @@ def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
         with connection:  # open, and acknowledged by the system: only it itself says nothing
             hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
             submit = submit_message(request(1, max_tokens=1900), 1, 100)
-            submit = framed(1, epoch=info.epoch, submit=submit)
+            submit = framed(2, epoch=info.epoch, submit=submit)
             await asyncio.get_running_loop().sock_sendall(connection, hello + submit)
             async with asyncio.timeout(60):
                 while (await heard(connection)) is not None:
@@ -497,7 +498,7 @@ def prepare_with_little_room(connection: socket.socket) -> None:
 
 def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
     monkeypatch.setattr(framing, "_prepare", prepare_with_little_room)
-    node = Node(model, max_pending_tokens=200)
+    node = Node(model, max_pending_bytes=100_000)
     node.thread.start()
     info = node.channel.info
 
@@ -506,13 +507,19 @@ def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
         async with narrow(info) as connection:
             for n in range(8):
                 submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
-                await loop.sock_sendall(connection, framed(n + 1, epoch=info.epoch, submit=submit))
-            await until(lambda: node.thread.stats().num_finished["abort"], 60)
+                await loop.sock_sendall(connection, framed(n + 2, epoch=info.epoch, submit=submit))
+            most, (peer,) = 0, node.channel._peers
+            async with asyncio.timeout(60):
+                while not node.thread.stats().num_finished["abort"]:
+                    most = max(most, peer.outbox.num_pending_bytes)
+                    await asyncio.sleep(0)
             await node.is_idle()
-            return node.thread.stats()
+            return node.thread.stats(), most
 
-    stats = run(scenario())
+    stats, most = run(scenario())
     node.stop()
+    token = Delta("", [5], logprobs=[TokenLogprob(5, -1.0, 1, ((5, -1.0),) * 20)])
+    assert 0 < most <= 100_000 + 8 * num_bytes(token), "more than the limit and one step"
     assert stats.num_finished["abort"] == 8
     assert stats.num_finished["length"] == 0
 
@@ -527,7 +534,7 @@ def test_what_a_slow_reader_gets_late_is_whole(model, run, monkeypatch):
     async def scenario():
         loop, received = asyncio.get_running_loop(), []
         async with narrow(info) as connection:
-            submit = framed(1, epoch=info.epoch, submit=submit_message(submitted, 1, 600))
+            submit = framed(2, epoch=info.epoch, submit=submit_message(submitted, 1, 600))
             await loop.sock_sendall(connection, submit)
             async with asyncio.timeout(120):
                 while not node.thread.stats().num_finished["length"]:

@@ -1,0 +1,185 @@
+"""An expert store that is suspended (SIGSTOP): workers stay listed, and no stream is lost.
+
+A worker on the store's node computes from the file that it has mapped. One elsewhere gives its
+requests back within seconds, and they continue where the experts are. Ids are compared with those
+of the plain engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import ray
+import torch
+
+from penstock.deployments.cluster import Cluster
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.experts import client as store_client
+from penstock.deployments.experts import store
+from penstock.deployments.experts.client import ExpertStoreClient
+from penstock.deployments.experts.remote import RemoteExperts
+from penstock.deployments.experts.spec import StoreSpec, remove_all
+from penstock.deployments.experts.store import StoreActor
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.errors import StoreUnavailable
+from penstock.workers.experts.build import ExpertSettings
+from penstock.workers.models.loader import load_model
+from penstock.workers.request import STORE_UNAVAILABLE, Delta, Request, SamplingParams
+from penstock.workers.stats import ExpertStats
+from tests.deployments.experts.test_far_store import ENGINE, answers, plain_ids
+from tests.deployments.nodes import deployed, nodes_of
+from tests.deployments.ports import free_port
+
+STATS = ExpertStats(4, 15, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@contextmanager
+def suspended(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class Watch:
+    """Looks at the registry all the time, and keeps the least number of workers that it listed."""
+
+    def __init__(self, cluster: Cluster):
+        self.least = 99
+        self._cluster, self._is_over = cluster, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.2):
+            self.least = min(self.least, len(self._cluster.view().workers))
+
+
+def test_workers_whose_store_hangs_stay_listed_and_their_streams_end_the_same(ray_nodes):
+    """One store for two nodes: one worker maps its file, the other gets experts from it."""
+    for _ in range(2):
+        ray_nodes.add(num_cpus=1)
+    config = ServeConfig(
+        engine=ENGINE, ray_address=ray_nodes.address, http_port=free_port(), grpc_port=free_port(),
+        metrics_port=0, num_workers=2, app_name="penstock-hung-store", drain_s=2.0,
+    )  # fmt: skip
+    target, expected = f"127.0.0.1:{config.grpc_port}", plain_ids()
+    with deployed(config) as cluster:
+        spec = StoreSpec(config.app_name, "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
+        client = ExpertStoreClient(spec)
+        near = [client.ask("node") == node for node in nodes_of("Worker")]
+        assert sorted(near) == [False, True]
+        assert asyncio.run(answers(target)) == expected
+        pid = client.call_now("view").pid
+        with Watch(cluster) as watch:
+            with suspended(pid):
+                until_s = time.monotonic() + 10.0
+                rounds = 0
+                while time.monotonic() < until_s or rounds < 2:
+                    assert asyncio.run(answers(target)) == expected
+                    rounds += 1
+            deadline_s = time.monotonic() + 60
+            while not all(s.experts.num_misses for _, s in cluster.view().workers):
+                assert time.monotonic() < deadline_s
+            assert asyncio.run(answers(target)) == expected
+        assert watch.least == 2, "a worker was no longer listed"
+
+
+def ends(engine: Engine, name: str) -> list[Delta]:
+    engine.add(Request(name, tuple(range(9, 19)), PARAMS))
+    deltas = []
+    while engine.has_work():
+        deltas += engine.step()
+    engine.check()
+    return deltas
+
+
+def ids(deltas: list[Delta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+@pytest.fixture
+def far(ray_nodes) -> Iterator[ExpertStoreClient]:
+    if not ray.is_initialized():
+        ray.init(address=ray_nodes.address, log_to_driver=False)
+    spec = StoreSpec("penstock-hung", "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
+    made = ExpertStoreClient(spec)
+    yield made
+    ray.kill(made.actor(), no_restart=True)
+    remove_all(spec.folder, spec.app_name)
+
+
+def test_a_request_that_needs_a_hung_store_ends_with_its_own_error(far, monkeypatch):
+    """The first within PACK_S, the next ones at once; the engine goes on, and serves again."""
+    torch.set_num_threads(1)
+    manifest = far.manifest_for_start()
+    pid = far.call_now("view").pid
+    settings = ExpertSettings(
+        num_slots=8, prefetch=False, manifest=manifest, source=RemoteExperts(far, manifest)
+    )
+    model = load_model("builtin-moe", weights="fp32", progress=False, experts=settings)
+    config = EngineConfig(weights="fp32", device="cpu", num_blocks=300, max_num_seqs=8)
+    engine = Engine(config, model)
+    expected = ids(ends(engine, "before"))
+    with suspended(pid):
+        began_s = time.monotonic()
+        assert ends(engine, "during")[-1].error == STORE_UNAVAILABLE
+        assert time.monotonic() - began_s < store_client.PACK_S + 1.0
+        began_s = time.monotonic()
+        assert ends(engine, "again")[-1].error == STORE_UNAVAILABLE
+        assert time.monotonic() - began_s < 1.0, "each request keeps the engine waiting"
+        with pytest.raises(TimeoutError):
+            asyncio.run(far.heartbeat(1, STATS, []))
+        assert ends(engine, "still")[-1].error == STORE_UNAVAILABLE
+        # A worker that starts now.
+        monkeypatch.setattr(store_client, "START_TIMEOUT_S", 8.0)
+        monkeypatch.setattr(store_client, "ASK_S", 1.0)
+        began_s = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="no sign of life for"):
+            far.manifest_for_start()
+        assert time.monotonic() - began_s < 12.0
+        with pytest.raises(StoreUnavailable, match="does not answer 'node' within 1 s"):
+            far.is_on_this_node()
+    assert asyncio.run(far.heartbeat(1, STATS, [])) == 1
+    assert ids(ends(engine, "after")) == expected and len(expected) == PARAMS.max_tokens
+    engine.close()
+
+
+def test_a_store_that_writes_for_long_is_waited_for(far, monkeypatch):
+    """It takes longer than all limits, and says in between that it lives."""
+
+    class SlowStore(StoreActor):  # local, so that its code travels to the actor's process
+        def manifest(self):
+            time.sleep(6.0)
+            return super().manifest()
+
+    monkeypatch.setattr(store, "StoreActor", SlowStore)
+    deadline_s = time.monotonic() + 60
+    while not far._lives():  # its process starts
+        assert time.monotonic() < deadline_s
+    monkeypatch.setattr(store_client, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(store_client, "ASK_S", 0.5)
+    began_s = time.monotonic()
+    waiting = [threading.Thread(target=far.manifest) for _ in range(12)]  # more than its threads
+    for thread in waiting:
+        thread.start()
+    assert far.manifest().epoch == 1 and time.monotonic() - began_s > 5.0
+    for thread in waiting:
+        thread.join()
