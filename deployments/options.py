@@ -124,6 +124,13 @@ class AdmissionOptions:
         "own deadline counts",
         above=0,
     )
+    wait_timeout_s: float | None = option(
+        None,
+        "seconds in which a worker must begin a request, and again after the loss of its worker; "
+        "else it ends with deadline_exceeded; a request that has begun is not limited; none: 120, "
+        "or 600 where all workers may be stopped (num_workers 0:MAX)",
+        above=0,
+    )
     lost_wait_s: float = option(
         30.0,
         "seconds that a request whose worker was lost waits for another worker, on which it "

@@ -165,6 +165,7 @@ async def _request_core(
         marks=find_marks(config.reasoning_marks, tokenizer),
         learner=gate,
         seed=config.engine.seed,
+        longest_wait_s=config.longest_possible_wait_s,
     )
 
 

@@ -176,6 +176,7 @@ def core_over(
     max_model_len: int = 512,
     of: Tokenizer | None = None,
     marks: Marks | None = None,
+    longest_wait_s: float | None = None,
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
@@ -184,6 +185,7 @@ def core_over(
         vocab_size=model().config.vocab_size,
         max_model_len=max_model_len,
         marks=marks,
+        longest_wait_s=longest_wait_s,
     )
 
 

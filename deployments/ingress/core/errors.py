@@ -122,7 +122,10 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         503, "UNAVAILABLE", _SERVER, "the state store does not answer; try again shortly"
     ),
     "deadline_exceeded": CatalogueEntry(
-        504, "DEADLINE_EXCEEDED", "timeout_error", "the deadline of this request has passed"
+        504,
+        "DEADLINE_EXCEEDED",
+        "timeout_error",
+        "the deadline of this request has passed, or it has waited too long for a worker",
     ),
     "numerical_error": CatalogueEntry(
         500, "DATA_LOSS", _SERVER, "the model produced no usable numbers for this request"

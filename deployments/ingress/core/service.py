@@ -71,11 +71,13 @@ class RequestCore:
         contexts: ContextSettings | None = None,
         learner: Learner | None = None,
         seed: int = 0,
+        longest_wait_s: float | None = None,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
         `contexts`: which context policies requests may choose; None: a worker's defaults.
-        `seed`: of the seeds of requests that bring none."""
+        `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
+        a request, in seconds; None: a request may wait until its own deadline."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self._backend = backend
@@ -85,6 +87,7 @@ class RequestCore:
         self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
         self._learner = learner
         self._seeds = random.Random(seed)
+        self._longest_wait_s = longest_wait_s
         self._prompts = PromptReader(tokenizer)
         self._marks = marks
         self._running: dict[str, list[Generation]] = {}  # by the call's id
@@ -267,16 +270,17 @@ class RequestCore:
             # Chosen here, so that another worker can continue the answer with the same draws.
             seed = call.context.seed
             params = replace(params, seed=self._seeds.getrandbits(63) if seed is None else seed)
-        context = call.context
-        if context.deadline_s is not None and time.monotonic() >= context.deadline_s:
+        context, now_s, wait_s = call.context, time.monotonic(), self._longest_wait_s
+        if context.deadline_s is not None and now_s >= context.deadline_s:
             raise ServiceError("deadline_exceeded")
         request = Request(
             context.request_id,
             prompt_ids,
             params,
             deadline_s=context.deadline_s,
+            wait_until_s=None if wait_s is None else now_s + wait_s,
             priority=call.options.priority,
         )
         if self._learner is None:
-            return AdmissionRequest(request), split
-        return admission_request(request, call, model.name, self._contexts), split
+            return AdmissionRequest(request, longest_wait_s=wait_s), split
+        return admission_request(request, call, model.name, self._contexts, wait_s), split

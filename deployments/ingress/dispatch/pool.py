@@ -127,7 +127,8 @@ class WorkerPool:
 
         The last delta has a finish_reason: ERROR with `no_worker` if there is no worker to begin
         with, and with `worker_lost` if the worker was lost and no other takes the request in time.
-        Raises ServiceError if the gate refuses it, or if it ended three workers.
+        Raises ServiceError if the gate refuses it, if it has waited too long for the gate (the
+        worker itself drops what waits too long there), or if it ended three workers.
         """
         request = admission.request
         if self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
@@ -136,12 +137,12 @@ class WorkerPool:
         expected = request.num_expected or len(request.prompt_ids) + round(answer)
         call = InFlightRequest(admission, num_expected=expected)
         try:
-            await self._enter(call)
+            await self._enter_in_time(call)
             while True:
                 delta = await call.next()
                 if delta.error == DECLINED:
                     call.num_declined += 1
-                    await self._enter(call, "declined")
+                    await self._enter_in_time(call, "declined")
                     continue
                 if delta.error == LOST:
                     await self._continue(call)
@@ -184,13 +185,16 @@ class WorkerPool:
             await call.waits_for.is_over.wait()
             call.waits_for = None
         call.continue_after_emitted()
+        if (wait_s := call.admission.longest_wait_s) is not None:
+            request = replace(call.request, wait_until_s=loop.time() + wait_s)
+            call.admission = replace(call.admission, request=request)
         while not self._usable() and not self._may_wake:
             if self._is_closed or loop.time() > call.lost_s + self._lost_wait_s:
                 call.fail("worker_lost")
                 return
             await asyncio.sleep(0.02)
         try:
-            await self._enter(call, "lost")
+            await self._enter_in_time(call, "lost")
         except ServiceError as refusal:
             if refusal.code == "deadline_exceeded":
                 raise
@@ -209,6 +213,14 @@ class WorkerPool:
     def _lives(self, epoch: int) -> bool:
         link = self._links.get(epoch)
         return link is not None and link.is_connected
+
+    async def _enter_in_time(self, call: InFlightRequest, returned: Returned | None = None) -> None:
+        """`_enter`; raises ServiceError deadline_exceeded if that takes longer than it may."""
+        try:
+            async with asyncio.timeout_at(call.request.wait_until_s):
+                await self._enter(call, returned)
+        except TimeoutError:
+            raise ServiceError("deadline_exceeded") from None
 
     async def _enter(self, call: InFlightRequest, returned: Returned | None = None) -> None:
         """Have the gate admit `call`, which may take long, and send it to the worker it names."""
