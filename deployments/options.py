@@ -118,6 +118,15 @@ class AdmissionOptions:
     max_queued: int = option(
         1024, "maximum requests that wait at the gate; more are refused", min=1
     )
+    max_open_requests: int = option(
+        4096,
+        "maximum requests of all clients that one ingress has at a time, HTTP and gRPC together; "
+        "more are refused with overloaded before they are read",
+        min=1,
+    )
+    max_open_mb: int = option(
+        256, "maximum MiB of bodies that the open requests of one ingress have together", min=8
+    )
     longest_wait_s: float | None = option(
         None,
         "refuse a request at once if it would wait longer than this many seconds; none: only its "
@@ -139,8 +148,8 @@ class AdmissionOptions:
     )
     gate_answer_ms: float | None = option(
         None,
-        "milliseconds in which the gate must answer, before a request goes to the least-loaded "
-        "worker without it; none: 20, or 200 on machines where workers compute on the CPUs",
+        "milliseconds in which the gate must answer, before an ingress decides about a request "
+        "without it; none: 20, or 200 on machines where workers compute on the CPUs",
         above=0,
     )
     predictor_file: str | None = option(

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.reasoning import find_marks
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
@@ -166,6 +167,7 @@ async def _request_core(
         learner=gate,
         seed=config.engine.seed,
         longest_wait_s=config.longest_possible_wait_s,
+        open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
     )
 
 

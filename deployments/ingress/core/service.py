@@ -17,6 +17,7 @@ from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBa
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.reasoning import ReasoningSplit, split_of
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
@@ -72,14 +73,17 @@ class RequestCore:
         learner: Learner | None = None,
         seed: int = 0,
         longest_wait_s: float | None = None,
+        open_calls: OpenCalls | None = None,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
         `contexts`: which context policies requests may choose; None: a worker's defaults.
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
-        a request, in seconds; None: a request may wait until its own deadline."""
+        a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
+        what the front ends accept; None: the default bounds."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
+        self.open_calls = open_calls or OpenCalls()
         self._backend = backend
         self._model = ServedModel(
             model_name, vocab_size, max_model_len, tokenizer.has_chat_template

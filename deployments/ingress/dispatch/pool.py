@@ -1,8 +1,9 @@
 """The ingress's end of the token path: one connection to each worker, many requests on each.
 
 Routes to the worker that the gate names; without a gate, to the worker with the fewest outstanding
-tokens, minus its expected prefix-cache hits. A request whose worker is lost continues on another
-one: the client sees a pause, and the tokens that it would have got.
+tokens, minus its expected prefix-cache hits. Where the gate does not answer, requests that exceed
+this ingress's share of the workers wait in local_queue.py. A request whose worker is lost continues
+on another one: the client sees a pause, and the tokens that it would have got.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from dataclasses import replace
 from penstock.deployments.gate.forecast.prefix_affinity import PrefixAffinity
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.dispatch.admission_gate import AdmissionGate, NoGate, Returned
+from penstock.deployments.ingress.dispatch.admission_gate import (
+    ANY_WORKER,
+    AdmissionGate,
+    NoGate,
+    Returned,
+)
 from penstock.deployments.ingress.dispatch.in_flight import LOST, InFlightRequest
+from penstock.deployments.ingress.dispatch.local_queue import LocalQueue, share_of
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
@@ -69,14 +76,19 @@ class WorkerPool:
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._turn = itertools.count(1)
         self._prefixes: PrefixAffinity[int] = PrefixAffinity()  # by epoch
+        self._num_ingresses = 1
+        self._local = LocalQueue(self._place_with_room, lambda: self._gate.answers)
 
-    def update(self, workers: Iterable[WorkerInfo]) -> None:
+    def update(self, workers: Iterable[WorkerInfo], num_ingresses: int = 1) -> None:
         """Take the registry's newest list: connect with new workers.
+
+        `num_ingresses`: living ones, this one among them, which share the workers.
 
         A worker that is no longer listed gets no new requests while others are; its stream ends
         when the worker ends it, for the registry may be wrong and the stream is not. One that
         drains gets none at all.
         """
+        self._num_ingresses = max(num_ingresses, 1)
         listed = {info.epoch: info for info in workers}
         for epoch, link in list(self._links.items()):
             link.is_listed = epoch in listed
@@ -161,6 +173,7 @@ class WorkerPool:
             if call.trial is not None:
                 call.trial.passed(call)
             self._gate.ended(request.request_id, call.num_emitted)
+            self._local.place_next()
 
     async def close(self) -> None:
         """Break all streams; running requests end with `worker_lost`."""
@@ -229,8 +242,23 @@ class WorkerPool:
         if not self._gate.decides:
             self._place(call, otherwise)
             return
+        seats = contextlib.ExitStack()
+        with seats:
+            if await self._sent(call, returned, seats):
+                return
+        self._place(call, otherwise)
+
+    async def _sent(
+        self, call: InFlightRequest, returned: Returned | None, seats: contextlib.ExitStack
+    ) -> bool:
+        """Whether `call` was sent to a worker; False: to whichever there is, or to none.
+
+        While the gate does not answer, `call` takes a seat in the ingress's own queue, except one
+        whose worker was lost: it was admitted once.
+        """
         admission = self._limited(call.admission)
         loop = asyncio.get_running_loop()
+        is_lost, seat = returned == "lost", None
         given_up_s = loop.time() + GATE_AWAY_S
         while (links := self._usable()) or self._may_wake:
             if not links and not self._gate.is_connected and loop.time() <= given_up_s:
@@ -241,17 +269,26 @@ class WorkerPool:
             epoch = await self._gate.admit(admission, epochs, returned=returned)
             if loop.time() - asked_s > RETRY_S:  # the gate was there
                 given_up_s = loop.time() + GATE_AWAY_S
+            if epoch == ANY_WORKER:
+                return False
             if epoch is None:
-                if links or self._has_worker() or loop.time() > given_up_s:
-                    break
-                await asyncio.sleep(RETRY_S)  # no worker, and the gate does not answer
+                if not (links or self._has_worker() or loop.time() > given_up_s):
+                    await asyncio.sleep(RETRY_S)  # no worker, and the gate does not answer
+                    continue
+                if is_lost or not self._usable():
+                    return False
+                if seat is None:
+                    seat = self._local.take_seat(call)
+                    seats.callback(self._local.leave, seat)
+                if await self._local.turn(seat):
+                    return True
                 continue
             link = self._links.get(epoch) if links else await self._reachable(epoch)
             if link is not None and link.takes_requests:
                 self._submit(call, link, may_decline=True)
-                return
+                return True
             returned = "declined"  # a worker that this ingress cannot reach, or that drains
-        self._place(call, otherwise)
+        return False
 
     async def _replaced(self) -> None:
         """Where all workers drain, wait a moment for one that takes requests.
@@ -299,9 +336,23 @@ class WorkerPool:
         Of many workers, two are drawn: reports are old, and all ingresses would choose the same.
         """
         links = self._usable()
-        if not links:
+        if links:
+            self._send_to_best(call, links)
+        else:
             call.fail(otherwise)
-            return
+
+    def _place_with_room(self, call: InFlightRequest) -> bool:
+        """The same, but only to a worker of which this ingress has less than its share."""
+        links = [
+            link
+            for link in self._usable()
+            if link.num_calls < share_of(link.max_num_seqs, self._num_ingresses)
+        ]
+        if links:
+            self._send_to_best(call, links)
+        return bool(links)
+
+    def _send_to_best(self, call: InFlightRequest, links: list[WorkerLink]) -> None:
         if self._gate.decides and len(links) > 2:
             links = random.sample(links, 2)
         best = self._sorted(links, call.admission)[0]
@@ -326,11 +377,14 @@ class WorkerPool:
     def broken(self, link: WorkerLink) -> None:
         self._prefixes.forget(link.info.epoch)
         self._gate.lost(link.info.epoch)
-        if not self._has_worker() and not self._may_wake:
-            self._gate.release()
+        if not self._has_worker():
+            self._local.release()
+            if not self._may_wake:
+                self._gate.release()
 
     def reported(self, link: WorkerLink, report: pb.Report) -> None:
         self._gate.report(link.info.address, link.info.epoch, report)
+        self._local.place_next()
 
     def lost(self, link: WorkerLink, calls: list[InFlightRequest]) -> None:
         """The worker of `calls` is lost: each continues on another one, if it may."""

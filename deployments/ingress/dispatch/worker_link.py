@@ -56,6 +56,7 @@ class WorkerLink:
         self.is_stalled = False  # its engine computes nothing, although it has work
         self.last_turn = 0
         self.capacity = info.max_model_len  # tokens of KV, once it reports
+        self.max_num_seqs = 1  # most requests of a step, once it reports
         self._ingress_id = ingress_id
         self._owner = owner
         self._calls: dict[int, InFlightRequest] = {}
@@ -72,6 +73,11 @@ class WorkerLink:
     def takes_requests(self) -> bool:
         """Whether a new request may be sent to this worker."""
         return self.is_connected and not self.is_draining and not self.is_stalled
+
+    @property
+    def num_calls(self) -> int:
+        """Requests of this ingress that the worker has."""
+        return len(self._calls)
 
     @property
     def num_outstanding(self) -> int:
@@ -162,6 +168,7 @@ class WorkerLink:
         elif message.HasField("report"):
             self._others_tokens = message.report.others_tokens
             self.capacity = message.report.num_blocks * message.report.block_size
+            self.max_num_seqs = message.report.max_num_seqs
             self.is_draining = self.is_draining or message.report.is_draining
             self.is_stalled = message.report.is_stalled
             self._owner.reported(self, message.report)

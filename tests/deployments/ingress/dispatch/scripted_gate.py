@@ -26,6 +26,8 @@ class ScriptedGate(gate_pb2_grpc.GateServicer):
         self._streams: list[Any] = []
 
     async def Connect(self, _: Any, context: Any) -> None:
+        while self.is_silent:
+            await asyncio.sleep(0.02)
         self._streams.append(context)
         await context.write(pb.ToIngress())
         beating = asyncio.ensure_future(self._beat(context))
