@@ -171,12 +171,26 @@ class Cluster:
         config = self._config
         drain_s = config.drain_notice_s + config.drain_s + DRAIN_SLACK_S
         deadline_s = time.monotonic() + drain_s
-        with contextlib.suppress(RayError, TimeoutError, ValueError):
+        try:
             self._registry.call_now("drain")
-        while self.view().ingresses and time.monotonic() < deadline_s and not is_hurried():
+            has_ingresses = lambda: bool(self.view().ingresses)  # noqa: E731
+        except (RayError, TimeoutError, ValueError):
+            # Serve tells its replicas by itself. The workers drain as well, and each serves the
+            # requests that it has.
+            log.warning("the registry does not answer: Serve drains the ingresses")
+            serve.delete(config.app_name, _blocking=False)
+            has_ingresses = self._is_deployed
+        while has_ingresses() and time.monotonic() < deadline_s and not is_hurried():
             time.sleep(POLL_S)
         with contextlib.suppress(RayError):
             end_gate(config.app_name)  # it saves what it has learnt
+
+    def _is_deployed(self) -> bool:
+        """Whether Serve still has replicas of the application, also such as drain."""
+        try:
+            return self._config.app_name in serve.status().applications
+        except (RayError, TimeoutError):
+            return False
 
     def stop(self) -> None:
         """End and remove every process and folder that was started or made here."""

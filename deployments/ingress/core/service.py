@@ -101,6 +101,11 @@ class RequestCore:
         """Whether clients should send requests here: not when this ingress is about to stop."""
         return not self.is_stopping and self._backend.ready()
 
+    @property
+    def num_running(self) -> int:
+        """Calls that run, with or without a client that waits for them."""
+        return len(self._running)
+
     def models(self) -> list[ServedModel]:
         return [self._model]
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.deployments.batch.lease import hold
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import Listeners, open_listeners
@@ -56,9 +57,11 @@ class Ingress:
             return (await stub.Check(health_pb2.HealthCheckRequest())).status
 
 
-async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
+async def opened(node: Node, **settings: Any) -> tuple[Ingress, WorkerPool]:
     config = ServeConfig(
-        engine=CONFIG, http_port=free_port(), grpc_port=free_port(), metrics_port=0, drain_s=30.0
+        **{"engine": CONFIG, "metrics_port": 0, "drain_s": 30.0, **settings},
+        http_port=free_port(),
+        grpc_port=free_port(),
     )
     pool = WorkerPool("test")
     listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
@@ -125,6 +128,65 @@ def test_without_a_notice_new_connections_are_refused_at_once(node, run):
             await ingress.listeners.close(0.0, 30.0)
         with pytest.raises(httpx.TransportError):
             await ingress.new_connection("/live")
+        await pool.close()
+        await ingress.http.aclose()
+
+    run(scenario())
+
+
+def test_a_response_in_the_background_is_waited_for(node, run, monkeypatch):
+    step = node.engine.step
+
+    def slow_step():
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(node.engine, "step", slow_step)
+
+    async def scenario():
+        ingress, pool = await opened(node)
+        before = dict(node.thread.stats().num_finished)
+        body = {"model": "builtin", "input": "Hello", "background": True, "max_output_tokens": 100}
+        made = await ingress.http.post(
+            f"{ingress.url}/v1/responses", json=body | {"ignore_eos": True}
+        )
+        assert made.status_code == 200, made.text
+        await until(lambda: node.thread.stats().num_running)
+        await ingress.listeners.close(0.0, 60.0)
+        assert ingress.listeners.core.num_running == 0
+        after = node.thread.stats().num_finished
+        assert {k: after[k] - before[k] for k in after if after[k] != before[k]} == {"length": 1}
+        await pool.close()
+        await ingress.http.aclose()
+
+    run(scenario())
+
+
+def test_a_response_in_the_background_may_last_no_longer_than_the_drain(node, run):
+    async def scenario():
+        ingress, pool = await opened(node)
+        body = {"model": "builtin", "input": "Hello", "background": True, "ignore_eos": True}
+        await ingress.http.post(f"{ingress.url}/v1/responses", json=body)
+        await until(lambda: ingress.listeners.core.num_running)
+        began_s = time.monotonic()
+        await ingress.listeners.close(0.0, 0.0)
+        assert time.monotonic() - began_s < 10.0
+        await pool.close()
+        await ingress.http.aclose()
+        await node.is_idle()
+
+    run(scenario())
+
+
+def test_batches_are_handed_over_before_an_ingress_ends(node, run, tmp_path):
+    async def scenario():
+        ingress, pool = await opened(node, data_dir=str(tmp_path))
+        lease = tmp_path / "executor.lease"
+        await until(lease.exists)
+        await ingress.listeners.close(0.0, 30.0)
+        async with asyncio.timeout(5):  # without waiting for an owner that is silent
+            async with hold(lease, tmp_path / "executor.lock", waits=False):
+                pass
         await pool.close()
         await ingress.http.aclose()
 
