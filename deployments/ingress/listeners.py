@@ -190,6 +190,7 @@ async def _request_core(
         learner=gate,
         seed=config.engine.seed,
         longest_wait_s=config.longest_possible_wait_s,
+        has_state_store=config.state_url is not None,
         open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
     )
 

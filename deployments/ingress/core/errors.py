@@ -155,6 +155,25 @@ class ServiceError(Exception):
         super().__init__(self.code)
 
 
+def server_stops(stream: str | None, *, has_state_store: bool) -> ServiceError:
+    """For an answer that ends since its server does: whether it can be continued, and how.
+
+    `stream`: the id under which it is kept; None: it is not.
+    """
+    remedy = (
+        "it cannot be continued, since no state store is configured (the setting state_url): send "
+        "the request again"
+    )
+    if stream is not None:
+        remedy = (
+            f"continue it on any ingress: GET /v1/penstock/streams/{stream} with the last event's "
+            "id in the header Last-Event-ID, or ResumeGenerate or ResumeChat over gRPC"
+        )
+    elif has_state_store:
+        remedy = "answers of this kind cannot be continued: send the request again"
+    return ServiceError("worker_lost", f"this server stops before the answer ended; {remedy}")
+
+
 @dataclass(frozen=True, slots=True)
 class ApiError:
     """An error as a client receives it: a code of the catalogue, and the field at fault if any."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
 from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
 from penstock.deployments.ingress.core.call import Call, ServedModel
-from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.reasoning import ReasoningSplit, split_of
@@ -47,7 +47,6 @@ MAX_BODY_BYTES = 4 << 20
 MAX_PROMPTS = 64  # prompts of one call
 MAX_MODEL_NAME_CHARS = 200
 
-
 # Of finish reasons. What else ends an answer says nothing about its length.
 _ENDED = {
     FinishReason.STOP.value: "stop",
@@ -74,13 +73,15 @@ class RequestCore:
         seed: int = 0,
         longest_wait_s: float | None = None,
         open_calls: OpenCalls | None = None,
+        has_state_store: bool = False,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
         `contexts`: which context policies requests may choose; None: a worker's defaults.
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
-        what the front ends accept; None: the default bounds."""
+        what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
+        continued after the end of this server."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
@@ -92,6 +93,7 @@ class RequestCore:
         self._learner = learner
         self._seeds = random.Random(seed)
         self._longest_wait_s = longest_wait_s
+        self._has_state_store = has_state_store
         self._prompts = PromptReader(tokenizer)
         self._marks = marks
         self._running: dict[str, list[Generation]] = {}  # by the call's id
@@ -191,6 +193,9 @@ class RequestCore:
                         return
         except (RequestError, ServiceError) as failure:
             finish = failure.code
+            if finish == "worker_lost" and self.is_stopping:
+                name = None if recorder is None else generation.call.context.request_id
+                raise server_stops(name, has_state_store=self._has_state_store) from None
             raise
         except Exception:
             finish = "internal_error"

@@ -143,7 +143,7 @@ class WorkerPool:
         worker itself drops what waits too long there), or if it ended three workers.
         """
         request = admission.request
-        if self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
+        if await self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
             raise ServiceError("request_killed_workers")
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
         expected = request.num_expected or len(request.prompt_ids) + round(answer)
@@ -219,7 +219,7 @@ class WorkerPool:
         until_s = loop.time() + LIVES_S
         while not self.lost_requests.acquit(call, self._lives):
             if loop.time() > until_s:
-                self.lost_requests.refuse(call, loop.time())
+                await self.lost_requests.refuse(call, loop.time())
                 raise ServiceError("request_killed_workers")
             await asyncio.sleep(0.02)
 
@@ -375,6 +375,8 @@ class WorkerPool:
         return sorted(links, key=work)
 
     def broken(self, link: WorkerLink) -> None:
+        if self.lost_requests.shared is not None and not link.is_draining:
+            self.lost_requests.shared.saw_loss()
         self._prefixes.forget(link.info.epoch)
         self._gate.lost(link.info.epoch)
         if not self._has_worker():
