@@ -50,12 +50,16 @@ async def _clients(pipe: Connection, port: int, num_streams: int, max_tokens: in
         while True:
             writer.write(head.encode() + content)
             first = await reader.readline()
-            counts["begun" if b" 200 " in first else "refused"] += 1
-            await reader.readuntil(b"data: [DONE]" if b" 200 " in first else b"}}")
-            counts["ended"] += b" 200 " in first
-            while b"0\r\n" != await reader.readline() and b" 200 " in first:
+            if b" 200 " not in first:
+                counts["refused"] += 1
+                await reader.readuntil(b"}}")
+                continue
+            counts["begun"] += 1
+            await reader.readuntil(b"data: [DONE]")
+            while await reader.readline() != b"0\r\n":
                 pass
             await reader.readline()
+            counts["ended"] += 1
 
     tasks = [asyncio.ensure_future(keep_one()) for _ in range(num_streams)]
     await asyncio.to_thread(pipe.recv)
