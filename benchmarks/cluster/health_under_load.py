@@ -62,6 +62,9 @@ async def _clients(pipe: Connection, port: int, num_streams: int, max_tokens: in
             counts["ended"] += 1
 
     tasks = [asyncio.ensure_future(keep_one()) for _ in range(num_streams)]
+    while counts["begun"] + counts["refused"] < num_streams:
+        await asyncio.sleep(0.1)
+    pipe.send("all have begun")
     await asyncio.to_thread(pipe.recv)
     for task in tasks:
         task.cancel()
@@ -121,7 +124,7 @@ def main() -> None:
     phases = {"idle": asyncio.run(probe(url, args.seconds, args.every_ms / 1000))}
     port = int(url.rsplit(":", 1)[1])
     clients = start("clients", run_clients, port, args.streams, args.output_len)
-    time.sleep(5.0)  # until all have begun
+    clients.recv()  # all have begun
     pid = ends["ingress"][1].pid
     before, began_s = sum(cpu_ms(pid).values()), time.monotonic()
     phases["loaded"] = asyncio.run(probe(url, args.seconds, args.every_ms / 1000))

@@ -92,9 +92,8 @@ class GateClient:
         *,
         returned: Returned | None = None,
     ) -> int | None:
-        """Wait for admission: the epoch of the worker that has room, or ANY_WORKER.
-
-        None: the gate is away or too slow, and the ingress decides by itself.
+        """Wait for admission: the epoch of the worker that has room, or ANY_WORKER. None: the gate
+        is away or too slow, and the ingress decides by itself.
 
         `epochs`: the workers to choose from, best first. `returned`: why it is asked again. Raises
         ServiceError if it is refused. Call `ended` in any case, also after a cancellation.
@@ -120,7 +119,7 @@ class GateClient:
             epoch = await pending.decided
         finally:
             del self._pending[request.request_id]
-        if epoch is None or epoch == ANY_WORKER:
+        if epoch in (None, ANY_WORKER):
             self.num_fallback += 1
         else:
             self._outbox.admitted(pending)
@@ -183,11 +182,10 @@ class GateClient:
                 raise
             except Exception as error:  # Ray's, gRPC's, or time: all mean that it is away
                 level = logging.WARNING if self._is_connected else logging.DEBUG
-                log.log(
-                    level,
-                    "the gate is unavailable (%s): using the least-loaded worker",
-                    _kind(error),
-                )
+                kind = type(error).__name__
+                if isinstance(error, grpc.aio.AioRpcError):
+                    kind = error.code().name
+                log.log(level, "the gate is unavailable (%s): the ingress decides", kind)
             if self._is_connected:
                 backoff_s = BACKOFF_S[0]
             self._break()
@@ -295,9 +293,3 @@ class GateClient:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         assert self._address is not None
         return ((TOKEN_KEY, self._address.token),)
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.code().name
-    return type(error).__name__

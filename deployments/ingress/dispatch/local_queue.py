@@ -108,12 +108,12 @@ class LocalQueue:
 
     def place_next(self) -> None:
         """Send waiting requests to workers while they have room, the tenants in turn."""
-        now_s = asyncio.get_running_loop().time()
         while self._waiting:
             tenant, seats = next(iter(self._waiting.items()))
             seat = seats[0]
             if not self._place(seat.call):
                 return
+            now_s = asyncio.get_running_loop().time()
             self._gap_s += 0.05 * (min(now_s - self._placed_s, 1.0) - self._gap_s)
             self._placed_s = now_s
             self._waiting.move_to_end(tenant)
