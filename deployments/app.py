@@ -160,7 +160,10 @@ def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
     return GateSetup(
         admission=config.admission,
         max_queued=config.max_queued,
-        longest_wait_s=config.longest_wait_s,
+        # A request that would wait longer than it may is refused at once, with a Retry-After.
+        longest_wait_s=min(
+            config.longest_wait_s or config.longest_possible_wait_s, config.longest_possible_wait_s
+        ),
         host=host,
         snapshot_file=config.predictor_file,
         state=redis_options(config),

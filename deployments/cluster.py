@@ -25,7 +25,7 @@ from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.placement import uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
-from penstock.deployments.supervision.processes import descendants, end
+from penstock.deployments.supervision.processes import descendants, end, kill_descendants
 from penstock.deployments.supervision.ray_workarounds import (
     deploy_application,
     is_start_timeout,
@@ -41,6 +41,7 @@ log = logging.getLogger("penstock.serve")
 POLL_S = 0.1
 STATUS_EVERY_S = 1.0
 EXIT_S = 2.0  # from SIGTERM to SIGKILL
+AT_ONCE_S = 1.0  # for killed processes to end
 OBJECT_STORE_BYTES = 128 << 20  # tokens do not pass through Ray's object store
 DRAIN_SLACK_S = 2.0  # for ingresses to notice the drain, and to deregister after it
 PREDICTOR_FILE = "predictor.npz"
@@ -117,7 +118,7 @@ class Cluster:
             )
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
-        self._registry.call_now("begin")
+        self._registry.call_when_up("begin")
         config = self._config
         if not self._is_local:
             deploy_application(application(config, cluster))
@@ -167,15 +168,29 @@ class Cluster:
         """Let requests finish: until the drain is over, or `is_hurried` returns true."""
         if not self._is_local:  # Serve drains the replicas that it removes
             return
-        with contextlib.suppress(RayError, TimeoutError, ValueError):
-            self._registry.call_now("drain")
         config = self._config
         drain_s = config.drain_notice_s + config.drain_s + DRAIN_SLACK_S
         deadline_s = time.monotonic() + drain_s
-        while self.view().ingresses and time.monotonic() < deadline_s and not is_hurried():
+        try:
+            self._registry.call_now("drain")
+            has_ingresses = lambda: bool(self.view().ingresses)  # noqa: E731
+        except (RayError, TimeoutError, ValueError):
+            # Serve tells its replicas by itself. The workers drain as well, and each serves the
+            # requests that it has.
+            log.warning("the registry does not answer: Serve drains the ingresses")
+            serve.delete(config.app_name, _blocking=False)
+            has_ingresses = self._is_deployed
+        while has_ingresses() and time.monotonic() < deadline_s and not is_hurried():
             time.sleep(POLL_S)
         with contextlib.suppress(RayError):
             end_gate(config.app_name)  # it saves what it has learnt
+
+    def _is_deployed(self) -> bool:
+        """Whether Serve still has replicas of the application, also such as drain."""
+        try:
+            return self._config.app_name in serve.status().applications
+        except (RayError, TimeoutError):
+            return False
 
     def stop(self) -> None:
         """End and remove every process and folder that was started or made here."""
@@ -193,7 +208,7 @@ class Cluster:
     def stop_at_once(self) -> None:
         """`stop` without Ray's help; callable on any thread, while others are blocked."""
         if self._is_local:
-            end(descendants(os.getpid()), 0.0)
+            kill_descendants(AT_ONCE_S)
         self.remove_folder()
 
     def remove_folder(self) -> None:

@@ -33,6 +33,8 @@ from penstock.workers.settings import (
 from penstock.workers.text.reasoning import marks_in
 from penstock.workers.weights.hub import BUILTIN
 
+WAIT_S = 120.0  # OpenAI's clients take a Retry-After of no more, and give up after 600 s
+WAIT_FROM_ZERO_S = 600.0  # where a worker, and perhaps its node, must be started first
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATHS = (
     *("api_keys_file", "predictor_file", "data_dir"),
@@ -99,6 +101,13 @@ class ServeConfig(
     @property
     def max_ingress(self) -> int:
         return _range(self.num_ingress)[1]
+
+    @property
+    def longest_possible_wait_s(self) -> float:
+        """Seconds after which no request waits any more."""
+        if self.wait_timeout_s is not None:
+            return self.wait_timeout_s
+        return WAIT_S if self.min_workers else WAIT_FROM_ZERO_S
 
     @property
     def model_name(self) -> str:

@@ -118,10 +118,26 @@ class AdmissionOptions:
     max_queued: int = option(
         1024, "maximum requests that wait at the gate; more are refused", min=1
     )
+    max_open_requests: int = option(
+        4096,
+        "maximum requests of all clients that one ingress has at a time, HTTP and gRPC together; "
+        "more are refused with overloaded before they are read",
+        min=1,
+    )
+    max_open_mb: int = option(
+        256, "maximum MiB of bodies that the open requests of one ingress have together", min=8
+    )
     longest_wait_s: float | None = option(
         None,
         "refuse a request at once if it would wait longer than this many seconds; none: only its "
         "own deadline counts",
+        above=0,
+    )
+    wait_timeout_s: float | None = option(
+        None,
+        "seconds in which a worker must begin a request, and again after the loss of its worker; "
+        "else it ends with deadline_exceeded; a request that has begun is not limited; none: 120, "
+        "or 600 where all workers may be stopped (num_workers 0:MAX)",
         above=0,
     )
     lost_wait_s: float = option(
@@ -132,8 +148,8 @@ class AdmissionOptions:
     )
     gate_answer_ms: float | None = option(
         None,
-        "milliseconds in which the gate must answer, before a request goes to the least-loaded "
-        "worker without it; none: 20, or 200 on machines where workers compute on the CPUs",
+        "milliseconds in which the gate must answer, before an ingress decides about a request "
+        "without it; none: 20, or 200 on machines where workers compute on the CPUs",
         above=0,
     )
     predictor_file: str | None = option(

@@ -232,6 +232,7 @@ class Request:
     deadline_s: float | None = (
         None  # on time.monotonic(): a request that still waits then is dropped
     )
+    wait_until_s: float | None = None  # the same clock: dropped if it has never been computed then
     priority: int = 0  # lower is scheduled first, and preempted last
     may_decline: bool = False  # a worker without room may return the error `declined`
     # It was admitted once, on a worker that was lost: a full queue does not refuse it. So many are

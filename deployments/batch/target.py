@@ -18,6 +18,7 @@ LONGEST_WAIT_S = 30.0
 MAX_RETRY_AFTER_S = 120.0
 _REFUSALS = (408, 425, 429, 503)
 WRONG_KEY = (401, 403)
+WAITED = "deadline_exceeded"  # batches set no deadline: it has waited too long for a worker
 WORKER_LOST = "worker_lost"
 KILLED_WORKERS = "request_killed_workers"  # the server has found that the request ends workers
 
@@ -83,7 +84,7 @@ def judge(reply: Reply | None, num_failures: int) -> Verdict:
         return Verdict.LOST
     if reply.error_code == KILLED_WORKERS:
         return Verdict.DONE
-    if reply.status in _REFUSALS:
+    if reply.status in _REFUSALS or reply.error_code == WAITED:
         return Verdict.AGAIN
     if reply.status >= 500 or (reply.status == 200 and reply.body is None):
         return Verdict.RETRY if num_failures + 1 < MAX_ATTEMPTS else Verdict.DONE

@@ -11,7 +11,12 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from penstock.deployments.cli.signals import Interrupted, Signals
+from penstock.deployments.cli.signals import (
+    PATIENCE_S,
+    START_PATIENCE_S,
+    Interrupted,
+    Signals,
+)
 from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.preflight import check_before_start
@@ -36,13 +41,14 @@ def run_serve(config: ServeConfig) -> int:
             "reach it can use this server. Write keys into a file, and pass it as --api-keys-file."
         )
     cluster: Cluster | None = None
-    signals = Signals(give_up=lambda: cluster.stop_at_once() if cluster is not None else None)
+    is_local = config.ray_address is None
+    signals = Signals(
+        give_up=lambda: cluster.stop_at_once() if cluster is not None else None,
+        # An application is removed from a cluster that exists by asking it.
+        start_patience_s=START_PATIENCE_S if is_local else PATIENCE_S,
+    )
     try:
-        _say(
-            "starting Ray"
-            if config.ray_address is None
-            else f"connecting to Ray at {config.ray_address}"
-        )
+        _say("starting Ray" if is_local else f"connecting to Ray at {config.ray_address}")
         _prepare_environment(config)
         from penstock.deployments.cluster import Cluster
 
@@ -58,6 +64,8 @@ def run_serve(config: ServeConfig) -> int:
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
     except (Interrupted, SystemExit):  # Ray, while it starts, turns SIGTERM into SystemExit
+        if is_local:  # Ray's own shutdown takes seconds
+            signals.exit_now()
         return 130
     finally:
         signals.may_break_off = False  # the clean-up must not be interrupted

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 
 PATIENCE_S = 5.0
+START_PATIENCE_S = 0.5  # nothing has been served: there is nothing to finish
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,12 +24,13 @@ class Signals:
     """Counts SIGINT and SIGTERM from its creation on.
 
     While `may_break_off`, the first one raises Interrupted in the main thread. If the process is
-    still there `PATIENCE_S` later, or that long after a second signal, `give_up` is called on
-    another thread and the process exits with status 130.
+    still there `start_patience_s` later, or `PATIENCE_S` after a second signal, `give_up` is called
+    on another thread and the process exits with status 130.
     """
 
-    def __init__(self, give_up: Callable[[], None]):
+    def __init__(self, give_up: Callable[[], None], start_patience_s: float = START_PATIENCE_S):
         self.num_seen = 0
+        self._start_patience_s = start_patience_s
         self.may_break_off = True
         self._give_up = give_up
         self._handled = False
@@ -54,8 +56,12 @@ class Signals:
                 continue
             self.num_seen += 1
             if self.may_break_off or self.num_seen == 2:
-                threading.Timer(PATIENCE_S, self._exit).start()
+                patience_s = self._start_patience_s if self.may_break_off else PATIENCE_S
+                timer = threading.Timer(patience_s, self.exit_now)
+                timer.daemon = True  # the interpreter does not wait for it
+                timer.start()
 
-    def _exit(self) -> None:
+    def exit_now(self) -> None:
+        """Give up and end the process, without anything that would run at its exit."""
         self._give_up()
         os._exit(130)

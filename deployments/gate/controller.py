@@ -11,6 +11,7 @@ decreases. Length distributions are passed in as well.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -120,6 +121,8 @@ class Gate:
         fixed, ahead = self._admission.predicted_wait(entry, now)
         wait = fixed + self._admission.wait_factor * ahead
         patience_s = self.settings.longest_wait_s
+        if request.priority <= LOWEST_PRIORITY:  # a batch sends it again when it has waited
+            patience_s = math.inf
         if request.deadline is not None:
             patience_s = min(patience_s, request.deadline - now)
         if wait > patience_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.reasoning import find_marks
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
+from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
@@ -38,6 +41,7 @@ ERRORS_S = 1.0  # after the drain, for errors to reach clients
 KEEP_ALIVE_S = 75
 FOLDER_S = 20.0  # longest wait for the folder of the state store after a drain
 FOLDER_POLL_S = 0.1
+IDLE_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +61,35 @@ class Listeners:
         """Report "not ready", then accept no new request, then wait for running requests.
 
         For `notice_s` requests are still served: a load balancer sends them until it notices the
-        status. Returns when all connections have ended, or `drain_s` later: each HTTP answer that
-        has not begun has the header `Connection: close`, and gRPC clients receive GOAWAY.
+        status. Returns when all connections and all responses in the background have ended, or
+        `drain_s` later: each HTTP answer that has not begun has the header `Connection: close`, and
+        gRPC clients receive GOAWAY.
         """
         self.core.is_stopping = True
         if self.batches is not None:
             self.batches.cancel()  # another ingress resumes them
         await asyncio.sleep(notice_s)
         self.http.should_exit = True
-        await asyncio.gather(self.grpc.stop(drain_s + ERRORS_S), self.http_task)
+        await asyncio.gather(
+            self.grpc.stop(drain_s + ERRORS_S),
+            self.http_task,
+            self._idle(drain_s + ERRORS_S),
+            self._handed_over(drain_s),
+        )
         if self.journals is not None:
             await self.journals.close()
+
+    async def _idle(self, within_s: float) -> None:
+        """Until nothing runs: responses in the background have no connection that waits."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.core.num_running:
+                    await asyncio.sleep(IDLE_POLL_S)
+
+    async def _handed_over(self, within_s: float) -> None:
+        """Until the batches have ended here, so that another ingress finds their lease released."""
+        if self.batches is not None:
+            await asyncio.wait((self.batches,), timeout=within_s)
 
 
 async def open_listeners(
@@ -84,6 +106,8 @@ async def open_listeners(
     """
     core = await _request_core(config, pool, gate)
     journals = await _journals(config, owner)
+    if journals is not None:
+        pool.lost_requests.shared = SharedRefusals(journals.store)
     api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
     data_dir = Path(config.data_dir) if config.data_dir else None
     app = build_app(
@@ -165,6 +189,9 @@ async def _request_core(
         marks=find_marks(config.reasoning_marks, tokenizer),
         learner=gate,
         seed=config.engine.seed,
+        longest_wait_s=config.longest_possible_wait_s,
+        has_state_store=config.state_url is not None,
+        open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
     )
 
 

@@ -99,7 +99,7 @@ class IngressReplica:
         """
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
             self._view = await self._registry.view()
-        self._pool.update(info for info, _ in self._view.workers)
+        self._pool.update((info for info, _ in self._view.workers), len(self._view.ingresses) + 1)
         num = sum(not info.is_draining for info, _ in self._view.workers)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_S):
@@ -130,7 +130,7 @@ class IngressReplica:
                 log.debug("no answer from the registry: %s", type(error).__name__)
             else:
                 self._view = view
-                self._pool.update(info for info, _ in view.workers)
+                self._pool.update((info for info, _ in view.workers), len(view.ingresses))
                 self._listeners.core.metrics.keep(info.address for info, _ in view.workers)
             if self._view.is_draining:
                 self._start_drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 import psutil
 
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 KILLED_S = 5.0  # how long a killed process may take to end on a busy machine
 
 
@@ -37,6 +39,21 @@ def end(pids: Sequence[int], grace_s: float) -> None:
         left = _wait(left, grace_s)
     _send(left, signal.SIGKILL)
     _wait(left, KILLED_S)
+
+
+def kill_descendants(at_most_s: float) -> None:
+    """SIGKILL to all descendants of this process, and to those that they start meanwhile.
+
+    Returns once all have ended, or after `at_most_s`: killed processes end by themselves.
+    """
+    # Those whose parent is killed become children of this process, and so stay descendants.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    deadline_s = time.monotonic() + at_most_s
+    while left := [pid for pid in descendants(os.getpid()) if is_running(pid)]:
+        _send(left, signal.SIGKILL)
+        if time.monotonic() >= deadline_s:
+            return
+        time.sleep(0.02)
 
 
 def _wait(pids: Sequence[int], at_most_s: float) -> list[int]:

@@ -24,6 +24,7 @@ import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
+from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app
@@ -176,6 +177,8 @@ def core_over(
     max_model_len: int = 512,
     of: Tokenizer | None = None,
     marks: Marks | None = None,
+    longest_wait_s: float | None = None,
+    open_calls: OpenCalls | None = None,
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
@@ -184,6 +187,8 @@ def core_over(
         vocab_size=model().config.vocab_size,
         max_model_len=max_model_len,
         marks=marks,
+        longest_wait_s=longest_wait_s,
+        open_calls=open_calls,
     )
 
 

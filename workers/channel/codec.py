@@ -44,7 +44,7 @@ def submit_message(
     request: Request, stream_id: int, expected_tokens: int, *, may_decline: bool = False
 ) -> pb.Submit:
     """`request` as the ingress sends it; `stream_id` names it in both directions."""
-    deadline_s = request.deadline_s
+    deadline_s, wait_until_s, now_s = request.deadline_s, request.wait_until_s, time.monotonic()
     return pb.Submit(
         stream_id=stream_id,
         request_id=request.request_id,
@@ -53,7 +53,8 @@ def submit_message(
         params=_params_message(request.params),
         expected_tokens=expected_tokens,
         # Time left, not a point in time: the clocks of two machines differ.
-        remaining_s=None if deadline_s is None else deadline_s - time.monotonic(),
+        remaining_s=None if deadline_s is None else deadline_s - now_s,
+        remaining_wait_s=None if wait_until_s is None else wait_until_s - now_s,
         may_decline=may_decline,
         priority=request.priority,
         is_continued=request.is_continued,
@@ -76,13 +77,15 @@ def submit_bytes(
 
 def request_from(submit: pb.Submit, request_id: str) -> Request:
     """The request for the engine, under `request_id`, which is unique in this worker."""
+    now_s = time.monotonic()
     return Request(
         request_id=request_id,
         prompt_ids=tuple(submit.prompt_ids),
         emitted_ids=tuple(submit.emitted_ids),
         params=_params_from(submit.params),
-        deadline_s=(
-            time.monotonic() + submit.remaining_s if submit.HasField("remaining_s") else None
+        deadline_s=now_s + submit.remaining_s if submit.HasField("remaining_s") else None,
+        wait_until_s=(
+            now_s + submit.remaining_wait_s if submit.HasField("remaining_wait_s") else None
         ),
         priority=submit.priority,
         may_decline=submit.may_decline,

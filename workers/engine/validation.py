@@ -13,7 +13,7 @@ from penstock.workers.experts.modes import mode_for
 from penstock.workers.request import Request, RequestError
 from penstock.workers.structured.grammar import GrammarMatcher
 
-LATE = "the deadline of this request has passed"
+LATE = "the deadline of this request has passed, or it has waited too long for a worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class RequestValidator:
         max_total = self._max_total(request)
         if len(request.prompt_ids) + len(request.emitted_ids) >= max_total:
             raise RequestError("nothing is left to generate", param="emitted_ids")
-        if request.deadline_s is not None and request.deadline_s <= time.monotonic():
+        ends_s = (request.deadline_s, request.wait_until_s)
+        if any(end_s is not None and end_s <= time.monotonic() for end_s in ends_s):
             raise RequestError(LATE, code="deadline_exceeded")
         _check_matcher(request, matcher)
         return CheckedRequest(max_total, self._context(request), moe_mode)

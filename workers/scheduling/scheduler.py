@@ -115,12 +115,8 @@ class Scheduler:
         return num_blocks <= self.cache.pool.num_available
 
     def expired(self, now_s: float) -> list[Sequence]:
-        """Waiting sequences whose deadline has passed."""
-        return [
-            seq
-            for seq in self.waiting
-            if seq.request.deadline_s is not None and seq.request.deadline_s <= now_s
-        ]
+        """Waiting sequences whose deadline has passed, or that have waited too long to begin."""
+        return [seq for seq in self.waiting if seq.is_expired(now_s)]
 
     def schedule(self) -> Plan:
         """The next step, with blocks for all its tokens in the sequences' block tables."""

@@ -126,6 +126,13 @@ class Sequence:
         """Tokens still to come, as predicted on arrival; 0: without a prediction, or beyond it."""
         return max(0, self.request.num_expected - len(self.token_ids))
 
+    def is_expired(self, now_s: float) -> bool:
+        """Whether its deadline has passed, or it has waited too long and was never computed."""
+        deadline_s, wait_until_s = self.request.deadline_s, self.request.wait_until_s
+        if deadline_s is not None and deadline_s <= now_s:
+            return True
+        return self.started_s is None and wait_until_s is not None and wait_until_s <= now_s
+
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token has never been computed."""

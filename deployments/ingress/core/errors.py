@@ -128,7 +128,10 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         503, "UNAVAILABLE", _SERVER, "the state store does not answer; try again shortly"
     ),
     "deadline_exceeded": CatalogueEntry(
-        504, "DEADLINE_EXCEEDED", "timeout_error", "the deadline of this request has passed"
+        504,
+        "DEADLINE_EXCEEDED",
+        "timeout_error",
+        "the deadline of this request has passed, or it has waited too long for a worker",
     ),
     "numerical_error": CatalogueEntry(
         500, "DATA_LOSS", _SERVER, "the model produced no usable numbers for this request"
@@ -156,6 +159,25 @@ class ServiceError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
         super().__init__(self.code)
+
+
+def server_stops(stream: str | None, *, has_state_store: bool) -> ServiceError:
+    """For an answer that ends since its server does: whether it can be continued, and how.
+
+    `stream`: the id under which it is kept; None: it is not.
+    """
+    remedy = (
+        "it cannot be continued, since no state store is configured (the setting state_url): send "
+        "the request again"
+    )
+    if stream is not None:
+        remedy = (
+            f"continue it on any ingress: GET /v1/penstock/streams/{stream} with the last event's "
+            "id in the header Last-Event-ID, or ResumeGenerate or ResumeChat over gRPC"
+        )
+    elif has_state_store:
+        remedy = "answers of this kind cannot be continued: send the request again"
+    return ServiceError("worker_lost", f"this server stops before the answer ended; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

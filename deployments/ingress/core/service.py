@@ -15,8 +15,9 @@ from dataclasses import replace
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
 from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
 from penstock.deployments.ingress.core.call import Call, ServedModel
-from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.reasoning import ReasoningSplit, split_of
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
@@ -46,7 +47,6 @@ MAX_BODY_BYTES = 4 << 20
 MAX_PROMPTS = 64  # prompts of one call
 MAX_MODEL_NAME_CHARS = 200
 
-
 # Of finish reasons. What else ends an answer says nothing about its length.
 _ENDED = {
     FinishReason.STOP.value: "stop",
@@ -71,13 +71,20 @@ class RequestCore:
         contexts: ContextSettings | None = None,
         learner: Learner | None = None,
         seed: int = 0,
+        longest_wait_s: float | None = None,
+        open_calls: OpenCalls | None = None,
+        has_state_store: bool = False,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
         `contexts`: which context policies requests may choose; None: a worker's defaults.
-        `seed`: of the seeds of requests that bring none."""
+        `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
+        a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
+        what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
+        continued after the end of this server."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
+        self.open_calls = open_calls or OpenCalls()
         self._backend = backend
         self._model = ServedModel(
             model_name, vocab_size, max_model_len, tokenizer.has_chat_template
@@ -85,6 +92,8 @@ class RequestCore:
         self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
         self._learner = learner
         self._seeds = random.Random(seed)
+        self._longest_wait_s = longest_wait_s
+        self._has_state_store = has_state_store
         self._prompts = PromptReader(tokenizer)
         self._marks = marks
         self._running: dict[str, list[Generation]] = {}  # by the call's id
@@ -93,6 +102,11 @@ class RequestCore:
     def ready(self) -> bool:
         """Whether clients should send requests here: not when this ingress is about to stop."""
         return not self.is_stopping and self._backend.ready()
+
+    @property
+    def num_running(self) -> int:
+        """Calls that run, with or without a client that waits for them."""
+        return len(self._running)
 
     def models(self) -> list[ServedModel]:
         return [self._model]
@@ -179,6 +193,9 @@ class RequestCore:
                         return
         except (RequestError, ServiceError) as failure:
             finish = failure.code
+            if finish == "worker_lost" and self.is_stopping:
+                name = None if recorder is None else generation.call.context.request_id
+                raise server_stops(name, has_state_store=self._has_state_store) from None
             raise
         except Exception:
             finish = "internal_error"
@@ -267,16 +284,17 @@ class RequestCore:
             # Chosen here, so that another worker can continue the answer with the same draws.
             seed = call.context.seed
             params = replace(params, seed=self._seeds.getrandbits(63) if seed is None else seed)
-        context = call.context
-        if context.deadline_s is not None and time.monotonic() >= context.deadline_s:
+        context, now_s, wait_s = call.context, time.monotonic(), self._longest_wait_s
+        if context.deadline_s is not None and now_s >= context.deadline_s:
             raise ServiceError("deadline_exceeded")
         request = Request(
             context.request_id,
             prompt_ids,
             params,
             deadline_s=context.deadline_s,
+            wait_until_s=None if wait_s is None else now_s + wait_s,
             priority=call.options.priority,
         )
         if self._learner is None:
-            return AdmissionRequest(request), split
-        return admission_request(request, call, model.name, self._contexts), split
+            return AdmissionRequest(request, longest_wait_s=wait_s), split
+        return admission_request(request, call, model.name, self._contexts, wait_s), split

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 
+ANY_WORKER = -1  # in place of an epoch: the ingress chooses, at once
 Returned = Literal["declined", "lost"]  # by its worker; or its worker was lost
 
 
@@ -18,6 +19,8 @@ class AdmissionGate(Protocol):
 
     @property
     def is_connected(self) -> bool: ...
+    @property
+    def answers(self) -> bool: ...  # is connected, and has answered what it was last asked
 
     async def admit(
         self,
@@ -37,6 +40,7 @@ class NoGate:
 
     decides = False
     is_connected = False
+    answers = False
 
     async def admit(
         self,

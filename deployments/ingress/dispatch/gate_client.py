@@ -2,8 +2,7 @@
 
 A request is admitted on credit, which the gate hands out while the worst case fits; or it is
 offered, and waits. Without a reply within `answer_s`, or when the stream breaks, a request falls
-back to the least-loaded worker and waits in that worker's queue. Three faults in a row open the
-circuit breaker.
+back to the ingress's own queue (local_queue.py). Three faults in a row open the circuit breaker.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import grpc
 from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.dispatch.admission_gate import Returned
+from penstock.deployments.ingress.dispatch.admission_gate import ANY_WORKER, Returned
 from penstock.deployments.ingress.dispatch.circuit_breaker import CircuitBreaker
 from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
@@ -73,6 +72,11 @@ class GateClient:
         return self._is_connected
 
     @property
+    def answers(self) -> bool:
+        """Whether it is connected, and the circuit breaker is closed."""
+        return self._is_connected and self.breaker.until is None
+
+    @property
     def breaker_state(self) -> str:
         return self.breaker.state(self._clock())
 
@@ -88,7 +92,8 @@ class GateClient:
         *,
         returned: Returned | None = None,
     ) -> int | None:
-        """Wait for admission: the epoch of the worker that has room. None: fall back.
+        """Wait for admission: the epoch of the worker that has room, or ANY_WORKER. None: the gate
+        is away or too slow, and the ingress decides by itself.
 
         `epochs`: the workers to choose from, best first. `returned`: why it is asked again. Raises
         ServiceError if it is refused. Call `ended` in any case, also after a cancellation.
@@ -114,7 +119,7 @@ class GateClient:
             epoch = await pending.decided
         finally:
             del self._pending[request.request_id]
-        if epoch is None:
+        if epoch in (None, ANY_WORKER):
             self.num_fallback += 1
         else:
             self._outbox.admitted(pending)
@@ -177,11 +182,10 @@ class GateClient:
                 raise
             except Exception as error:  # Ray's, gRPC's, or time: all mean that it is away
                 level = logging.WARNING if self._is_connected else logging.DEBUG
-                log.log(
-                    level,
-                    "the gate is unavailable (%s): using the least-loaded worker",
-                    _kind(error),
-                )
+                kind = type(error).__name__
+                if isinstance(error, grpc.aio.AioRpcError):
+                    kind = error.code().name
+                log.log(level, "the gate is unavailable (%s): the ingress decides", kind)
             if self._is_connected:
                 backoff_s = BACKOFF_S[0]
             self._break()
@@ -289,9 +293,3 @@ class GateClient:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         assert self._address is not None
         return ((TOKEN_KEY, self._address.token),)
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.code().name
-    return type(error).__name__

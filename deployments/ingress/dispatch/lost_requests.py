@@ -18,13 +18,13 @@ from dataclasses import replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest, Trial
+from penstock.deployments.ingress.dispatch.shared_refusals import REMEMBER_S, SharedRefusals
 from penstock.workers.stats import Histogram
 
 log = logging.getLogger("penstock.channel")
 
 STRIKES = 3  # without a new token
 MOST_STRIKES = 12  # then it is refused, whatever else ran there
-REMEMBER_S = 600.0  # clients send a refused request again
 MAX_REMEMBERED = 1024
 PAUSE_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60)
 
@@ -36,6 +36,7 @@ class LostRequests:
         self.num_continued = 0
         self.num_refused = 0
         self.pauses = Histogram(PAUSE_BOUNDS)  # seconds without a worker
+        self.shared: SharedRefusals | None = None  # None: there is no state store
         self._refused: dict[bytes, float] = {}  # by fingerprint: until when
 
     def lost(self, calls: Sequence[InFlightRequest], epoch: int, *, has_others: bool) -> None:
@@ -72,8 +73,8 @@ class LostRequests:
         call.is_suspect = call.is_suspect and len(call.strikes) >= STRIKES
         return not call.is_suspect
 
-    def refuse(self, call: InFlightRequest, now: float) -> None:
-        """Remember the request, for clients that send it again."""
+    async def refuse(self, call: InFlightRequest, now: float) -> None:
+        """Remember the request, here and in the state store, for clients that send it again."""
         self.num_refused += 1
         log.warning(
             "request %s is refused: %d workers ended while they computed it",
@@ -82,12 +83,21 @@ class LostRequests:
         )
         for old in [each for each, until in self._refused.items() if until <= now]:
             del self._refused[old]
+        mark = fingerprint(call.admission)
         if len(self._refused) < MAX_REMEMBERED:
-            self._refused[fingerprint(call.admission)] = now + REMEMBER_S
+            self._refused[mark] = now + REMEMBER_S
+        if self.shared is not None:
+            await self.shared.add(mark)
 
-    def is_refused(self, admission: AdmissionRequest, now: float) -> bool:
+    async def is_refused(self, admission: AdmissionRequest, now: float) -> bool:
         """Whether the same request ended workers in the last ten minutes."""
-        return bool(self._refused) and self._refused.get(fingerprint(admission), 0.0) > now
+        asks = self.shared is not None and self.shared.asks()
+        if not (self._refused or asks):
+            return False
+        mark = fingerprint(admission)
+        if self._refused.get(mark, 0.0) > now:
+            return True
+        return asks and self.shared is not None and await self.shared.has(mark)
 
     def continued(self, call: InFlightRequest, now: float) -> None:
         """The first token after a loss is here."""

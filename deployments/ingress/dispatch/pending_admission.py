@@ -13,6 +13,7 @@ from enum import Enum
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.dispatch.admission_gate import ANY_WORKER
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
 NEVER_FITS = "never_fits"
@@ -66,6 +67,13 @@ class PendingAdmission:
         else:
             self.state = State.ADMITTED if self.has_sent_text else State.TEXT_PENDING
 
+    def leave_to_worker(self) -> None:
+        """No worker can hold it: the one that the ingress chooses says so to the client."""
+        self.answered.set()
+        if not self.decided.done():
+            self.decided.set_result(ANY_WORKER)
+            self.state = State.ENDED
+
     def fail(self, error: ServiceError) -> None:
         """Not admitted, with this error."""
         self.answered.set()
@@ -76,7 +84,7 @@ class PendingAdmission:
     def refuse(self, refusal: pb.Refusal) -> None:
         """Not admitted, for the gate's reason."""
         if refusal.reason == NEVER_FITS:
-            self.decide(None)  # the worker decides, and reports it to the client
+            self.leave_to_worker()
             return
         code = CODES.get(refusal.reason, "overloaded")
         self.fail(ServiceError(code, refusal.message, retry_after_s=refusal.retry_after_s))

@@ -1,38 +1,42 @@
 """The ingress's end of the token path: one connection to each worker, many requests on each.
 
 Routes to the worker that the gate names; without a gate, to the worker with the fewest outstanding
-tokens, minus its expected prefix-cache hits. A request whose worker is lost continues on another
-one: the client sees a pause, and the tokens that it would have got.
+tokens, minus its expected prefix-cache hits. Where the gate does not answer, requests that exceed
+this ingress's share of the workers wait in local_queue.py. A request whose worker is lost continues
+on another one: the client sees a pause, and the tokens that it would have got.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
-from penstock.deployments.gate.forecast.prefix_affinity import PrefixAffinity
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.dispatch.admission_gate import AdmissionGate, NoGate, Returned
+from penstock.deployments.ingress.dispatch.admission_gate import (
+    ANY_WORKER,
+    AdmissionGate,
+    NoGate,
+    Returned,
+)
 from penstock.deployments.ingress.dispatch.in_flight import LOST, InFlightRequest
+from penstock.deployments.ingress.dispatch.local_queue import LocalQueue
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink
+from penstock.deployments.ingress.dispatch.worker_links import WorkerLinks
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.request import DECLINED, STORE_UNAVAILABLE, Delta, FinishReason
 from penstock.workers.stats import WorkerInfo
 
 log = logging.getLogger("penstock.channel")
 
-REPLACED_S = 2.0  # a worker that replaces a draining one is listed and connected by then
 MAX_DECLINES = 3  # then the request waits at a worker
 GATE_AWAY_S = 15.0  # longest that a request waits for the gate itself, while there is no worker
 RETRY_S = 0.25
-REACH_S = 1.0  # longest from a ticket to the connection with its worker, if that has just started
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 LOST_WAIT_S = 30.0  # longest that a request waits for another worker after its own was lost
 STORE_RETRY_S = 0.5  # before a request whose worker could not get its experts is sent again
@@ -60,89 +64,46 @@ class WorkerPool:
         self.lost_requests = LostRequests()
         self._lost_wait_s = lost_wait_s
         self._is_closed = False
-        self._tokenizer_digest = tokenizer_digest
-        self._foreign: set[int] = set()  # epochs that have another tokenizer
-        self._ingress_id = ingress_id
         self._gate = gate or NoGate()
         self._may_wake = may_wake and self._gate.decides
-        self._drained_s = float("-inf")  # when a worker was last seen to drain
-        self._links: dict[int, WorkerLink] = {}  # by epoch
+        self._workers = WorkerLinks(ingress_id, self, tokenizer_digest)
+        self._links = self._workers.by_epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
-        self._turn = itertools.count(1)
-        self._prefixes: PrefixAffinity[int] = PrefixAffinity()  # by epoch
+        self._local = LocalQueue(self._place_with_room, lambda: self._gate.answers)
 
-    def update(self, workers: Iterable[WorkerInfo]) -> None:
-        """Take the registry's newest list: connect with new workers.
-
-        A worker that is no longer listed gets no new requests while others are; its stream ends
-        when the worker ends it, for the registry may be wrong and the stream is not. One that
-        drains gets none at all.
-        """
-        listed = {info.epoch: info for info in workers}
-        for epoch, link in list(self._links.items()):
-            link.is_listed = epoch in listed
-            if link.is_listed and listed[epoch].is_draining:
-                link.is_draining = True
-            if link.is_draining:
-                self._drained_s = asyncio.get_running_loop().time()
-            if link.task is not None and link.task.done():
-                del self._links[epoch]
-        for epoch in listed.keys() - self._links.keys():
-            if listed[epoch].is_draining:  # nothing of this ingress runs there
-                continue
-            if self._is_foreign(listed[epoch]):
-                continue
-            link = WorkerLink(listed[epoch], self._ingress_id, self)
-            link.task = asyncio.ensure_future(link.run())
-            self._links[epoch] = link
-
-    def _is_foreign(self, info: WorkerInfo) -> bool:
-        """Whether token ids mean something else to that worker."""
-        own, its = self._tokenizer_digest, info.tokenizer_digest
-        if not own or not its or own == its:
-            return False
-        if info.epoch not in self._foreign:
-            self._foreign.add(info.epoch)
-            log.warning(
-                "worker %s has another tokenizer than this ingress (digest %s, not %s): it gets no "
-                "requests from here. In an update this passes; else compare the model's files",
-                info.address,
-                its,
-                own,
-            )
-        return True
+    def update(self, workers: Iterable[WorkerInfo], num_ingresses: int = 1) -> None:
+        """Take the registry's newest list; see WorkerLinks.update."""
+        self._workers.update(workers, num_ingresses)
 
     def ready(self) -> bool:
         """Whether a request would be served: a worker takes it now, or will be started for it."""
-        return self._has_worker() or (self._may_wake and self._gate.is_connected)
-
-    def _has_worker(self) -> bool:
-        return any(link.takes_requests for link in self._links.values())
+        return self._workers.has_any() or (self._may_wake and self._gate.is_connected)
 
     @property
     def num_connected(self) -> int:
-        return sum(link.is_connected for link in self._links.values())
+        return self._workers.num_connected
 
     async def generate(self, admission: AdmissionRequest) -> AsyncGenerator[Delta, None]:
         """Run a request on some worker. Closing the generator cancels it there.
 
         The last delta has a finish_reason: ERROR with `no_worker` if there is no worker to begin
         with, and with `worker_lost` if the worker was lost and no other takes the request in time.
-        Raises ServiceError if the gate refuses it, or if it ended three workers.
+        Raises ServiceError if the gate refuses it, if it has waited too long for the gate (the
+        worker itself drops what waits too long there), or if it ended three workers.
         """
         request = admission.request
-        if self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
+        if await self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
             raise ServiceError("request_killed_workers")
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
         expected = request.num_expected or len(request.prompt_ids) + round(answer)
         call = InFlightRequest(admission, num_expected=expected)
         try:
-            await self._enter(call)
+            await self._enter_in_time(call)
             while True:
                 delta = await call.next()
                 if delta.error == DECLINED:
                     call.num_declined += 1
-                    await self._enter(call, "declined")
+                    await self._enter_in_time(call, "declined")
                     continue
                 if delta.error == LOST or self._tries_again(call, delta):
                     await self._continue(call, delta)
@@ -161,15 +122,12 @@ class WorkerPool:
             if call.trial is not None:
                 call.trial.passed(call)
             self._gate.ended(request.request_id, call.num_emitted)
+            self._local.place_next()
 
     async def close(self) -> None:
         """Break all streams; running requests end with `worker_lost`."""
         self._is_closed = True
-        tasks = [link.task for link in self._links.values() if link.task is not None]
-        self._links.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._workers.close()
 
     def _tries_again(self, call: InFlightRequest, delta: Delta) -> bool:
         """Whether the worker could not get its experts, and there is time to ask again: the store
@@ -195,13 +153,16 @@ class WorkerPool:
             await call.waits_for.is_over.wait()
             call.waits_for = None
         call.continue_after_emitted()
-        while not self._usable() and not self._may_wake:
+        if (wait_s := call.admission.longest_wait_s) is not None:
+            request = replace(call.request, wait_until_s=loop.time() + wait_s)
+            call.admission = replace(call.admission, request=request)
+        while not self._workers.usable() and not self._may_wake:
             if self._is_closed or loop.time() > call.lost_s + self._lost_wait_s:
                 call.fail("worker_lost")
                 return
             await asyncio.sleep(0.02)
         try:
-            await self._enter(call, "lost")
+            await self._enter_in_time(call, "lost")
         except ServiceError as refusal:
             if refusal.code == "deadline_exceeded":
                 raise
@@ -211,73 +172,77 @@ class WorkerPool:
         """Wait a moment for workers of `call` that are not dead. Raises ServiceError if all are."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + LIVES_S
-        while not self.lost_requests.acquit(call, self._lives):
+        while not self.lost_requests.acquit(call, self._workers.lives):
             if loop.time() > until_s:
-                self.lost_requests.refuse(call, loop.time())
+                await self.lost_requests.refuse(call, loop.time())
                 raise ServiceError("request_killed_workers")
             await asyncio.sleep(0.02)
 
-    def _lives(self, epoch: int) -> bool:
-        link = self._links.get(epoch)
-        return link is not None and link.is_connected
+    async def _enter_in_time(self, call: InFlightRequest, returned: Returned | None = None) -> None:
+        """`_enter`; raises ServiceError deadline_exceeded if that takes longer than it may."""
+        try:
+            async with asyncio.timeout_at(call.request.wait_until_s):
+                await self._enter(call, returned)
+        except TimeoutError:
+            raise ServiceError("deadline_exceeded") from None
 
     async def _enter(self, call: InFlightRequest, returned: Returned | None = None) -> None:
         """Have the gate admit `call`, which may take long, and send it to the worker it names."""
-        await self._replaced()
+        if not self._may_wake:
+            await self._workers.replaced()
         otherwise = LOST if returned == "lost" else "no_worker"
         if not self._gate.decides:
             self._place(call, otherwise)
             return
+        seats = contextlib.ExitStack()
+        with seats:
+            if await self._sent(call, returned, seats):
+                return
+        self._place(call, otherwise)
+
+    async def _sent(
+        self, call: InFlightRequest, returned: Returned | None, seats: contextlib.ExitStack
+    ) -> bool:
+        """Whether `call` was sent to a worker; False: to whichever there is, or to none.
+
+        While the gate does not answer, `call` takes a seat in the ingress's own queue, except one
+        whose worker was lost: it was admitted once.
+        """
         admission = self._limited(call.admission)
         loop = asyncio.get_running_loop()
+        is_lost, seat = returned == "lost", None
         given_up_s = loop.time() + GATE_AWAY_S
-        while (links := self._usable()) or self._may_wake:
+        while (links := self._workers.usable()) or self._may_wake:
             if not links and not self._gate.is_connected and loop.time() <= given_up_s:
                 await asyncio.sleep(RETRY_S)
                 continue
-            epochs = [link.info.epoch for link in self._sorted(links, admission)]
+            epochs = [link.info.epoch for link in self._workers.by_work(links, admission)]
             asked_s = loop.time()
             epoch = await self._gate.admit(admission, epochs, returned=returned)
             if loop.time() - asked_s > RETRY_S:  # the gate was there
                 given_up_s = loop.time() + GATE_AWAY_S
+            if epoch == ANY_WORKER:
+                return False
             if epoch is None:
-                if links or self._has_worker() or loop.time() > given_up_s:
-                    break
-                await asyncio.sleep(RETRY_S)  # no worker, and the gate does not answer
+                if not (links or self._workers.has_any() or loop.time() > given_up_s):
+                    await asyncio.sleep(RETRY_S)  # no worker, and the gate does not answer
+                    continue
+                if is_lost or not self._workers.usable():
+                    return False
+                if seat is None:
+                    seat = self._local.take_seat(call)
+                    seats.callback(self._local.leave, seat)
+                if await self._local.turn(seat):
+                    return True
                 continue
-            link = self._links.get(epoch) if links else await self._reachable(epoch)
+            link = self._links.get(epoch) if links else await self._workers.reachable(epoch)
             if link is not None and link.takes_requests:
-                if link.lacks_experts and not all(each.lacks_experts for each in self._usable()):
+                if link.lacks_experts and not all(each.lacks_experts for each in self._workers.usable()):
                     break  # the gate does not know that
                 self._submit(call, link, may_decline=True)
-                return
+                return True
             returned = "declined"  # a worker that this ingress cannot reach, or that drains
-        self._place(call, otherwise)
-
-    async def _replaced(self) -> None:
-        """Where all workers drain, wait a moment for one that takes requests.
-
-        In a rolling update, the worker that replaces the last old one is known a moment later.
-        """
-        loop = asyncio.get_running_loop()
-        if self._usable() or self._may_wake:
-            return
-        is_draining = any(link.is_draining for link in self._links.values())
-        if not is_draining and loop.time() > self._drained_s + REPLACED_S:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPLACED_S):
-                while not self._usable():
-                    await asyncio.sleep(0.02)
-
-    async def _reachable(self, epoch: int) -> WorkerLink | None:
-        """The connection with a worker that the gate knew first, once there is one."""
-        for _ in range(round(REACH_S / 0.02)):
-            link = self._links.get(epoch)
-            if link is not None and link.takes_requests:
-                return link
-            await asyncio.sleep(0.02)
-        return None
+        return False
 
     def _limited(self, admission: AdmissionRequest) -> AdmissionRequest:
         """Where the client set no limit, the limit is what the longest worker has room for."""
@@ -290,49 +255,47 @@ class WorkerPool:
             limit = min(limit, features.max_tokens)
         return replace(admission, features=replace(features, max_tokens=limit))
 
-    def _usable(self) -> list[WorkerLink]:
-        links = [link for link in self._links.values() if link.takes_requests]
-        links = [link for link in links if not link.lacks_experts] or links
-        return [link for link in links if link.is_listed] or links
-
     def _place(self, call: InFlightRequest, otherwise: str) -> None:
         """Send `call` to the worker with the least outstanding work, or fail it with a code.
 
         Of many workers, two are drawn: reports are old, and all ingresses would choose the same.
         """
-        links = self._usable()
-        if not links:
+        links = self._workers.usable()
+        if links:
+            self._send_to_best(call, links)
+        else:
             call.fail(otherwise)
-            return
+
+    def _place_with_room(self, call: InFlightRequest) -> bool:
+        """The same, but only to a worker of which this ingress has less than its share."""
+        links = self._workers.with_room()
+        if links:
+            self._send_to_best(call, links)
+        return bool(links)
+
+    def _send_to_best(self, call: InFlightRequest, links: list[WorkerLink]) -> None:
         if self._gate.decides and len(links) > 2:
             links = random.sample(links, 2)
-        best = self._sorted(links, call.admission)[0]
+        best = self._workers.by_work(links, call.admission)[0]
         self._submit(call, best, may_decline=call.request.may_decline)
 
     def _submit(self, call: InFlightRequest, link: WorkerLink, *, may_decline: bool) -> None:
-        """Send `call` to the worker of `link`, which gets the prefix of its prompt."""
-        link.last_turn = next(self._turn)
-        epoch = link.info.epoch
-        self._prefixes.note(call.admission.prefix, epoch, call.num_expected, link.capacity)
+        self._workers.note(link, call)
         link.submit(call, may_decline=may_decline and call.num_declined < MAX_DECLINES)
 
-    def _sorted(self, links: list[WorkerLink], admission: AdmissionRequest) -> list[WorkerLink]:
-        """Fewest tokens to compute first; a cached prefix of the prompt need not be computed."""
-        hits = self._prefixes.hits(admission.prefix) if len(links) > 1 else {}
-
-        def work(link: WorkerLink) -> tuple[int, int]:
-            return link.num_outstanding - hits.get(link.info.epoch, 0), link.last_turn
-
-        return sorted(links, key=work)
-
     def broken(self, link: WorkerLink) -> None:
-        self._prefixes.forget(link.info.epoch)
+        if self.lost_requests.shared is not None and not link.is_draining:
+            self.lost_requests.shared.saw_loss()
+        self._workers.forget(link.info.epoch)
         self._gate.lost(link.info.epoch)
-        if not self._has_worker() and not self._may_wake:
-            self._gate.release()
+        if not self._workers.has_any():
+            self._local.release()
+            if not self._may_wake:
+                self._gate.release()
 
     def reported(self, link: WorkerLink, report: pb.Report) -> None:
         self._gate.report(link.info.address, link.info.epoch, report)
+        self._local.place_next()
 
     def lost(self, link: WorkerLink, calls: list[InFlightRequest]) -> None:
         """The worker of `calls` is lost: each continues on another one, if it may."""

@@ -59,6 +59,7 @@ class WorkerLink:
         self.last_turn = 0
         self._failed_s = float("-inf")  # when it last failed to get its experts
         self.capacity = info.max_model_len  # tokens of KV, once it reports
+        self.max_num_seqs = 1  # most requests of a step, once it reports
         self._ingress_id = ingress_id
         self._owner = owner
         self._calls: dict[int, InFlightRequest] = {}
@@ -81,6 +82,11 @@ class WorkerLink:
     def lacks_experts(self) -> bool:
         """Whether its expert store did not answer a moment ago."""
         return asyncio.get_running_loop().time() < self._failed_s + AVOIDED_S
+
+    @property
+    def num_calls(self) -> int:
+        """Requests of this ingress that the worker has."""
+        return len(self._calls)
 
     @property
     def num_outstanding(self) -> int:
@@ -179,6 +185,7 @@ class WorkerLink:
         elif message.HasField("report"):
             self._others_tokens = message.report.others_tokens
             self.capacity = message.report.num_blocks * message.report.block_size
+            self.max_num_seqs = message.report.max_num_seqs
             self.is_draining = self.is_draining or message.report.is_draining
             self.is_stalled = message.report.is_stalled
             self._owner.reported(self, message.report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,7 +12,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from penstock.deployments.ingress.core.call import new_request_id
-from penstock.deployments.ingress.core.errors import CATALOGUE, describe
+from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
+from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.grpc import health
 from penstock.deployments.ingress.grpc.calls import Context, abort, metadata_value
 from penstock.deployments.security.api_keys import ApiKeys
@@ -23,22 +24,33 @@ Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Denies by default: without an API key only the health service is open."""
+    """Denies by default: without an API key only the health service is open.
 
-    def __init__(self, keys: ApiKeys, num_errors_returned: Counter[str]):
+    `open_calls` bounds all calls but those of health and reflection.
+    """
+
+    def __init__(self, keys: ApiKeys, num_errors_returned: Counter[str], open_calls: OpenCalls):
         self._keys = keys
         self._errors = num_errors_returned
+        self._open_calls = open_calls
 
     async def intercept_service(
         self, continuation: Find, details: grpc.HandlerCallDetails
     ) -> Handler | None:
         offered = metadata_value(details.invocation_metadata, "authorization")
         is_open = details.method.startswith(f"/{health.SERVICE}/")
-        if is_open or self._keys.principal(offered) is not None:
-            return _reading(await continuation(details), self._errors)
+        if is_open:
+            return _reading(await continuation(details), self._errors, None)
+        refusal: RequestError | ServiceError = _error("invalid_api_key")
+        if self._keys.principal(offered) is not None:
+            try:
+                self._open_calls.check_room()  # before the message is read
+                return _reading(await continuation(details), self._errors, self._open_calls)
+            except ServiceError as overloaded:
+                refusal = overloaded
 
         async def refuse(_: Any, context: Context) -> None:
-            await _refuse(context, "invalid_api_key", self._errors)
+            await _refuse(context, refusal, self._errors)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -47,8 +59,13 @@ class _Unreadable:
     """In place of a message whose bytes are not of the method's type."""
 
 
-def _reading(handler: Handler | None, errors: Counter[str]) -> Handler | None:
-    """`handler`, but an unreadable message ends in INVALID_ARGUMENT; gRPC alone says UNKNOWN."""
+def _reading(
+    handler: Handler | None, errors: Counter[str], open_calls: OpenCalls | None
+) -> Handler | None:
+    """`handler`, but an unreadable message ends in INVALID_ARGUMENT; gRPC alone says UNKNOWN.
+
+    The call counts among `open_calls` while it runs.
+    """
     if handler is None or handler.request_streaming:
         return handler
 
@@ -58,22 +75,31 @@ def _reading(handler: Handler | None, errors: Counter[str]) -> Handler | None:
         except DecodeError:
             return _Unreadable()
 
-    async def one(request: Any, context: Context) -> Any:
+    async def entered(request: Any, context: Context) -> AbstractContextManager[object]:
         if isinstance(request, _Unreadable):
-            await _refuse(context, "invalid_message", errors)
-        return await handler.unary_unary(request, context)
+            await _refuse(context, _error("invalid_message"), errors)
+        if open_calls is None:
+            return nullcontext()
+        try:
+            return open_calls.enter(request.ByteSize())
+        except ServiceError as refusal:
+            await _refuse(context, refusal, errors)
+            raise
+
+    async def one(request: Any, context: Context) -> Any:
+        with await entered(request, context):
+            return await handler.unary_unary(request, context)
 
     async def many(request: Any, context: Context) -> None:
-        if isinstance(request, _Unreadable):
-            await _refuse(context, "invalid_message", errors)
-        answers = handler.unary_stream(request, context)
-        if not isinstance(answers, AsyncGenerator):  # it writes by itself
-            await answers
-            return
-        # Closed at once when the client leaves, rather than when it is next collected.
-        async with aclosing(answers):
-            async for answer in answers:
-                await context.write(answer)
+        with await entered(request, context):
+            answers = handler.unary_stream(request, context)
+            if not isinstance(answers, AsyncGenerator):  # it writes by itself
+                await answers
+                return
+            # Closed at once when the client leaves, rather than when it is next collected.
+            async with aclosing(answers):
+                async for answer in answers:
+                    await context.write(answer)
 
     made, method = (
         (grpc.unary_stream_rpc_method_handler, many)
@@ -83,7 +109,12 @@ def _reading(handler: Handler | None, errors: Counter[str]) -> Handler | None:
     return made(method, request_deserializer=read, response_serializer=handler.response_serializer)
 
 
-async def _refuse(context: Context, code: str, errors: Counter[str]) -> None:
+def _error(code: str) -> RequestError:
+    return RequestError(CATALOGUE[code].message, code=code)
+
+
+async def _refuse(
+    context: Context, refusal: RequestError | ServiceError, errors: Counter[str]
+) -> None:
     request_id = new_request_id()
-    wrong = RequestError(CATALOGUE[code].message, code=code)
-    await abort(context, describe(wrong, request_id, errors), request_id)
+    await abort(context, describe(refusal, request_id, errors), request_id)

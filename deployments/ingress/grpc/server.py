@@ -30,6 +30,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
+FURTHER_CALLS = 1024  # health, reflection, and calls that are being refused
 
 
 class GrpcServer:
@@ -62,7 +63,10 @@ async def start_server(
     """
     keys = ApiKeys(api_keys)
     server = grpc.aio.server(
-        interceptors=[Guard(keys, core.metrics.num_errors_returned)], options=SERVER_OPTIONS
+        interceptors=[Guard(keys, core.metrics.num_errors_returned, core.open_calls)],
+        options=SERVER_OPTIONS,
+        # Of all connections; the request core's bound comes first, and says when to try again.
+        maximum_concurrent_rpcs=core.open_calls.max_calls + FURTHER_CALLS,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         inference.InferenceService(core, keys, journals), server

@@ -80,6 +80,7 @@ def build_app(
         EdgeMiddleware,
         keys=ApiKeys(api_keys),
         num_errors_returned=core.metrics.num_errors_returned,
+        open_calls=core.open_calls,
         public_paths=PUBLIC_PATHS,
         fast_paths=openai.fast_paths(core, journals),
     )

@@ -207,7 +207,11 @@ async def send_error(
 
 
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body, its size checked as it arrives. Raises RequestError or ClientGone."""
+    """The whole body, its size checked as it arrives, also against all others'.
+
+    Raises RequestError, ServiceError overloaded, or ClientGone.
+    """
+    open_call = scope["state"].get("open_call")  # none for calls from within the process
     content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     # Browsers send other types across origins without a preflight request; not this one.
     if content_type != "application/json" or header(scope, b"content-encoding") is not None:
@@ -231,6 +235,8 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BO
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise too_large
+        if open_call is not None:
+            open_call.add(len(chunk))
         chunks.append(chunk)
         if not message.get("more_body"):
             return b"".join(chunks)

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import describe
+from penstock.deployments.ingress.core.limits import OpenCall, OpenCalls
 from penstock.deployments.ingress.http.asgi import (
     App,
     ClientGone,
@@ -27,6 +28,7 @@ from penstock.deployments.ingress.http.events import error_format_of
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
+STREAMS_PATH = "/v1/penstock/streams/"
 CLIENT_ID_HEADERS = (b"x-client-request-id", b"x-request-id")
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 TIMINGS_HEADER = b"x-penstock-timings"  # 1: have `usage.timings` in the answer
@@ -35,6 +37,8 @@ MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
 class EdgeMiddleware:
     """The outermost app: gives each request an id, checks its key, and answers errors.
+
+    `open_calls` bounds the requests that may cost much: POSTs, and streams that are continued.
 
     Sets `request_id`, `client_id` and `principal` in the scope's state, and echoes the ids. Access
     is denied by default: a path is open without a key only if it is one of `public_paths` exactly.
@@ -48,12 +52,14 @@ class EdgeMiddleware:
         app: App,
         keys: ApiKeys,
         num_errors_returned: Counter[str],
+        open_calls: OpenCalls,
         public_paths: Collection[str] = (),
         fast_paths: Mapping[str, App] | None = None,
     ):
         self._app = app
         self._keys = keys
         self._num_errors_returned = num_errors_returned
+        self._open_calls = open_calls
         self._public_paths = frozenset(public_paths)
         self._fast_paths = fast_paths or {}
 
@@ -90,8 +96,12 @@ class EdgeMiddleware:
         scope.setdefault("state", {}).update(
             request_id=request_id, client_id=client_id, principal=principal or ""
         )
-        fast_path = self._fast_paths.get(path) if scope["method"] == "POST" else None
+        is_work = scope["method"] == "POST" or path.startswith(STREAMS_PATH)
+        fast_path = self._fast_paths.get(path) if is_work else None
+        open_call: OpenCall | None = None
         try:
+            if is_work:  # health, status and the like are answered also under overload
+                open_call = scope["state"]["open_call"] = self._open_calls.enter()
             await (fast_path or self._app)(scope, receive, send_with_ids)
         except ClientGone:
             return
@@ -100,6 +110,9 @@ class EdgeMiddleware:
             if not has_started:
                 id_headers += scope["state"].get("error_headers", ())
                 await send_error(send_with_ids, failure, request_id, error_format)
+        finally:
+            if open_call is not None:
+                open_call.leave()
 
 
 def _missing_key() -> RequestError:

@@ -76,7 +76,7 @@ class Journals:
         """`owner`: names this ingress. `ttl_s`: from a call's last token to its journal's end."""
         self.counts = JournalCounts()
         self.keys = IdempotencyKeys(store)
-        self._store = store
+        self.store = self._store = store
         self._owner = owner
         self._flush_s = flush_s
         self._ttl_s = ttl_s

@@ -143,7 +143,7 @@ def test_requests_wait_for_a_worker_run_when_it_is_there_and_wait_again(model, r
                 answers += await asyncio.gather(*held)
                 nodes[-1].channel.drain()
                 async with asyncio.timeout(60):
-                    while made.pool._has_worker() or not made.is_known_to_drain():
+                    while made.pool._workers.has_any() or not made.is_known_to_drain():
                         await asyncio.sleep(0.01)
                 await asyncio.to_thread(nodes[-1].stop)
                 made.pool.update([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -13,8 +14,11 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.deployments.batch.lease import hold
+from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
+from penstock.deployments.ingress.journal import journals
 from penstock.deployments.ingress.listeners import Listeners, open_listeners
 from penstock.deployments.supervision.view import ClusterView
 from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
@@ -56,9 +60,11 @@ class Ingress:
             return (await stub.Check(health_pb2.HealthCheckRequest())).status
 
 
-async def opened(node: Node) -> tuple[Ingress, WorkerPool]:
+async def opened(node: Node, **settings: Any) -> tuple[Ingress, WorkerPool]:
     config = ServeConfig(
-        engine=CONFIG, http_port=free_port(), grpc_port=free_port(), metrics_port=0, drain_s=30.0
+        **{"engine": CONFIG, "metrics_port": 0, "drain_s": 30.0, **settings},
+        http_port=free_port(),
+        grpc_port=free_port(),
     )
     pool = WorkerPool("test")
     listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
@@ -129,3 +135,115 @@ def test_without_a_notice_new_connections_are_refused_at_once(node, run):
         await ingress.http.aclose()
 
     run(scenario())
+
+
+def test_a_response_in_the_background_is_waited_for(node, run, monkeypatch):
+    step = node.engine.step
+
+    def slow_step():
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(node.engine, "step", slow_step)
+
+    async def scenario():
+        ingress, pool = await opened(node)
+        before = dict(node.thread.stats().num_finished)
+        body = {"model": "builtin", "input": "Hello", "background": True, "max_output_tokens": 100}
+        made = await ingress.http.post(
+            f"{ingress.url}/v1/responses", json=body | {"ignore_eos": True}
+        )
+        assert made.status_code == 200, made.text
+        await until(lambda: node.thread.stats().num_running)
+        await ingress.listeners.close(0.0, 60.0)
+        assert ingress.listeners.core.num_running == 0
+        after = node.thread.stats().num_finished
+        assert {k: after[k] - before[k] for k in after if after[k] != before[k]} == {"length": 1}
+        await pool.close()
+        await ingress.http.aclose()
+
+    run(scenario())
+
+
+def test_a_response_in_the_background_may_last_no_longer_than_the_drain(node, run):
+    async def scenario():
+        ingress, pool = await opened(node)
+        body = {"model": "builtin", "input": "Hello", "background": True, "ignore_eos": True}
+        await ingress.http.post(f"{ingress.url}/v1/responses", json=body)
+        await until(lambda: ingress.listeners.core.num_running)
+        began_s = time.monotonic()
+        await ingress.listeners.close(0.0, 0.0)
+        assert time.monotonic() - began_s < 10.0
+        await pool.close()
+        await ingress.http.aclose()
+        await node.is_idle()
+
+    run(scenario())
+
+
+def test_batches_are_handed_over_before_an_ingress_ends(node, run, tmp_path):
+    async def scenario():
+        ingress, pool = await opened(node, data_dir=str(tmp_path))
+        lease = tmp_path / "executor.lease"
+        await until(lease.exists)
+        await ingress.listeners.close(0.0, 30.0)
+        async with asyncio.timeout(5):  # without waiting for an owner that is silent
+            async with hold(lease, tmp_path / "executor.lock", waits=False):
+                pass
+        await pool.close()
+        await ingress.http.aclose()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_stream_that_ends_with_its_ingress_says_whether_it_can_be_continued(
+    node, run, monkeypatch, tmp_path, has_store
+):
+    step = node.engine.step
+
+    def slow_step():  # so that no stream has ended before
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(node.engine, "step", slow_step)
+    monkeypatch.setattr(journals, "BEGIN_BUDGET_S", 20.0)  # of a disk that others use
+    tmp_path.chmod(0o700)
+    state_url = f"sqlite://{tmp_path}" if has_store else None
+    body = {"prompt": "It was", "max_tokens": 450, "ignore_eos": True, "stream": True}
+
+    async def scenario():
+        ingress, pool = await opened(node, state_url=state_url)
+        async with (
+            AsyncClient(ingress.target, resume_s=0.0) as client,
+            ingress.http.stream("POST", f"{ingress.url}/v1/completions", json=body) as stream,
+        ):
+            lines = stream.aiter_lines()
+            first = await anext(lines)
+            pieces = client.generate("It was", max_tokens=450, ignore_eos=True)
+            await anext(pieces)
+            whole = asyncio.ensure_future(ingress.complete(450))
+            await until(lambda: ingress.listeners.core.num_running == 3)
+            ingress.listeners.core.is_stopping = True  # as Listeners.close does
+            await pool.close()
+            errors = [json.loads(line[6:]) async for line in lines if '"error"' in line]
+            with pytest.raises(ClientError) as raised:
+                async for _ in pieces:
+                    pass
+            unary = (await whole).json()
+        await ingress.listeners.close(0.0, 0.0)
+        await ingress.http.aclose()
+        return first, stream.headers, errors, raised.value, unary
+
+    first, headers, [event], error, unary = run(scenario())
+    assert headers["x-penstock-resumable"] == ("1" if has_store else "0")
+    message = event["error"]["message"]
+    assert event["error"]["code"] == unary["error"]["code"] == error.code == "worker_lost"
+    if has_store:
+        assert first.startswith("id: ")
+        assert f"/v1/penstock/streams/{headers['x-request-id']} with" in message
+        assert "Last-Event-ID" in message and "ResumeGenerate" in str(error)
+        assert "cannot be continued" in unary["error"]["message"]
+    else:
+        for said in (message, str(error), unary["error"]["message"]):
+            assert "no state store is configured (the setting state_url)" in said

@@ -39,7 +39,7 @@ from penstock.deployments.ingress.journal.received import Received, parse_event_
 from penstock.workers.request import RequestError
 
 _RESUMABLE: Headers = [(RESUMABLE_HEADER, b"1")]
-_NOT_RESUMABLE: Headers = [(RESUMABLE_HEADER, b"0")]
+NOT_RESUMABLE: Headers = [(RESUMABLE_HEADER, b"0")]
 _REPLAYED: Headers = [(b"idempotent-replayed", b"true")]
 
 
@@ -72,7 +72,7 @@ async def created(core: RequestCore, journals: Journals, scope: Scope, content: 
         return answer(core, request)
     await journals.begin(journal)
     if not journal.is_kept:
-        return answer(core, request, headers=_NOT_RESUMABLE)
+        return answer(core, request, headers=NOT_RESUMABLE)
     return answer(core, request, journal, _RESUMABLE)
 
 

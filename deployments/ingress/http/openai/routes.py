@@ -21,7 +21,7 @@ from penstock.deployments.ingress.http.openai.answers import (
     answer,
     prepared,
 )
-from penstock.deployments.ingress.http.openai.journalled import created, resumed
+from penstock.deployments.ingress.http.openai.journalled import NOT_RESUMABLE, created, resumed
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -87,7 +87,8 @@ async def _created(
     content = await read_json_body(scope, receive)
     if journals is not None:
         return await created(core, journals, scope, content)
-    return answer(core, await prepared(core, scope["path"], content, context_of(scope)))
+    request = await prepared(core, scope["path"], content, context_of(scope))
+    return answer(core, request, headers=NOT_RESUMABLE if request.body.stream else None)
 
 
 def _documented(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from penstock.workers.stats import WorkerInfo
 
-_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<II")  # as in workers/channel/framing.py
 
 
 class Relay:
@@ -53,8 +53,8 @@ class Relay:
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                head = await reader.readexactly(_LENGTH.size)
-                body = await reader.readexactly(*_LENGTH.unpack(head))
+                head = await reader.readexactly(_HEADER.size)
+                body = await reader.readexactly(_HEADER.unpack(head)[0])
                 if self.loses != "up" and self.filters_up(body):
                     writer.write(head + body)
         writer.close()

@@ -11,10 +11,10 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest
 from penstock.deployments.ingress.dispatch.lost_requests import (
     MOST_STRIKES,
-    REMEMBER_S,
     LostRequests,
     fingerprint,
 )
+from penstock.deployments.ingress.dispatch.shared_refusals import REMEMBER_S
 from penstock.workers.request import Request, SamplingParams
 
 
@@ -108,15 +108,18 @@ def test_the_one_that_kills_is_found_and_no_other_is_refused(num_calls: int, arr
     assert num_deaths < min(MOST_STRIKES, (num_calls + arrivals).bit_length() + 4)
 
 
-def test_a_refused_request_is_refused_at_once_when_it_comes_again():
-    lost, one = LostRequests(), call(temperature=0.5, seed=3)
-    one.strikes = [1, 2]
-    assert not lost.is_refused(one.admission, 0.0)
-    lost.refuse(one, 0.0)
-    again = call("b", temperature=0.5, seed=4)  # another seed, as the ingress draws them
-    assert lost.is_refused(again.admission, REMEMBER_S - 1)
-    assert not lost.is_refused(again.admission, REMEMBER_S + 1)
-    assert not lost.is_refused(call("c", temperature=0.7).admission, 1.0)
+def test_a_refused_request_is_refused_at_once_when_it_comes_again(run):
+    async def scenario():
+        lost, one = LostRequests(), call(temperature=0.5, seed=3)
+        one.strikes = [1, 2]
+        assert not await lost.is_refused(one.admission, 0.0)
+        await lost.refuse(one, 0.0)
+        again = call("b", temperature=0.5, seed=4)  # another seed, as the ingress draws them
+        assert await lost.is_refused(again.admission, REMEMBER_S - 1)
+        assert not await lost.is_refused(again.admission, REMEMBER_S + 1)
+        assert not await lost.is_refused(call("c", temperature=0.7).admission, 1.0)
+
+    run(scenario())
 
 
 def test_the_fingerprint_does_not_change_with_what_was_emitted():

@@ -207,7 +207,7 @@ def test_the_answer_is_that_of_a_server_without_journals(http: httpx.Client, nam
         given = {**body, "stream": True}
         with client.stream("POST", path, json=given) as response:
             alone, ids = events_of(response.iter_lines())
-            assert "x-penstock-resumable" not in response.headers
+            assert response.headers["x-penstock-resumable"] == "0"
         assert ids == [None] * len(ids)
         refused = client.get("/v1/penstock/streams/ab")
         assert refused.status_code == 501 and refused.json()["error"]["code"] == "no_journal"

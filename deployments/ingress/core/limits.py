@@ -1,0 +1,102 @@
+"""How many calls may be open at an ingress at a time, and how many bytes of bodies they hold.
+
+The last bound of memory, in front of all parsing and tokenising: calls of every connection and of
+both front ends count, also while their bodies arrive. What waits at the gate is bounded there.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from penstock.deployments.ingress.core.errors import ServiceError
+
+MAX_OPEN_CALLS = 4096
+MAX_OPEN_BYTES = 256 << 20
+RETRY_S = (1.0, 60.0)  # least and most
+
+
+class OpenCalls:
+    """The calls of one ingress. Lives on one event loop."""
+
+    def __init__(
+        self,
+        max_calls: int = MAX_OPEN_CALLS,
+        max_bytes: int = MAX_OPEN_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.num = 0
+        self.num_bytes = 0
+        self.num_refused = 0
+        self.max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._mean_s = RETRY_S[0]  # that calls are open
+
+    def enter(self, num_bytes: int = 0) -> OpenCall:
+        """A further call, which has to `leave`. Raises ServiceError overloaded without room."""
+        self.check_room()
+        call = OpenCall(self, self._clock())
+        self.num += 1
+        try:
+            call.add(num_bytes)
+        except ServiceError:
+            call.leave()
+            raise
+        return call
+
+    def check_room(self) -> None:
+        """Raise ServiceError overloaded if no further call may be open."""
+        if self.num >= self.max_calls:
+            self._refuse(f"this server has {self.num} open requests, as many as it may")
+
+    def add(self, num_bytes: int) -> None:
+        """A body grows. Raises ServiceError overloaded, and counts nothing, without room."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            self._refuse("the open requests of this server have as many bytes as they may")
+        self.num_bytes += num_bytes
+
+    def left(self, num_bytes: int, began_s: float) -> None:
+        """A call has ended."""
+        self.num -= 1
+        self.num_bytes -= num_bytes
+        self._mean_s += 0.05 * (self._clock() - began_s - self._mean_s)
+
+    def _refuse(self, message: str) -> None:
+        """Those that are open now have ended after about the time that a call is open; clients that
+        were refused together return spread over half of it."""
+        self.num_refused += 1
+        least_s, most_s = RETRY_S
+        after_s = min(max(self._mean_s, least_s), most_s) * random.uniform(1.0, 1.5)
+        raise ServiceError("overloaded", message, retry_after_s=after_s)
+
+
+class OpenCall:
+    """One open call, and the bytes of its body. A context manager, which leaves."""
+
+    __slots__ = ("_began_s", "_calls", "_has_left", "_num_bytes")
+
+    def __init__(self, calls: OpenCalls, began_s: float):
+        self._calls, self._began_s = calls, began_s
+        self._num_bytes, self._has_left = 0, False
+
+    def add(self, num_bytes: int) -> None:
+        """More of its body has arrived. Raises ServiceError overloaded."""
+        self._calls.add(num_bytes)
+        self._num_bytes += num_bytes
+
+    def leave(self) -> None:
+        """It has ended, or was refused."""
+        if not self._has_left:
+            self._has_left = True
+            self._calls.left(self._num_bytes, self._began_s)
+
+    def __enter__(self) -> OpenCall:
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self.leave()

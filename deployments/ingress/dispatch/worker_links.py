@@ -1,0 +1,165 @@
+"""The workers that one ingress knows, by the registry's list: which take requests, and which first.
+
+pool.py sends requests to them; worker_link.py is the connection with one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+
+from penstock.deployments.gate.forecast.prefix_affinity import PrefixAffinity
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest
+from penstock.deployments.ingress.dispatch.local_queue import share_of
+from penstock.deployments.ingress.dispatch.worker_link import WorkerLink, WorkerLinkHandlers
+from penstock.workers.stats import WorkerInfo
+
+log = logging.getLogger("penstock.channel")
+
+REPLACED_S = 2.0  # a worker that replaces a draining one is listed and connected by then
+REACH_S = 1.0  # longest from a ticket to the connection with its worker, if that has just started
+
+
+class WorkerLinks:
+    """The connections of one ingress with its workers. Lives on one event loop."""
+
+    def __init__(self, ingress_id: str, owner: WorkerLinkHandlers, tokenizer_digest: str):
+        """`owner`: gets what happens on the links. `tokenizer_digest`: of the workers that may be
+        used; empty: of any."""
+        self.by_epoch: dict[int, WorkerLink] = {}
+        self._ingress_id, self._owner = ingress_id, owner
+        self._tokenizer_digest = tokenizer_digest
+        self._foreign: set[int] = set()  # epochs that have another tokenizer
+        self._drained_s = float("-inf")  # when a worker was last seen to drain
+        self._num_ingresses = 1
+        self._turn = itertools.count(1)
+        self._prefixes: PrefixAffinity[int] = PrefixAffinity()  # by epoch
+
+    def update(self, workers: Iterable[WorkerInfo], num_ingresses: int) -> None:
+        """Take the registry's newest list: connect with new workers.
+
+        `num_ingresses`: living ones, this one among them, which share the workers.
+
+        A worker that is no longer listed gets no new requests while others are; its stream ends
+        when the worker ends it, for the registry may be wrong and the stream is not. One that
+        drains gets none at all.
+        """
+        self._num_ingresses = max(num_ingresses, 1)
+        listed = {info.epoch: info for info in workers}
+        for epoch, link in list(self.by_epoch.items()):
+            link.is_listed = epoch in listed
+            if link.is_listed and listed[epoch].is_draining:
+                link.is_draining = True
+            if link.is_draining:
+                self._drained_s = asyncio.get_running_loop().time()
+            if link.task is not None and link.task.done():
+                del self.by_epoch[epoch]
+        for epoch in listed.keys() - self.by_epoch.keys():
+            if listed[epoch].is_draining:  # nothing of this ingress runs there
+                continue
+            if self._is_foreign(listed[epoch]):
+                continue
+            link = WorkerLink(listed[epoch], self._ingress_id, self._owner)
+            link.task = asyncio.ensure_future(link.run())
+            self.by_epoch[epoch] = link
+
+    def _is_foreign(self, info: WorkerInfo) -> bool:
+        """Whether token ids mean something else to that worker."""
+        own, its = self._tokenizer_digest, info.tokenizer_digest
+        if not own or not its or own == its:
+            return False
+        if info.epoch not in self._foreign:
+            self._foreign.add(info.epoch)
+            log.warning(
+                "worker %s has another tokenizer than this ingress (digest %s, not %s): it gets no "
+                "requests from here. In an update this passes; else compare the model's files",
+                info.address,
+                its,
+                own,
+            )
+        return True
+
+    @property
+    def num_connected(self) -> int:
+        return sum(link.is_connected for link in self.by_epoch.values())
+
+    def has_any(self) -> bool:
+        """Whether a worker takes requests now."""
+        return any(link.takes_requests for link in self.by_epoch.values())
+
+    def lives(self, epoch: int) -> bool:
+        """Whether the worker of that epoch is connected."""
+        link = self.by_epoch.get(epoch)
+        return link is not None and link.is_connected
+
+    def usable(self) -> list[WorkerLink]:
+        """Those that take requests; of these, those that are listed, and have their experts, if
+        any is and has."""
+        links = [link for link in self.by_epoch.values() if link.takes_requests]
+        links = [link for link in links if not link.lacks_experts] or links
+        return [link for link in links if link.is_listed] or links
+
+    def with_room(self) -> list[WorkerLink]:
+        """Those of which this ingress has less than its share."""
+        return [
+            link
+            for link in self.usable()
+            if link.num_calls < share_of(link.max_num_seqs, self._num_ingresses)
+        ]
+
+    def note(self, link: WorkerLink, call: InFlightRequest) -> None:
+        """`call` goes to the worker of `link`, which gets the prefix of its prompt."""
+        link.last_turn = next(self._turn)
+        self._prefixes.note(
+            call.admission.prefix, link.info.epoch, call.num_expected, link.capacity
+        )
+
+    def forget(self, epoch: int) -> None:
+        """The connection with that worker has ended."""
+        self._prefixes.forget(epoch)
+
+    def by_work(self, links: Sequence[WorkerLink], admission: AdmissionRequest) -> list[WorkerLink]:
+        """Fewest tokens to compute first; a cached prefix of the prompt need not be computed."""
+        hits = self._prefixes.hits(admission.prefix) if len(links) > 1 else {}
+
+        def work(link: WorkerLink) -> tuple[int, int]:
+            return link.num_outstanding - hits.get(link.info.epoch, 0), link.last_turn
+
+        return sorted(links, key=work)
+
+    async def replaced(self) -> None:
+        """Where all workers drain, wait a moment for one that takes requests.
+
+        In a rolling update, the worker that replaces the last old one is known a moment later.
+        """
+        loop = asyncio.get_running_loop()
+        if self.usable():
+            return
+        is_draining = any(link.is_draining for link in self.by_epoch.values())
+        if not is_draining and loop.time() > self._drained_s + REPLACED_S:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPLACED_S):
+                while not self.usable():
+                    await asyncio.sleep(0.02)
+
+    async def reachable(self, epoch: int) -> WorkerLink | None:
+        """The connection with a worker that the gate knew first, once there is one."""
+        for _ in range(round(REACH_S / 0.02)):
+            link = self.by_epoch.get(epoch)
+            if link is not None and link.takes_requests:
+                return link
+            await asyncio.sleep(0.02)
+        return None
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = [link.task for link in self.by_epoch.values() if link.task is not None]
+        self.by_epoch.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
