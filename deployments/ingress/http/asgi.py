@@ -126,6 +126,8 @@ class _EventStream:
         try:
             async for event in events:
                 await self._send_next(event)
+            if not self.has_started:  # the client has had all of it before
+                await self._send_next(b"")
         finally:
             self._timer.cancel()
             if self._comment is not None:
