@@ -3,8 +3,8 @@
     http_client = openai.DefaultHttpxClient(transport=ResumingTransport())
     client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", http_client=http_client)
 
-OpenAI's client needs no other change: it sees a pause. The server must keep journals (its setting
-state_url); without them a lost connection is the error that it was.
+OpenAI's and Anthropic's clients need no other change: they see a pause. The server must keep
+journals (its setting state_url); without them a lost connection is the error that it was.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ except ImportError:
 
 RESUMABLE, CALL_ID, EVENT_ID = "x-penstock-resumable", "x-request-id", "last-event-id"
 WAIT_S = 0.25  # between attempts
-# The event with which a server ends a stream that another one can continue, as in its own drain.
-LOST_EVENT = b'"code":"worker_lost"'
+# In the event with which a server ends a stream that another one can continue, as in its own drain:
+# as each API writes it. Such an event has no id.
+LOST_MARKS = (b'"code":"worker_lost"', b'"type":"worker_lost"', b'"type":"overloaded_error"')
 # Statuses of a server that starts, or of a proxy before it.
 REFUSALS = (502, 503, 504)
 
@@ -33,7 +34,7 @@ class _Resumption:
 
     def __init__(self, request: Any, response: Any, resume_s: float):
         self._request = request
-        self._path = f"/v1/penstock/streams/{response.headers[CALL_ID]}"
+        self._call_id = response.headers[CALL_ID]
         self._resume_s = resume_s
         self._until_s: float | None = None  # of the attempts since the last event
         self._event_id: str | None = None
@@ -46,9 +47,11 @@ class _Resumption:
         for line in reversed(events.split(b"\n")):
             if line.startswith(b"id: "):
                 self._event_id, self._until_s = line[4:].decode(), None
+                # Another one than the header's, where a GET follows a response.
+                self._call_id = self._event_id.partition("/")[0]
                 break
         begin, _, last = events.rpartition(b"\n\n")
-        if last.startswith(b"data: {") and LOST_EVENT in last and self.may_try():
+        if _is_loss(last) and self.may_try():
             self.is_lost = True
             return begin + separator if begin else b""
         return events + separator
@@ -63,7 +66,8 @@ class _Resumption:
         }
         if self._event_id is not None:
             headers[EVENT_ID] = self._event_id
-        url = self._request.url.copy_with(raw_path=self._path.encode())
+        path = f"/v1/penstock/streams/{self._call_id}"
+        url = self._request.url.copy_with(raw_path=path.encode())
         extensions = self._request.extensions
         return _http.Request("GET", url, headers=headers, extensions=extensions)
 
@@ -71,6 +75,11 @@ class _Resumption:
         if self._until_s is None:
             self._until_s = time.monotonic() + self._resume_s
         return time.monotonic() < self._until_s
+
+
+def _is_loss(event: bytes) -> bool:
+    has_id = event.startswith(b"id: ") or b"\nid: " in event
+    return not has_id and any(mark in event for mark in LOST_MARKS)
 
 
 def _is_resumable(response: Any) -> bool:

@@ -69,6 +69,8 @@ class Listeners:
         if self.batches is not None:
             self.batches.cancel()  # another ingress resumes them
         await asyncio.sleep(notice_s)
+        if self.journals is not None:
+            await self.journals.background.hand_over()  # another ingress continues them now
         self.http.should_exit = True
         await asyncio.gather(
             self.grpc.stop(drain_s + ERRORS_S),

@@ -17,6 +17,7 @@ from penstock.deployments.ingress.grpc.calls import (
     Named,
     answering,
     context_of,
+    metadata_value,
     principal,
 )
 from penstock.deployments.ingress.grpc.messages import (
@@ -31,7 +32,9 @@ from penstock.deployments.ingress.grpc.messages import (
     usage_message,
 )
 from penstock.deployments.ingress.journal.call_journal import CallJournal
+from penstock.deployments.ingress.journal.idempotency import Key, checked_key, fingerprint
 from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.ingress.journal.once import once, release_unused
 from penstock.deployments.ingress.journal.received import Received
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -39,6 +42,7 @@ from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import RequestError
 
 SERVICE = "penstock.v1.InferenceService"
+KEY = "idempotency-key"  # in a call's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +138,43 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 generations = await self._prepared(request, about)
                 await self._answer(request, generations, context, named, method.answer)
                 return
+            key = metadata_value(context.invocation_metadata(), KEY)
+            if key is not None:
+                await self._once(journals, request, about, context, named, method, key)
+                return
             journal = journals.journal_for(about, method.name, request.SerializeToString())
             generations = await self._prepared(request, replace(about, seed=journal.head.seed))
             await journals.begin(journal)
             kept = journal if journal.is_kept else None
             await self._answer(request, generations, context, named, method.answer, kept)
+
+    async def _once(
+        self,
+        journals: Journals,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        about: CallContext,
+        context: Context,
+        named: Named,
+        method: Method[AnswerT],
+        text: str,
+    ) -> None:
+        """Answer a call with an idempotency key: a new one, or with an earlier call's answer."""
+        content = request.SerializeToString(deterministic=True)
+        digest = fingerprint(method.name, content)
+        key = Key(about.principal, method.name, checked_key(text, KEY), digest)
+
+        async def prepare(about: CallContext, _: CallJournal) -> list[Generation]:
+            return await self._prepared(request, about)
+
+        new = await once(journals, key, about, content, prepare)
+        if isinstance(new, str):
+            context.set_trailing_metadata((("idempotent-replayed", "true"),))
+            await self._continue(journals, new, (), about, context, named, method)
+            return
+        try:
+            await self._answer(request, new.prepared, context, named, method.answer, new.journal)
+        finally:
+            await release_unused(journals, key, new.journal)
 
     async def _resume(
         self, asked: pb.ResumeRequest, context: Context, method: Method[AnswerT]
@@ -147,18 +183,36 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if self._journals is None:
                 raise ServiceError("no_journal")
             about = context_of(context, self._keys, asked.request_id, "", "request_id")
-            journal = await self._journals.resume(
-                asked.request_id, about.principal, tuple(map(_received, asked.received))
+            received = tuple(map(_received, asked.received))
+            await self._continue(
+                self._journals, asked.request_id, received, about, context, named, method
             )
-            head = journal.head
-            if head.route != method.name:
-                raise RequestError(f"this stream is one of {head.route}", param="request_id")
-            request = method.request.FromString(head.body)
-            about = replace(
-                about, client_id=head.client_id, seed=head.seed, wants_timings=head.wants_timings
-            )
-            generations = await self._prepared(request, about)
-            await self._answer(request, generations, context, named, method.answer, journal)
+
+    async def _continue(
+        self,
+        journals: Journals,
+        call_id: str,
+        received: tuple[Received, ...],
+        about: CallContext,
+        context: Context,
+        named: Named,
+        method: Method[AnswerT],
+    ) -> None:
+        """Answer with the rest of a call, after what the client has `received`."""
+        head = await journals.head(call_id, about.principal)
+        if head.route != method.name:
+            raise RequestError(f"this stream is one of {head.route}", param="request_id")
+        journal = await journals.resume(call_id, head, received)
+        request = method.request.FromString(head.body)
+        about = replace(
+            about,
+            request_id=call_id,
+            client_id=head.client_id,
+            seed=head.seed,
+            wants_timings=head.wants_timings,
+        )
+        generations = await self._prepared(request, about)
+        await self._answer(request, generations, context, named, method.answer, journal)
 
     async def _prepared(
         self, request: pb.GenerateRequest | pb.ChatRequest, about: CallContext

@@ -22,6 +22,7 @@ from penstock.deployments.ingress.http import tokenize
 from penstock.deployments.ingress.http.anthropic import routes as anthropic
 from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
+from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
 from penstock.deployments.ingress.http.openai import routes as openai
 from penstock.deployments.ingress.http.openai.schemas import (
@@ -67,6 +68,7 @@ def build_app(
     gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
     `journals`: of streams; None: none can be continued.
     """
+    calls = None if journals is None else JournalledCalls(journals)
     app = FastAPI(
         title="Penstock",
         version=importlib.metadata.version("penstock"),
@@ -82,14 +84,14 @@ def build_app(
         num_errors_returned=core.metrics.num_errors_returned,
         open_calls=core.open_calls,
         public_paths=PUBLIC_PATHS,
-        fast_paths=openai.fast_paths(core, journals),
+        fast_paths=openai.fast_paths(core, calls),
     )
     app.add_exception_handler(HTTPException, _on_http_exception)
-    openai.add_openai_routes(app, core, journals)
-    anthropic.add_message_routes(app, core)
-    responses.add_response_routes(app, core)
+    openai.add_openai_routes(app, core, calls)
+    anthropic.add_message_routes(app, core, calls)
+    responses.add_response_routes(app, core, calls)
     tokenize.add_token_routes(app, core)
-    batches.add_batch_routes(app, data_dir)
+    batches.add_batch_routes(app, data_dir, None if journals is None else journals.keys)
     _add_model_routes(app, core, workers)
     add_console_routes(app)
     add_status_route(app, core, workers, view, has_batches=data_dir is not None)

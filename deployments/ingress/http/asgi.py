@@ -65,12 +65,15 @@ class StreamingAnswer(Response):
         *,
         headers: Headers | None = None,
         has_event_ids: bool = False,
+        error_format: ErrorFormat | None = None,
     ):
+        """`error_format`: of failures in mid-stream; None: that of the path that was called."""
         super().__init__()
         self._extra = headers or []
         self._comment = COMMENT_AFTER_ID if has_event_ids else COMMENT
         self._body = body
         self._num_errors_returned = num_errors_returned
+        self._error_format = error_format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._body
@@ -89,7 +92,7 @@ class StreamingAnswer(Response):
         sends; a later one becomes an event with the error, which ends the stream.
         """
         stream = _EventStream(send, self._extra, self._comment)
-        error_format = error_format_of(scope["path"])
+        error_format = self._error_format or error_format_of(scope["path"])
         async with aclosing(events):
             try:
                 await stream.send_all(events)
@@ -123,6 +126,8 @@ class _EventStream:
         try:
             async for event in events:
                 await self._send_next(event)
+            if not self.has_started:  # the client has had all of it before
+                await self._send_next(b"")
         finally:
             self._timer.cancel()
             if self._comment is not None:

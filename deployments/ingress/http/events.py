@@ -37,11 +37,10 @@ def server_sent(
 ) -> bytes:
     """One server-sent event. `event` None: of no type, as OpenAI's older streams."""
     data = json_bytes(body)
+    name = b"" if event is None else b"event: %b\n" % event.encode()
     if event_id is not None:
-        return b"id: %b\ndata: %b\n\n" % (event_id.encode(), data)
-    if event is None:
-        return b"data: %b\n\n" % data
-    return b"event: %b\ndata: %b\n\n" % (event.encode(), data)
+        return b"%bid: %b\ndata: %b\n\n" % (name, event_id.encode(), data)
+    return b"%bdata: %b\n\n" % (name, data)
 
 
 @dataclass(frozen=True, slots=True)

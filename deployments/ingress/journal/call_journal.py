@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,7 +11,7 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.backend import TokenBackend
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.journal.received import Delivery, Received
-from penstock.deployments.ingress.journal.records import Head
+from penstock.deployments.ingress.journal.records import Head, Kept
 from penstock.workers.request import Delta, FinishReason
 
 
@@ -23,14 +24,16 @@ class CallJournal:
         head: Head,
         on_record: Callable[[CallJournal, Delta], None],
         *,
-        kept: Mapping[str, Sequence[Delta]] | None = None,
+        kept: Mapping[str, Kept] | None = None,
         next_index: int = 0,
         fence: int = 0,
         received: tuple[Received, ...] = (),
+        after: int = -1,
     ):
-        """`kept`: deltas of each answer, by its request id, where the call is continued.
+        """`kept`: what is kept of each answer, by its request id, where the call is continued.
 
-        `next_index`: of the next record. `received`: what the client has of each answer.
+        `next_index`: of the next record. `received`: what the client has of each answer; `after`:
+        the number of the last event that it has, where events are numbered.
         """
         self.call_id = call_id
         self.head = head
@@ -40,19 +43,27 @@ class CallJournal:
         self.is_resumed = kept is not None
         self.pending: list[Delta] = []  # not encoded yet
         self.unsent: list[bytes] = []  # records that the store has not acknowledged
-        self.has_tokens = kept is not None and any(kept.values())
+        self.ended_s = {
+            name: each.ended_s for name, each in (kept or {}).items() if each.ended_s is not None
+        }
+        self.after = after
+        self.is_cancelled = False  # it ends with what is kept
+        self._kept = {name: each.deltas for name, each in (kept or {}).items()}
+        self.has_tokens = any(self._kept.values())
+        self._by_token = False
         self._on_record = on_record
-        self._kept = kept or {}
         self._received = received
         self._positions: dict[str, int] = {}
         self._generations: tuple[Generation, ...] = ()
 
-    def delivery(self, generations: Sequence[Generation]) -> Delivery:
+    def delivery(self, generations: Sequence[Generation], *, by_token: bool = False) -> Delivery:
         """Of the stream to the client; `generations`: the answers of the call, in order.
 
-        Raises RequestError if the client has more answers than there are.
+        `by_token`: each piece of the answer has one token, so that the events are the same at each
+        try, however the tokens come. Raises RequestError if the client has more answers than there
+        are.
         """
-        self._generations = tuple(generations)
+        self._generations, self._by_token = tuple(generations), by_token
         names = (each.request.request_id for each in generations)
         self._positions = {name: each.num_tokens for name, each in zip(names, self._received)}
         return Delivery(self.call_id, len(generations), self._received)
@@ -61,6 +72,14 @@ class CallJournal:
         """End all answers with an error of the catalogue."""
         for each in self._generations:
             each.cancel(code)
+
+    def end_s(self, generation: Generation) -> int:
+        """When that answer ended, in seconds of Unix time: the same at each try."""
+        name = generation.request.request_id
+        if name not in self.ended_s:  # by a stop string, which no worker knows
+            self.ended_s[name] = int(time.time())
+            self._on_record(self, Delta(name, []))
+        return self.ended_s[name]
 
     async def generate(
         self, admission: AdmissionRequest, backend: TokenBackend
@@ -74,10 +93,13 @@ class CallJournal:
         kept = self._kept.get(name, ())
         for delta in kept:
             delta.is_replayed = True
-            for part in _parts(delta, position - num_tokens):
+            for part in self._parts(delta, position - num_tokens):
                 yield part
             num_tokens += len(delta.token_ids)
         if kept and kept[-1].finish_reason is not None:
+            return
+        if self.is_cancelled:
+            yield Delta(name, [], FinishReason.ABORT)
             return
         if self.is_resumed:
             admission = self._rest_of(admission, kept)
@@ -88,10 +110,22 @@ class CallJournal:
                     delta.times, delta.num_cached_tokens = None, 0
                 if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
                     self.has_tokens = True
+                    if delta.finish_reason is not None:
+                        self.ended_s[name] = int(time.time())
                     self._on_record(self, delta)
-                for part in _parts(delta, position - num_tokens):
+                for part in self._parts(delta, position - num_tokens):
                     yield part
                 num_tokens += len(delta.token_ids)
+
+    def _parts(self, delta: Delta, num_first: int) -> Iterator[Delta]:
+        """`delta`, in two where its first `num_first` tokens are not all or none; by tokens, where
+        each has a piece of its own."""
+        if self._by_token:
+            yield from by_token(delta)
+        elif 0 < num_first < len(delta.token_ids):
+            yield from _halves(delta, num_first)
+        else:
+            yield delta
 
     def _rest_of(self, admission: AdmissionRequest, kept: Sequence[Delta]) -> AdmissionRequest:
         """The rest of an answer, under a name of its own: the first attempt may still run."""
@@ -106,12 +140,16 @@ class CallJournal:
         return replace(admission, request=request)
 
 
-def _parts(delta: Delta, num_first: int) -> Iterator[Delta]:
-    """`delta`, in two where its first `num_first` tokens are not all or none."""
-    if not 0 < num_first < len(delta.token_ids):
-        yield delta
-        return
-    yield Delta(
+def by_token(delta: Delta) -> Iterator[Delta]:
+    """`delta` as deltas of one token."""
+    while len(delta.token_ids) > 1:
+        first, delta = _halves(delta, 1)
+        yield first
+    yield delta
+
+
+def _halves(delta: Delta, num_first: int) -> tuple[Delta, Delta]:
+    first = Delta(
         delta.request_id,
         delta.token_ids[:num_first],
         num_cached_tokens=delta.num_cached_tokens,
@@ -121,10 +159,11 @@ def _parts(delta: Delta, num_first: int) -> Iterator[Delta]:
         engine=delta.engine,
         is_replayed=delta.is_replayed,
     )
-    yield replace(
+    rest = replace(
         delta,
         token_ids=delta.token_ids[num_first:],
         logprobs=delta.logprobs[num_first:],
         prompt_logprobs=[],
         times=None,
     )
+    return first, rest

@@ -11,26 +11,31 @@ one has it, and ends its own part.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from penstock.deployments.ingress.core.call import CallContext
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.journal.background import BackgroundCalls
 from penstock.deployments.ingress.journal.call_journal import CallJournal
+from penstock.deployments.ingress.journal.follow import FollowedCall
 from penstock.deployments.ingress.journal.idempotency import TTL_S as KEY_TTL_S
 from penstock.deployments.ingress.journal.idempotency import IdempotencyKeys
 from penstock.deployments.ingress.journal.received import Received
 from penstock.deployments.ingress.journal.records import (
     Head,
     UnreadableError,
-    deltas_from,
     head_bytes,
     head_from,
+    kept_from,
     record_bytes,
 )
+from penstock.deployments.ingress.journal.values import ResponseValues
 from penstock.deployments.state.store import (
     Conflict,
     Fenced,
@@ -77,6 +82,8 @@ class Journals:
         self.counts = JournalCounts()
         self.keys = IdempotencyKeys(store)
         self.store = self._store = store
+        self.responses = ResponseValues(store)
+        self.background = BackgroundCalls(store, owner)
         self._owner = owner
         self._flush_s = flush_s
         self._ttl_s = ttl_s
@@ -87,15 +94,15 @@ class Journals:
         self._writing = asyncio.ensure_future(self._write())
 
     def journal_for(
-        self, context: CallContext, route: str, body: bytes, key: str | None = None
+        self, context: CallContext, route: str, body: bytes, *, has_key: bool = False
     ) -> CallJournal:
-        """The journal of a new call, with its seed; see `begin`. `key`: of its idempotency."""
+        """The journal of a new call, with its seed; see `begin`. `has_key`: of idempotency."""
         head = Head(
             route,
             body,
             self._seeds.getrandbits(63),
             int(time.time()),
-            self._ttl_s if key is None else KEY_TTL_S,
+            KEY_TTL_S if has_key else self._ttl_s,
             context.principal,
             context.client_id,
             context.wants_timings,
@@ -118,17 +125,27 @@ class Journals:
             journal.is_kept = True
             self.counts.begun += 1
 
-    async def resume(
-        self, call_id: str, principal: str, received: tuple[Received, ...] = ()
-    ) -> CallJournal:
-        """Take a call over. Raises RequestError not_found, or ServiceError state_unavailable."""
+    async def head(self, call_id: str, principal: str | None) -> Head:
+        """Of a call of this principal; None: of anyone. Raises RequestError not_found, or
+        ServiceError state_unavailable or resume_mismatch."""
         if not _CALL_ID.fullmatch(call_id):
             raise _not_found(call_id)
         try:
             found = await self._store.read(_stream(call_id), limit=1, budget_s=RESUME_BUDGET_S)
             head = head_from(found.records[0]) if found.records else None
-            if head is None or head.principal != principal:
-                raise _not_found(call_id)
+        except (StateDown, StateFull) as error:
+            raise self._unavailable(error) from None
+        except UnreadableError as error:
+            raise _unreadable(error) from None
+        if head is None or principal not in (None, head.principal):
+            raise _not_found(call_id)
+        return head
+
+    async def resume(
+        self, call_id: str, head: Head, received: tuple[Received, ...] = (), after: int = -1
+    ) -> CallJournal:
+        """Take a call over. Raises ServiceError."""
+        try:
             fence = await self._store.put(
                 f"owner/{call_id}",
                 self._owner.encode(),
@@ -139,14 +156,13 @@ class Journals:
                 _stream(call_id), 0, (), fence=fence, ttl_s=head.ttl_s, budget_s=RESUME_BUDGET_S
             )
             records = await self._read(call_id)  # no earlier owner can append any more
-            kept = await asyncio.to_thread(deltas_from, records[1:])
+            kept = await asyncio.to_thread(kept_from, records[1:])
         except (StateDown, StateFull) as error:
-            self._complain(error)
-            raise ServiceError("state_unavailable", retry_after_s=2.0) from None
+            raise self._unavailable(error) from None
         except Fenced:
             raise ServiceError("resumed_elsewhere") from None
         except UnreadableError as error:
-            raise ServiceError("resume_mismatch", f"the journal is unreadable: {error}") from None
+            raise _unreadable(error) from None
         journal = CallJournal(
             call_id,
             head,
@@ -155,10 +171,21 @@ class Journals:
             next_index=len(records),
             fence=fence,
             received=received,
+            after=after,
         )
         journal.is_kept = True
         self.counts.resumed += 1
         return journal
+
+    def followed(self, call_id: str, outcome: Callable[[], Awaitable[str | None]]) -> FollowedCall:
+        """The tokens of a call that another ingress generates; see FollowedCall."""
+        return FollowedCall(self._store, _stream(call_id), outcome)
+
+    async def forget(self, call_id: str) -> None:
+        """Remove a journal. Never fails: it expires, too."""
+        for name in (_stream(call_id), f"owner/{call_id}"):
+            with contextlib.suppress(StateError):
+                await self._store.delete(name, budget_s=RESUME_BUDGET_S)
 
     async def _write(self) -> None:
         while True:
@@ -177,6 +204,8 @@ class Journals:
                     self._drop(journal)
 
     async def close(self) -> None:
+        await self.background.hand_over()
+        await self.background.close()
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
         await self.flush()
@@ -197,7 +226,7 @@ class Journals:
 
     async def _append(self, journal: CallJournal) -> None:
         if journal.pending:
-            record = record_bytes(journal.pending)
+            record = record_bytes(journal.pending, journal.ended_s)
             journal.pending.clear()
             journal.unsent.append(record)
             self._num_unsent_bytes += len(record)
@@ -243,6 +272,10 @@ class Journals:
         self._num_unsent_bytes -= sum(map(len, journal.unsent[:num]))
         del journal.unsent[:num]
 
+    def _unavailable(self, error: Exception) -> ServiceError:
+        self._complain(error)
+        return ServiceError("state_unavailable", retry_after_s=2.0)
+
     def _complain(self, error: Exception) -> None:
         """Once, until the store takes something again."""
         if not self._is_complaining:
@@ -252,6 +285,10 @@ class Journals:
 
 def _stream(call_id: str) -> str:
     return f"call/{call_id}"
+
+
+def _unreadable(error: Exception) -> ServiceError:
+    return ServiceError("resume_mismatch", f"the journal is unreadable: {error}")
 
 
 def _not_found(call_id: str) -> RequestError:

@@ -16,7 +16,7 @@ from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.workers.request import RequestError
 
 _EVENT_ID = re.compile(
-    r"([0-9a-f]{1,64})/(\d{1,9}e?\.[0-9a-f]{8}(?:-\d{1,9}e?\.[0-9a-f]{8}){0,1023})"
+    r"([0-9a-f]{1,64})/(\d{1,9}e?\.[0-9a-f]{8}(?:-\d{1,9}e?\.[0-9a-f]{8}){0,1023})(?::(\d{1,9}))?"
 )
 
 
@@ -34,8 +34,9 @@ def checksum_of(token_ids: Iterable[int], before: int = 0) -> int:
     return zlib.crc32(array("i", token_ids).tobytes(), before)
 
 
-def parse_event_id(text: str) -> tuple[str, tuple[Received, ...]]:
-    """The call's id, and what the client has of each answer. Raises RequestError."""
+def parse_event_id(text: str) -> tuple[str, tuple[Received, ...], int]:
+    """The call's id, what the client has of each answer, and the number of the event; -1: the
+    events of this stream have no numbers. Raises RequestError."""
     match = _EVENT_ID.fullmatch(text)
     if match is None:
         raise RequestError(
@@ -48,7 +49,7 @@ def parse_event_id(text: str) -> tuple[str, tuple[Received, ...]]:
         received.append(
             Received(int(number.removesuffix("e")), number.endswith("e"), int(checksum, 16))
         )
-    return match[1], tuple(received)
+    return match[1], tuple(received), -1 if match[3] is None else int(match[3])
 
 
 class Delivery:
@@ -90,8 +91,10 @@ class Delivery:
         """Whether the client had something of answer `index` before."""
         return self._before[index].num_tokens > 0 or self._before[index].has_ended
 
-    def event_id(self) -> str:
-        """Names the event after which the client has all that was counted."""
+    def event_id(self, number: int | None = None) -> str:
+        """Names the event after which the client has all that was counted; where events are
+        numbered, up to this number of them."""
         answers = zip(self._nums, self._ended, self._checksums)
         marks = (f"{num}{'e' if ended else ''}.{crc:08x}" for num, ended, crc in answers)
-        return f"{self._call_id}/{'-'.join(marks)}"
+        suffix = "" if number is None else f":{number}"
+        return f"{self._call_id}/{'-'.join(marks)}{suffix}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
 
@@ -26,6 +26,7 @@ class Head:
 
     `route`: path of the HTTP endpoint, or full name of the gRPC method. `seed`: of the draws of a
     request that gave none. `ttl_s`: from the last record to the end of the journal.
+    `before`: what the body only names, in a form of the endpoint's own.
     """
 
     route: str
@@ -36,6 +37,15 @@ class Head:
     principal: str = ""
     client_id: str | None = None
     wants_timings: bool = False
+    before: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What records have of one answer. `ended_s`: Unix time of its end; None: it has not ended."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    ended_s: int | None = None
 
 
 def head_bytes(head: Head) -> bytes:
@@ -49,6 +59,7 @@ def head_bytes(head: Head) -> bytes:
         seed=head.seed,
         wants_timings=head.wants_timings,
         ttl_s=head.ttl_s,
+        before=head.before,
     ).SerializeToString()
 
 
@@ -69,11 +80,15 @@ def head_from(record: bytes) -> Head:
         message.principal,
         message.client_id or None,
         message.wants_timings,
+        message.before,
     )
 
 
-def record_bytes(deltas: Iterable[Delta]) -> bytes:
-    """One record of all `deltas`; those of the same answer are joined."""
+def record_bytes(deltas: Iterable[Delta], ended_s: Mapping[str, int] | None = None) -> bytes:
+    """One record of all `deltas`; those of the same answer are joined.
+
+    `ended_s`: Unix time at which answers ended, by their request ids.
+    """
     by_answer: dict[str, Delta] = {}
     for delta in deltas:
         whole = by_answer.get(delta.request_id)
@@ -81,20 +96,27 @@ def record_bytes(deltas: Iterable[Delta]) -> bytes:
             whole = by_answer[delta.request_id] = Delta(delta.request_id, [])
         joined(whole, delta)
     entries = (
-        pb.CallEntry(request_id=answer, delta=delta_message(delta, 0))
+        pb.CallEntry(
+            request_id=answer,
+            delta=delta_message(delta, 0),
+            ended_s=(ended_s or {}).get(answer, 0),
+        )
         for answer, delta in by_answer.items()
     )
     return pb.CallRecord(entries=entries).SerializeToString()
 
 
-def deltas_from(records: Iterable[bytes]) -> dict[str, list[Delta]]:
-    """The deltas of each answer, by its request id. Raises UnreadableError."""
-    deltas: dict[str, list[Delta]] = defaultdict(list)
+def kept_from(records: Iterable[bytes]) -> dict[str, Kept]:
+    """What is kept of each answer, by its request id. Raises UnreadableError."""
+    kept: dict[str, Kept] = defaultdict(Kept)
     for record in records:
         try:
             message = pb.CallRecord.FromString(record)
         except DecodeError as error:
             raise UnreadableError(str(error)) from None
         for entry in message.entries:
-            deltas[entry.request_id].append(delta_from(entry.delta, entry.request_id))
-    return dict(deltas)
+            answer = kept[entry.request_id]
+            answer.deltas.append(delta_from(entry.delta, entry.request_id))
+            if entry.ended_s:
+                kept[entry.request_id] = replace(answer, ended_s=entry.ended_s)
+    return dict(kept)

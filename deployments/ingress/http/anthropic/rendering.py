@@ -8,7 +8,6 @@ import pydantic_core
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.core.call import TextDelta, TokenUsage, ToolCallPiece
-from penstock.deployments.ingress.http.events import server_sent
 from penstock.workers.request import FinishReason
 
 
@@ -69,6 +68,8 @@ class AnthropicError(BaseModel):
     request_id: str
 
 
+Event = dict[str, Any]  # with its `type`
+
 _DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -96,9 +97,9 @@ class MessageRenderer:
         blocks = [_filled(block, "".join(t)) for block, t in zip(self._blocks, self._texts)]
         return {**self._head, "content": blocks, **_ending(last), "usage": _usage(last.usage)}
 
-    def add(self, piece: TextDelta, usage: TokenUsage) -> bytes:
+    def add(self, piece: TextDelta, usage: TokenUsage) -> list[Event]:
         """The events that tell of `piece`. `usage`: what is known of it so far."""
-        events = b"" if self._is_begun else self._begin(usage)
+        events = [] if self._is_begun else self._begin(usage)
         if piece.reasoning:
             events += self._say("thinking", piece.reasoning)
         if piece.text:
@@ -111,46 +112,47 @@ class MessageRenderer:
         if piece.finish_reason is not None:
             assert piece.usage is not None, "the last piece has the usage"
             events += self._close()
-            events += _event("message_delta", delta=_ending(piece), usage=_usage(piece.usage))
-            events += _event("message_stop")
+            ending, usage = _ending(piece), piece.usage
+            events += [_event("message_delta", delta=ending, usage=_usage(usage))]
+            events += [_event("message_stop")]
         return events
 
-    def _begin(self, usage: TokenUsage) -> bytes:
+    def _begin(self, usage: TokenUsage) -> list[Event]:
         self._is_begun = True
         ending = {"stop_reason": None, "stop_sequence": None}
         started = {**self._head, "content": [], **ending, "usage": _usage(usage)}
-        return _event("message_start", message=started)
+        return [_event("message_start", message=started)]
 
-    def _say(self, kind: str, text: str) -> bytes:
-        events = b""
+    def _say(self, kind: str, text: str) -> list[Event]:
+        events = []
         if not self._is_open or self._blocks[-1]["type"] != kind:
             events = self._open(_empty(kind))
         return events + self._grow(text)
 
-    def _open(self, block: dict[str, Any]) -> bytes:
+    def _open(self, block: dict[str, Any]) -> list[Event]:
         events = self._close()
         self._is_open = True
         self._blocks.append(block)
         self._texts.append([])
         index = len(self._blocks) - 1
-        events += _event("content_block_start", index=index, content_block=block)
-        return events if index else events + _event("ping")
+        events.append(_event("content_block_start", index=index, content_block=block))
+        return events if index else [*events, _event("ping")]
 
-    def _grow(self, text: str) -> bytes:
+    def _grow(self, text: str) -> list[Event]:
         self._texts[-1].append(text)
         kind, name = _DELTAS[self._blocks[-1]["type"]]
-        return self._delta({"type": kind, name: text})
+        return [self._delta({"type": kind, name: text})]
 
-    def _close(self) -> bytes:
+    def _close(self) -> list[Event]:
         if not self._is_open:
-            return b""
+            return []
         self._is_open = False
-        events = b""
+        events = []
         if self._blocks[-1]["type"] == "thinking":
-            events = self._delta({"type": "signature_delta", "signature": ""})
-        return events + _event("content_block_stop", index=len(self._blocks) - 1)
+            events = [self._delta({"type": "signature_delta", "signature": ""})]
+        return [*events, _event("content_block_stop", index=len(self._blocks) - 1)]
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
+    def _delta(self, delta: dict[str, Any]) -> Event:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
@@ -173,8 +175,8 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
     return {**block, "input": given if isinstance(given, dict) else {}}
 
 
-def _event(kind: str, **body: Any) -> bytes:
-    return server_sent({"type": kind, **body}, kind)
+def _event(kind: str, **body: Any) -> Event:
+    return {"type": kind, **body}
 
 
 def _ending(last: TextDelta) -> dict[str, Any]:

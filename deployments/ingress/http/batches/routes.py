@@ -22,12 +22,12 @@ from penstock.deployments.batch.batch_store import (
     BatchStore,
     OwnerBatches,
     StoredBatch,
-    TooManyBatches,
     new_batch_id,
 )
 from penstock.deployments.batch.file_store import FileStore, OwnerFiles, StoredFile
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.http.asgi import read_json_body
+from penstock.deployments.ingress.http.asgi import header, read_json_body
+from penstock.deployments.ingress.http.batches.creation import created, not_found, once
 from penstock.deployments.ingress.http.batches.schemas import (
     BatchBody,
     BatchList,
@@ -42,6 +42,12 @@ from penstock.deployments.ingress.http.batches.schemas import (
 from penstock.deployments.ingress.http.batches.upload import read_upload
 from penstock.deployments.ingress.http.body import refuse_unless_neutral
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
+from penstock.deployments.ingress.journal.idempotency import (
+    IdempotencyKeys,
+    Key,
+    checked_key,
+    fingerprint_of_json,
+)
 from penstock.workers.request import RequestError
 
 SCHEMAS: list[type[BaseModel]] = [CreateBatchRequest]
@@ -70,11 +76,14 @@ _UPLOAD = {
 T = TypeVar("T")
 
 
-def add_batch_routes(app: FastAPI, folder: Path | None) -> None:
-    """`folder`: the data folder; None: every route answers `not_configured`."""
+def add_batch_routes(app: FastAPI, folder: Path | None, keys: IdempotencyKeys | None) -> None:
+    """`folder`: the data folder; None: every route answers `not_configured`.
+
+    `keys`: of requests that create batches; None: they have no effect.
+    """
     stores = _Stores(folder)
     _add_file_routes(app, stores)
-    _add_batch_routes(app, stores)
+    _add_batch_routes(app, stores, keys)
 
 
 class _Stores:
@@ -147,11 +156,11 @@ def _add_file_routes(app: FastAPI, stores: _Stores) -> None:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-def _add_batch_routes(app: FastAPI, stores: _Stores) -> None:
+def _add_batch_routes(app: FastAPI, stores: _Stores, keys: IdempotencyKeys | None) -> None:
     @app.post(
         BATCHES_PATH,
         response_model=BatchBody,
-        responses=error_responses(400, 401, 404, 413, 415, 429),
+        responses=error_responses(400, 401, 404, 413, 415, 422, 429, 503),
         openapi_extra=request_schema(CreateBatchRequest),
     )
     async def create_batch(request: Request) -> Response:
@@ -166,10 +175,11 @@ def _add_batch_routes(app: FastAPI, stores: _Stores) -> None:
                 f"input_file_id: that file's purpose is {file.purpose}; it must be batch",
                 param="input_file_id",
             )
+        principal = request.scope["state"]["principal"]
         expiry = requested.output_expires_after
         spec = BatchSpec(
             id=new_batch_id(),
-            principal=request.scope["state"]["principal"],
+            principal=principal,
             endpoint=requested.endpoint,
             input_file_id=file.id,
             completion_window=requested.completion_window,
@@ -178,13 +188,14 @@ def _add_batch_routes(app: FastAPI, stores: _Stores) -> None:
             metadata=requested.metadata,
             output_ttl_s=KEPT_S if expiry is None else expiry.seconds,
         )
-        try:
-            batch = await asyncio.to_thread(batches.create, spec, files.path(file))
-        except TooManyBatches as error:
-            raise ServiceError("over_share", str(error)) from None
-        except FileNotFoundError:
-            raise _not_found("file", file.id, "input_file_id") from None
-        return JSONResponse(await asyncio.to_thread(batch_body, batch))
+        key = header(request.scope, b"idempotency-key")
+        if key is None or keys is None:
+            batch = await created(batches, spec, files.path(file))
+            return JSONResponse(await asyncio.to_thread(batch_body, batch))
+        digest = fingerprint_of_json(BATCHES_PATH, body)
+        named = Key(principal, BATCHES_PATH, checked_key(key), digest)
+        batch, headers = await once(keys, named, batches, spec, files.path(file))
+        return JSONResponse(await asyncio.to_thread(batch_body, batch), headers=headers)
 
     @app.get(BATCHES_PATH, response_model=BatchList, responses=error_responses(400, 401, 404))
     async def list_batches(request: Request) -> Response:
@@ -218,19 +229,15 @@ def _add_batch_routes(app: FastAPI, stores: _Stores) -> None:
 async def _file(files: OwnerFiles, file_id: str, param: str = "file_id") -> StoredFile:
     file = await asyncio.to_thread(files.get, file_id)
     if file is None:
-        raise _not_found("file", file_id, param)
+        raise not_found("file", file_id, param)
     return file
 
 
 async def _batch(batches: OwnerBatches, batch_id: str) -> StoredBatch:
     batch = await asyncio.to_thread(batches.get, batch_id)
     if batch is None:
-        raise _not_found("batch", batch_id, "batch_id")
+        raise not_found("batch", batch_id, "batch_id")
     return batch
-
-
-def _not_found(noun: str, shown: str, param: str) -> RequestError:
-    return RequestError(f"there is no {noun} {shown[:100]!a}", param=param, code="not_found")
 
 
 Page = Callable[[Sequence[T], Callable[[T], dict[str, Any]]], dict[str, Any]]

@@ -23,10 +23,10 @@ from penstock.deployments.ingress.http.openai.requests import (
 )
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.received import Delivery
+from penstock.deployments.ingress.journal.records import Head
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
-RESUMABLE_HEADER = b"x-penstock-resumable"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,38 @@ class Prepared:
     body: ChatCompletionRequest | CompletionRequest
     call: Call
     generations: list[Generation]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JournalledCall:
+    """A PreparedCall of journalled.py over a checked request."""
+
+    core: RequestCore
+    request: Prepared
+    is_background = False
+    before = b""
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.request.body.stream)
+
+    async def answer(self, journal: CallJournal | None, headers: Headers) -> StreamingAnswer:
+        return answer(self.core, self.request, journal, headers)
+
+
+class JournalledEndpoint:
+    """The Endpoint of journalled.py at `path`."""
+
+    def __init__(self, core: RequestCore, path: str):
+        self._core, self._path = core, path
+
+    async def prepare(
+        self, content: bytes, context: CallContext, head: Head | None
+    ) -> JournalledCall:
+        return JournalledCall(self._core, await prepared(self._core, self._path, content, context))
+
+    async def attached(self, *_: object) -> None:
+        return None
 
 
 async def prepared(core: RequestCore, path: str, content: bytes, context: CallContext) -> Prepared:

@@ -12,16 +12,18 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
+from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import App, Receive, Scope, Send, read_json_body
+from penstock.deployments.ingress.http.journalled import NOT_RESUMABLE, JournalledCalls
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.answers import (
     CHAT_PATH,
     COMPLETIONS_PATH,
+    JournalledEndpoint,
     answer,
     prepared,
 )
-from penstock.deployments.ingress.http.openai.journalled import NOT_RESUMABLE, created, resumed
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -35,7 +37,6 @@ from penstock.deployments.ingress.http.openai.schemas import (
     error_responses,
     request_schema,
 )
-from penstock.deployments.ingress.journal.journals import Journals
 
 SCHEMAS: list[type[BaseModel]] = [ChatCompletionRequest, CompletionRequest, ChatCompletionChunk]
 _RESUME_PARAMETERS = [
@@ -44,18 +45,21 @@ _RESUME_PARAMETERS = [
 ]
 
 
-def add_openai_routes(app: FastAPI, core: RequestCore, journals: Journals | None) -> None:
+def add_openai_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls | None) -> None:
     """The routes that the OpenAPI document describes. See `fast_paths`."""
+    if calls is not None:
+        for path in (CHAT_PATH, COMPLETIONS_PATH):
+            calls.add(path, JournalledEndpoint(core, path))
 
     @app.post(CHAT_PATH, **_documented(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _created(core, journals, request.scope, request.receive)
+        return await _created(core, calls, request.scope, request.receive)
 
     @app.post(COMPLETIONS_PATH, **_documented(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
-        return await _created(core, journals, request.scope, request.receive)
+        return await _created(core, calls, request.scope, request.receive)
 
     @app.get(
         "/v1/penstock/streams/{request_id}",
@@ -68,25 +72,27 @@ def add_openai_routes(app: FastAPI, core: RequestCore, journals: Journals | None
     async def continue_stream(request: Request, request_id: str) -> Response:
         """The rest of a stream whose connection was lost: what follows the event `Last-Event-ID`,
         or all of it. `request_id`: the header x-request-id of its answer."""
-        return await resumed(core, journals, request.scope, request_id)
+        if calls is None:
+            raise ServiceError("no_journal")
+        return await calls.resumed(request.scope, request_id)
 
 
-def fast_paths(core: RequestCore, journals: Journals | None = None) -> Mapping[str, App]:
+def fast_paths(core: RequestCore, calls: JournalledCalls | None = None) -> Mapping[str, App]:
     """The endpoints of POST by path, as plain ASGI apps."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        await (await _created(core, journals, scope, receive))(scope, receive, send)
+        await (await _created(core, calls, scope, receive))(scope, receive, send)
 
     return {CHAT_PATH: endpoint, COMPLETIONS_PATH: endpoint}
 
 
 async def _created(
-    core: RequestCore, journals: Journals | None, scope: Scope, receive: Receive
+    core: RequestCore, calls: JournalledCalls | None, scope: Scope, receive: Receive
 ) -> Response:
     """The answer to a POST. Raises RequestError, ServiceError or ClientGone."""
     content = await read_json_body(scope, receive)
-    if journals is not None:
-        return await created(core, journals, scope, content)
+    if calls is not None:
+        return await calls.created(scope, content)
     request = await prepared(core, scope["path"], content, context_of(scope))
     return answer(core, request, headers=NOT_RESUMABLE if request.body.stream else None)
 

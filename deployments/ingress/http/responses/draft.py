@@ -4,50 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from penstock.deployments.ingress.core.call import TextDelta
 from penstock.deployments.ingress.core.errors import ApiError
 from penstock.deployments.ingress.http.responses.items import Message, tool_call
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.workers.request import FinishReason
-
-
-class ResponseBody(BaseModel):
-    """A response: its request's fields, its status and its output."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
-    background: bool
-    completed_at: int | None
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, str] | None
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
-
-
-class Deleted(BaseModel):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class InputItems(BaseModel):
-    """What led to a response, as items."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 @dataclass(slots=True)
@@ -85,8 +50,17 @@ class ResponseBuilder:
     """One response on its way: its body at any moment, and the events that lead from one to the
     next, numbered from 0."""
 
-    def __init__(self, request_id: str, model: str, asked: ResponsesRequest):
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        asked: ResponsesRequest,
+        *,
+        created_s: int | None = None,
+    ):
+        """`created_s`: when the request came, in seconds of Unix time; None: now."""
         self.id = f"resp_{request_id}"
+        self.end_s: Callable[[], int] = lambda: int(time.time())  # when the answer ended
         self.status = "queued" if asked.background else "in_progress"
         self._request_id = request_id
         self._has_begun = False
@@ -95,7 +69,7 @@ class ResponseBuilder:
         self._body: dict[str, Any] = {
             "id": self.id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(time.time()) if created_s is None else created_s,
             "background": bool(asked.background),
             "completed_at": None,
             "error": None,
@@ -146,6 +120,10 @@ class ResponseBuilder:
         answer = {"role": "assistant", "content": self.text}
         return answer | {name: value for name, value in rest.items() if value}
 
+    def is_not_stored(self) -> None:
+        """It was to be kept, and could not be."""
+        self._body["store"] = False
+
     def created(self) -> list[dict[str, Any]]:
         """The first events of a response, before any output."""
         events = [self._event("response.created", response=self.body())]
@@ -181,7 +159,13 @@ class ResponseBuilder:
             "message": error.message,
             "type": error.code,
         }
-        return [self._event("response.failed", response=self.body())]
+        return self.end_with(self.body())
+
+    def end_with(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last event of a response that came to `body` elsewhere."""
+        status = body["status"]
+        kind = status if status in ("completed", "failed") else "incomplete"
+        return [self._event(f"response.{kind}", response=body)]
 
     def _say(
         self, kind: Literal["message", "reasoning"], prefix: str, text: str
@@ -246,7 +230,7 @@ class ResponseBuilder:
         events = [] if self._outputs else self._open("message", "msg")
         if last.finish_reason is FinishReason.STOP:
             self.status = "completed"
-            self._body["completed_at"] = int(time.time())
+            self._body["completed_at"] = self.end_s()
         elif last.finish_reason is FinishReason.LENGTH:
             self.status = "incomplete"
             self._body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -262,8 +246,7 @@ class ResponseBuilder:
         }
         events += self._close(self._item_status(self._outputs[-1]))
         # There is no event of a cancelled response: it ends as one that is not complete.
-        end = "completed" if self.status == "completed" else "incomplete"
-        return [*events, self._event(f"response.{end}", response=self.body())]
+        return [*events, *self.end_with(self.body())]
 
     def _item_status(self, output: _Output) -> str:
         """Only the last item can be anything but complete."""

@@ -1,6 +1,7 @@
 """Responses that clients may come back for: in the memory of one ingress, and bounded.
 
-Another ingress, or this one after a restart, does not have them.
+Without a state store they are nowhere else: another ingress, or this one after a restart, does not
+have them. With one, those that run in the background are here, until they are in the store.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ class StoredResponse:
     principal: str
     messages: tuple[Message, ...]
     request_id: str = ""
+    is_background: bool = False
     num_input: int = 0  # messages before the answer
     texts: tuple[str, ...] = ()  # further texts of the request that are kept
     frames: list[bytes] | None = None
     task: asyncio.Task[None] | None = None
+    version: int | None = None  # of the value in the state store
+    is_lost: bool = False  # another ingress goes on with it
     expires_s: float = 0.0
     num_bytes: int = ENTRY_BYTES
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +62,10 @@ class StoredResponse:
         changed.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The frames after number `after`, those to come included."""
+        """The frames after number `after`, those to come included.
+
+        Raises ServiceError worker_lost if another ingress goes on with the response.
+        """
         assert self.frames is not None, "only streams in the background keep their frames"
         num_sent = after + 1
         while True:
@@ -66,7 +73,9 @@ class StoredResponse:
             while num_sent < len(self.frames):
                 yield self.frames[num_sent]
                 num_sent += 1
-            if is_last:
+            if is_last or self.is_lost:
+                if self.is_lost:
+                    raise ServiceError("worker_lost")
                 return
             if changed is self._changed:
                 await changed.wait()
@@ -108,9 +117,16 @@ class ResponseStore:
         entry = self._entries.get(response_id)
         return entry if entry is not None and entry.principal == principal else None
 
-    def check_room(self) -> None:
-        """Raise ServiceError overloaded if no further response may run in the background."""
-        if sum(entry.is_running for entry in self._entries.values()) >= self._max_running:
+    def running(self) -> list[StoredResponse]:
+        """Those that run in the background."""
+        return [entry for entry in self._entries.values() if entry.is_running]
+
+    def check_room(self, num_starting: int = 0) -> None:
+        """Raise ServiceError overloaded if no further response may run in the background.
+
+        `num_starting`: responses that will run, and are not here yet.
+        """
+        if len(self.running()) + num_starting >= self._max_running:
             raise ServiceError("overloaded")
 
     def put(self, entry: StoredResponse) -> None:

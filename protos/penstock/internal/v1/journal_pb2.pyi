@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CallHead(_message.Message):
-    __slots__ = ("version", "route", "body", "principal", "client_id", "created_s", "seed", "wants_timings", "ttl_s")
+    __slots__ = ("version", "route", "body", "principal", "client_id", "created_s", "seed", "wants_timings", "ttl_s", "before")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class CallHead(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     WANTS_TIMINGS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
     version: int
     route: str
     body: bytes
@@ -27,7 +28,8 @@ class CallHead(_message.Message):
     seed: int
     wants_timings: bool
     ttl_s: float
-    def __init__(self, version: _Optional[int] = ..., route: _Optional[str] = ..., body: _Optional[bytes] = ..., principal: _Optional[str] = ..., client_id: _Optional[str] = ..., created_s: _Optional[int] = ..., seed: _Optional[int] = ..., wants_timings: _Optional[bool] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    before: bytes
+    def __init__(self, version: _Optional[int] = ..., route: _Optional[str] = ..., body: _Optional[bytes] = ..., principal: _Optional[str] = ..., client_id: _Optional[str] = ..., created_s: _Optional[int] = ..., seed: _Optional[int] = ..., wants_timings: _Optional[bool] = ..., ttl_s: _Optional[float] = ..., before: _Optional[bytes] = ...) -> None: ...
 
 class CallRecord(_message.Message):
     __slots__ = ("entries",)
@@ -36,9 +38,11 @@ class CallRecord(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[CallEntry, _Mapping]]] = ...) -> None: ...
 
 class CallEntry(_message.Message):
-    __slots__ = ("request_id", "delta")
+    __slots__ = ("request_id", "delta", "ended_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     delta: _channel_pb2.Delta
-    def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[_channel_pb2.Delta, _Mapping]] = ...) -> None: ...
+    ended_s: int
+    def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[_channel_pb2.Delta, _Mapping]] = ..., ended_s: _Optional[int] = ...) -> None: ...

@@ -278,7 +278,7 @@ def piece(*token_ids: int, ends: bool = False) -> TextDelta:
 def test_event_ids_name_what_was_received() -> None:
     delivery = Delivery("ab", 2)
     assert delivery.is_new(0, piece(1, 2)) and delivery.is_new(1, piece(3, ends=True))
-    call_id, received = parse_event_id(delivery.event_id())
+    call_id, received, _ = parse_event_id(delivery.event_id())
     assert call_id == "ab"
     assert received == (
         Received(2, False, checksum_of([1, 2])),

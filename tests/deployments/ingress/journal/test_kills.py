@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
+import anthropic
+import httpx
 import openai
 import pytest
 
 from penstock.deployments.client import AsyncClient, Client
 from penstock.deployments.client.http_resume import AsyncResumingTransport, ResumingTransport
 from tests.deployments.ingress.journal.server import JournalServer
+from tests.deployments.ingress.journal.test_resume import events_of
 from tests.deployments.state.servers import RedisServer
 
 pytestmark = pytest.mark.timeout(400)  # each start of a server loads torch
@@ -74,6 +77,52 @@ def test_the_openai_client_ends_with_the_whole_text(server: JournalServer) -> No
         call_id, finish = chunk.id, chunk.choices[0].finish_reason
     assert finish == "length"
     assert "".join(texts) == text_of(server, call_id)
+
+
+def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> None:
+    http_client = openai.DefaultHttpxClient(transport=ResumingTransport())
+    other_client = anthropic.DefaultHttpxClient(transport=ResumingTransport())
+    with (
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", http_client=http_client
+        ) as of_openai,
+        anthropic.Anthropic(
+            base_url=server.url, api_key="none", http_client=other_client
+        ) as of_anthropic,
+    ):
+        responses = of_openai.responses.create(
+            model="builtin",
+            input="Of the sea.",
+            stream=True,
+            max_output_tokens=200,
+            extra_body={"ignore_eos": True},
+        )
+        messages = of_anthropic.messages.create(
+            model="builtin", messages=MESSAGES, stream=True, max_tokens=200
+        )
+        events = [next(responses) for _ in range(12)]
+        pieces = [next(messages) for _ in range(4)]
+        kill_and_start_again(server)
+        events += list(responses)
+        pieces += list(messages)
+        last = events[-1].response
+        assert of_openai.responses.retrieve(last.id) == last
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert (last.status, last.usage.output_tokens) == ("incomplete", 200)
+    assert last.output_text == text
+    kinds = [piece.type for piece in pieces]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert [kinds.count(kind) for kind in ("message_start", "content_block_start", "ping")] == [
+        1
+    ] * 3
+    said = "".join(p.delta.text for p in pieces if p.type == "content_block_delta")
+    call_id = pieces[0].message.id.removeprefix("msg_")
+    with httpx.stream("GET", f"{server.url}/v1/penstock/streams/{call_id}") as answer:
+        again, _ = events_of(answer.iter_lines())
+    assert said == "".join(
+        event["delta"]["text"] for event in again if event["type"] == "content_block_delta"
+    )
 
 
 def test_the_asyncio_client_of_openai_does_so_too(server: JournalServer) -> None:

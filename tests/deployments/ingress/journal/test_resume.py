@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deployments.serving import EngineBackend, Serving
+from tests.deployments.serving import MODEL, EngineBackend, Serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me of the sea and of ships."}]
@@ -215,3 +215,57 @@ def test_the_answer_is_that_of_a_server_without_journals(http: httpx.Client, nam
     call_id, begun, ids = stream(http, path, body, 4)
     rest, _ = resume(http, call_id, ids[-1])
     assert whole_of(begun + rest) == whole_of(alone)
+
+
+RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
+LOOK_FUNCTION = {"type": "function", **LOOK["function"]}
+LOOK_TOOL = {"name": "look", "input_schema": LOOK["function"]["parameters"]}
+NUMBERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "response": (RESPONSES, {"input": "Of ships.", "temperature": 1.2, "max_output_tokens": 14}),
+    "response stop": (
+        RESPONSES,
+        {"input": "It was", "temperature": 0, "max_output_tokens": 60, "stop": ["and", "e "]},
+    ),
+    "response tools": (
+        RESPONSES,
+        {"input": "Look", "max_output_tokens": 80, "tools": [LOOK_FUNCTION]}
+        | {"tool_choice": "required"},
+    ),
+    "message": (
+        ANTHROPIC,
+        {"model": MODEL, "messages": MESSAGES, "temperature": 1.0, "max_tokens": 14},
+    ),
+    "message tools": (
+        ANTHROPIC,
+        {"model": MODEL, "messages": MESSAGES, "max_tokens": 80, "tools": [LOOK_TOOL]}
+        | {"tool_choice": {"type": "any"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_streams_with_numbered_events_go_on_after_any_event(http: httpx.Client, name: str) -> None:
+    path, body = NUMBERED[name]
+    call_id, begun, ids = stream_numbered(http, path, body, 4)
+    rest, _ = resume(http, call_id, ids[-1])
+    again, all_ids = resume(http, call_id, None)
+    assert begun + rest == again
+    assert None not in all_ids and len(set(all_ids)) == len(all_ids)
+    assert ids == all_ids[: len(ids)]
+    for num in [*range(0, len(again) - 1, 1 + len(again) // 12), len(again) - 1]:
+        rest, rest_ids = resume(http, call_id, all_ids[num])
+        assert rest == again[num + 1 :] and rest_ids == all_ids[num + 1 :]
+    if path == RESPONSES:
+        assert [event["sequence_number"] for event in again] == list(range(len(again)))
+        query = {"stream": "true", "starting_after": "5"}
+        with http.stream("GET", f"{path}/resp_{call_id}", params=query) as response:
+            assert events_of(response.iter_lines())[0] == again[6:]
+        assert http.get(f"{path}/resp_{call_id}").json() == again[-1]["response"]
+
+
+def stream_numbered(http: httpx.Client, path: str, body: dict[str, Any], num: int) -> Any:
+    """As `stream`, without what only the first two endpoints know."""
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["x-penstock-resumable"] == "1"
+        return response.headers["x-request-id"], *events_of(response.iter_lines(), num)

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody
-from penstock.deployments.ingress.http.responses.draft import ResponseBody
 from penstock.deployments.ingress.http.responses.requests import UNSUPPORTED
+from penstock.deployments.ingress.http.responses.schemas import ResponseBody
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import MODEL, reference_ids, scripted, tokenizer
 

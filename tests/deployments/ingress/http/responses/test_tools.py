@@ -14,8 +14,8 @@ import jsonschema
 import openai
 import pytest
 
-from penstock.deployments.ingress.http.responses.draft import InputItems, ResponseBody
 from penstock.deployments.ingress.http.responses.items import items_of, known_item, messages_of
+from penstock.deployments.ingress.http.responses.schemas import InputItems, ResponseBody
 from penstock.workers.request import FinishReason
 from penstock.workers.text.reasoning import PUBLISHED
 from tests.deployments.serving import MODEL, EngineBackend, ScriptedBackend, Serving, tokenizer

@@ -1,0 +1,101 @@
+"""From a request for a message to its answer: whole, or as events that can be continued."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.deployments.ingress.core.call import Call, CallContext
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.http.anthropic.rendering import MessageRenderer
+from penstock.deployments.ingress.http.anthropic.requests import MessagesRequest, parse
+from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
+from penstock.deployments.ingress.http.body import renamed_fields
+from penstock.deployments.ingress.http.events import ANTHROPIC
+from penstock.deployments.ingress.http.numbered import NumberedEvents
+from penstock.deployments.ingress.journal.call_journal import CallJournal
+from penstock.deployments.ingress.journal.records import Head
+from penstock.workers.request import FinishReason
+
+
+class MessagesEndpoint:
+    """The Endpoint of journalled.py at /v1/messages."""
+
+    def __init__(self, core: RequestCore):
+        self._core = core
+
+    async def prepare(
+        self, content: bytes, context: CallContext, head: Head | None = None
+    ) -> PreparedMessage:
+        """Check a body. Raises RequestError or ServiceError."""
+        body = parse(MessagesRequest, content)
+        params, prompt = body.params(), body.prompt()
+        call = Call(prompt, params, body.options(), context)
+        with renamed_fields({"stop": "stop_sequences"}):
+            generation = await self._core.prepare(call)
+        return PreparedMessage(self._core, generation, bool(body.stream))
+
+    async def attached(self, *_: object) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedMessage:
+    """A checked request: a PreparedCall of journalled.py."""
+
+    core: RequestCore
+    generation: Generation
+    streams: bool
+    is_background = False
+    before = b""
+
+    async def answer(
+        self, journal: CallJournal | None = None, headers: Headers | None = None
+    ) -> StreamingAnswer:
+        """With a `journal` its events have ids. Raises RequestError."""
+        call = self.generation.call
+        renderer = MessageRenderer(
+            call.context.request_id, self.core.model(call.options.model).name
+        )
+        numbered = NumberedEvents.of(journal, self.generation)
+        return StreamingAnswer(
+            self._events(renderer, journal, numbered)
+            if self.streams
+            else self._message(renderer, journal),
+            self.core.metrics.num_errors_returned,
+            headers=headers,
+            has_event_ids=journal is not None,
+            error_format=ANTHROPIC,
+        )
+
+    async def _message(
+        self, renderer: MessageRenderer, journal: CallJournal | None
+    ) -> dict[str, Any]:
+        async with aclosing(self.core.run(self.generation, 0, journal)) as pieces:
+            async for _, piece in pieces:
+                _refuse_aborted(piece.finish_reason)
+                renderer.add(piece, self.generation.usage)
+                if piece.finish_reason is not None:
+                    return renderer.whole(piece)
+        raise ServiceError("worker_lost")
+
+    async def _events(
+        self, renderer: MessageRenderer, journal: CallJournal | None, numbered: NumberedEvents
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.core.run(self.generation, 0, journal)) as pieces:
+            async for _, piece in pieces:
+                _refuse_aborted(piece.finish_reason)
+                numbered.count(piece)
+                events = renderer.add(piece, self.generation.usage)
+                if frames := b"".join(numbered.frames(events)):
+                    yield frames
+
+
+def _refuse_aborted(reason: FinishReason | None) -> None:
+    """Their API has no stop_reason for an answer that was ended from outside."""
+    if reason is FinishReason.ABORT:
+        raise ServiceError("internal_error")

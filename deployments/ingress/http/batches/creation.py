@@ -1,0 +1,54 @@
+"""New batches, also where a client asks for the same one again (Idempotency-Key)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.deployments.batch.batch_store import (
+    BatchSpec,
+    OwnerBatches,
+    StoredBatch,
+    TooManyBatches,
+)
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.journal.idempotency import IdempotencyKeys, Key
+from penstock.workers.request import RequestError
+
+
+async def created(batches: OwnerBatches, spec: BatchSpec, content: Path) -> StoredBatch:
+    """A new batch. Raises RequestError or ServiceError."""
+    try:
+        return await asyncio.to_thread(batches.create, spec, content)
+    except TooManyBatches as error:
+        raise ServiceError("over_share", str(error)) from None
+    except FileExistsError:  # the same request creates it at this moment
+        raise ServiceError("overloaded") from None
+    except FileNotFoundError:
+        raise not_found("file", spec.input_file_id, "input_file_id") from None
+
+
+async def once(
+    keys: IdempotencyKeys, key: Key, batches: OwnerBatches, spec: BatchSpec, content: Path
+) -> tuple[StoredBatch, dict[str, str]]:
+    """The batch that `key` stands for, as it is now, and headers; a new one, where there is none.
+
+    Raises RequestError or ServiceError.
+    """
+    known = await keys.claim(key, spec.id)
+    if known is not None:
+        batch = await asyncio.to_thread(batches.get, known)
+        if batch is not None:
+            return batch, {"idempotent-replayed": "true"}
+        spec = replace(spec, id=known)  # the process that claimed it ended before it was created
+    try:
+        return await created(batches, spec, content), {}
+    except (RequestError, ServiceError) as error:
+        if error.code != "overloaded":
+            await keys.release(key)
+        raise
+
+
+def not_found(noun: str, shown: str, param: str) -> RequestError:
+    return RequestError(f"there is no {noun} {shown[:100]!a}", param=param, code="not_found")
