@@ -98,7 +98,8 @@ def overload(result: Result) -> str:
 
 
 def _most(summaries: Sequence[Mapping[str, float | None]], name: str) -> float | None:
-    return max((each[name] for each in summaries if each[name] is not None), default=None)
+    values = [value for each in summaries if (value := each[name]) is not None]
+    return max(values, default=None)
 
 
 def soak(result: Result) -> str:

@@ -123,11 +123,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=8, help="under way at a time")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
+    parser.add_argument("--rounds", type=int, default=7, help="after one that warms up")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")

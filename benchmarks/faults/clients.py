@@ -216,7 +216,8 @@ class Clients:
                     if response.status_code != 200:
                         code = "unavailable" if response.status_code in STATUSES else "refused"
                         raise CallError(code, (await response.aread()).decode())
-                    call_id = call_id or response.headers["x-request-id"]
+                    if response.headers.get("x-penstock-resumable") == "1":
+                        call_id = call_id or response.headers["x-request-id"]
                     async for event_id_now, data in _events(response):
                         event_id = event_id_now or event_id
                         until_s = time.monotonic() + RESUME_S

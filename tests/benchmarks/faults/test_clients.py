@@ -11,6 +11,8 @@ from benchmarks.faults.clients import NAMES, CallError, Clients, Heard
 from benchmarks.faults.workload import FEATURES
 from tests.deployments.serving import Serving, engine_serving
 
+SHORT = [feature for feature in FEATURES if feature != "long"]  # longer than these servers permit
+
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
@@ -25,7 +27,8 @@ def heard(serving: Serving) -> dict[tuple[str, str], Heard]:
     async def all_calls() -> dict[tuple[str, str], Heard]:
         async with Clients(serving.base_url, serving.grpc_target, "builtin") as clients:
             found = {}
-            for number, feature in enumerate(FEATURES):
+            for feature in SHORT:
+                number = FEATURES.index(feature)
                 seed = 77 if feature == "unseeded" else None
                 for name in NAMES:
                     found[feature, name] = await clients.call(name, number, seed)
@@ -34,7 +37,7 @@ def heard(serving: Serving) -> dict[tuple[str, str], Heard]:
     return asyncio.run(all_calls())
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", SHORT)
 def test_clients_agree(heard: dict[tuple[str, str], Heard], feature: str) -> None:
     by_grpc, by_openai, by_http = (heard[feature, name] for name in ("gRPC", "openai", "HTTP"))
     assert by_openai.answer == by_http.answer
