@@ -89,10 +89,12 @@ def overload(result: Result) -> str:
         *("load", "offered/s", "goodput/s", "requests by end", "TTFT p50", "p99"),
         *("refused within, p99", "health p50", "p99", "longest", "RSS of all"),
     )
+    recovered_s = figures["recovery s"]
+    end = "not within the time" if recovered_s is None else f"after {recovered_s} s"
     about = (
         f"Sustainable: {figures['sustainable answers a second']} answers/s; under overload "
-        f"{100 * figures['goodput under overload, share of it']:.0f} % of it; recovered after "
-        f"{figures['recovery s']} s. Health is the slowest of /health, /ready and /live."
+        f"{100 * figures['goodput under overload, share of it']:.0f} % of it; recovered {end}. "
+        f"Health is the slowest of /health, /ready and /live."
     )
     return f"{markdown(head, rows)}\n\n{about}"
 

@@ -63,11 +63,15 @@ def is_good(outcome: Outcome, slo_ttft_s: float) -> bool:
     return outcome.error is None and bool(outcome.chunks) and outcome.ttft_s <= slo_ttft_s
 
 
-def recovery_s(outcomes: Sequence[Outcome], ended_s: float, limit_s: float) -> float:
-    """From `ended_s` until the last request was sent that failed, or had to wait beyond the limit;
-    0.0 if there was none."""
+def recovery_s(outcomes: Sequence[Outcome], ended_s: float, limit_s: float) -> float | None:
+    """From `ended_s` until the last request was sent that failed, or had to wait beyond the limit.
+
+    0.0: there was none. None: the last request of all was one, so it took longer than was measured.
+    """
     bad = [each.sent_s for each in outcomes if not is_good(each, limit_s)]
-    return max((sent_s - ended_s for sent_s in bad), default=0.0)
+    if not bad:
+        return 0.0
+    return None if max(bad) == max(each.sent_s for each in outcomes) else max(bad) - ended_s
 
 
 def about(phase: Phase, slo_ttft_s: float) -> dict[str, Any]:
@@ -176,10 +180,11 @@ def run(cluster: LiveCluster, args: argparse.Namespace) -> dict[str, Any]:
     calm_ttft = [each.ttft_s for each in calm.outcomes if each.error is None and each.chunks]
     limit_s = 2.0 * (figures.quantile(calm_ttft, 0.99) or args.slo_ttft_s)
     during = about(overload, args.slo_ttft_s)
+    recovered_s = recovery_s(after.outcomes, overload.ended_s, limit_s)
     return {
         "sustainable answers a second": round(rate, 2),
         "goodput under overload, share of it": round(during["goodput a second"] / rate, 3),
-        "recovery s": round(recovery_s(after.outcomes, overload.ended_s, limit_s), 1),
+        "recovery s": None if recovered_s is None else round(recovered_s, 1),
         "recovered: TTFT within s": round(limit_s, 3),
         "loads": {each.name: about(each, args.slo_ttft_s) for each in phases},
         "health": {each.name: health(probes, each) for each in phases},

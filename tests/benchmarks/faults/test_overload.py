@@ -46,6 +46,7 @@ def test_recovery_ends_with_the_last_bad_request() -> None:
     assert recovery_s(good, 100.0, limit_s=0.5) == 0.0
     slow = [*good, outcome(104.0, 2.0), outcome(106.5, 0.1, "503 no_worker")]
     assert recovery_s(slow, 100.0, limit_s=0.5) == 6.5
+    assert recovery_s([*good, outcome(140.0, 2.0)], 100.0, limit_s=0.5) is None  # not measured
 
 
 def test_the_largest_is_of_processes_of_one_time() -> None:
