@@ -172,10 +172,10 @@ class Clients:
         if feature == "json_schema":
             sampling["json_schema"] = SCHEMA
         if feature == "tools":
-            tool = {"name": TOOL.name, "description": "Looks.", "parameters": TOOL.parameters}
-            stream = self._grpc.chat(
-                [{"role": "user", "content": prompt}], tools=[tool], **sampling
-            )
+            tool: Any = {"name": TOOL.name, "description": "Looks."}
+            tool["parameters"] = TOOL.parameters
+            messages = [{"role": "user", "content": prompt}]
+            stream = self._grpc.chat(messages, tools=[tool], **sampling)
         else:
             stream = self._grpc.generate(prompt, **sampling)
         try:

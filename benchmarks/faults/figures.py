@@ -17,6 +17,7 @@ from scipy import stats
 
 NO_FAULT = "no fault"
 CONFIDENCE = 0.95
+SAME_AGE_S = 20.0  # ages that differ by less are the same
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -134,14 +135,20 @@ def growth(
 
     The first: the common slope of all processes of the role, each from the age of `warm_up_s` on.
     The second: of the first sample of each at that age, over the time of the run: a replacement
-    that begins larger than the one before shows a leak outside of the process. None: too few.
+    that begins larger than the one before shows a leak outside of the process. Processes that were
+    older when the samples began have no value at that age. None: too few.
     """
     by_pid: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.role == role and sample.age_s >= warm_up_s and name in sample.values:
             by_pid[sample.pid].append(sample)
     series = [[(each.at_s, each.values[name]) for each in mine] for mine in by_pid.values()]
-    return slope(series), slope([[mine[0] for mine in series]])
+    at_age = [
+        (first.at_s, first.values[name])
+        for first in (mine[0] for mine in by_pid.values())
+        if first.age_s < warm_up_s + SAME_AGE_S
+    ]
+    return slope(series), slope([at_age])
 
 
 def level(samples: Sequence[Sample], role: str, name: str) -> float | None:

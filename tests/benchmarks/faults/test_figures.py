@@ -112,3 +112,11 @@ def test_warming_up_is_no_growth_and_a_leak_outside_is_seen_from_process_to_proc
     assert not renewed.is_flat
     unwarmed, _ = figures.growth(lives(100.0, 0.0), "worker", "rss_mib", warm_up_s=0.0)
     assert unwarmed is not None and not unwarmed.is_flat
+
+
+def test_a_process_that_was_there_before_has_no_value_at_the_age_of_the_others() -> None:
+    """It has grown for longer: beside it every replacement would seem to shrink."""
+    old = [Sample(float(t), 900.0 + t, "worker", 99, {"rss_mib": 500.0}) for t in range(0, 300, 10)]
+    _, renewed = figures.growth([*old, *lives(100.0, 5.0)], "worker", "rss_mib", warm_up_s=60.0)
+    assert renewed is not None
+    assert renewed.low < 60.0 < renewed.high
