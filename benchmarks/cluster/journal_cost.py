@@ -1,11 +1,16 @@
 """What journals of streams cost: TTFT, gaps between tokens, and the ingress's CPU per token.
 
 Three ingresses over one worker: without journals, with a folder (SQLite), with Redis. They take
-turns within each round, so that a busy machine hits all of them. The worker makes one token a
-stream every `--step-ms` (see ingress_cpu.py); the client is this process.
+turns within each round, so that a busy machine hits all of them, and what a journal adds is the
+difference to the ingress without one in the same round. The first row of each path is a second turn
+without journals in each round: what it adds is noise. The worker makes one token a stream every
+`--step-ms` (see ingress_cpu.py); the client is this process. The defaults keep two cores half idle:
+8 streams of 50 tokens a second.
 
     python -m benchmarks.cluster.journal_cost
     python -m benchmarks.cluster.journal_cost --streams 64 --rounds 8 --json out.json
+
+The load average of the machine is recorded before each round: what else ran then is in the figures.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import statistics
 import tempfile
 from itertools import pairwise
@@ -29,7 +35,9 @@ from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import target_of
 
-OFF, FOLDER, REDIS = "off", "SQLite", "Redis"
+OFF, AGAIN, FOLDER, REDIS = "off", "off, again", "SQLite", "Redis"
+STORES = (OFF, AGAIN, FOLDER, REDIS)
+QUARTILES = (25, 50, 75)
 PATHS = ("HTTP, SSE", "gRPC")
 
 
@@ -41,10 +49,12 @@ async def measure(
     job = Job(0.0, args.input_len, args.output_len)
     rows = []
     for number in range(args.rounds + 1):
+        load = os.getloadavg()[0]
         for path in PATHS:
-            for store in list(urls)[:: 1 if number % 2 else -1]:
+            for store in STORES[:: 1 if number % 2 else -1]:
+                ingress = OFF if store == AGAIN else store
                 target = target_of(
-                    urls[store][path],
+                    urls[ingress][path],
                     model=None,
                     api_key=None,
                     is_chat=False,
@@ -55,9 +65,9 @@ async def measure(
                 calls = [
                     BenchCall(job, [int(n) for n in row], args.output_len, None) for row in ids
                 ]
-                before = sum(cpu_ms(pids[store]).values())
+                before = sum(cpu_ms(pids[ingress]).values())
                 outcomes = await run_load(target, calls, max_concurrency=args.streams)
-                used_ms = sum(cpu_ms(pids[store]).values()) - before
+                used_ms = sum(cpu_ms(pids[ingress]).values()) - before
                 await target.close()
                 errors = {outcome.error for outcome in outcomes if outcome.error}
                 assert not errors, errors
@@ -66,6 +76,7 @@ async def measure(
                         "round": number,
                         "path": path,
                         "store": store,
+                        "load": load,
                         "cpu_ms_per_token": used_ms / (args.requests * args.output_len),
                         **latencies(outcomes),
                     }
@@ -89,32 +100,34 @@ def latencies(outcomes: list[Outcome]) -> dict[str, float]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians over the rounds."""
+    """Of each path and store: medians over the rounds, and quartiles of what the store adds."""
     names = [name for name in rows[0] if name.endswith(("_ms", "_token"))]
-    stores = list(dict.fromkeys(row["store"] for row in rows))
-    return [
-        {"path": path, "store": store}
-        | {
-            name: statistics.median(
-                row[name] for row in rows if row["path"] == path and row["store"] == store
-            )
-            for name in names
+    found = []
+    for path in PATHS:
+        by_store = {
+            store: [row for row in rows if row["path"] == path and row["store"] == store]
+            for store in STORES
         }
-        for path in PATHS
-        for store in sorted(stores, key=(OFF, FOLDER, REDIS).index)
-    ]
+        for store, mine in by_store.items():
+            row: dict[str, Any] = {"path": path, "store": store}
+            for name in names:
+                row[name] = statistics.median(each[name] for each in mine)
+                added = [each[name] - base[name] for each, base in zip(mine, by_store[OFF])]
+                row[f"added_{name}"] = [float(each) for each in np.percentile(added, QUARTILES)]
+            found.append(row)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--streams", type=int, default=32, help="under way at a time")
-    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--streams", type=int, default=8, help="under way at a time")
+    parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
+    parser.add_argument("--rounds", type=int, default=7, help="after one that warms up")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -145,9 +158,15 @@ def main() -> None:
             each.send("stop")
             process.join(10)
     for row in summary(rows):
-        print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in row.items()))
+        print(", ".join(f"{name} {_shown(value)}" for name, value in row.items()))
     if args.json:
         record.write(args.json, __file__, {"rows": summary(rows), "rounds": rows})
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(f"{each:+.3f}" for each in value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

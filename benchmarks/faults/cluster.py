@@ -96,7 +96,8 @@ class LiveCluster:
     folder: Path  # with serve.log, and Ray's logs below
     state_url: str | None
     redis_pid: int | None
-    fault_s: float = field(default=0.0)  # time.monotonic() of the last fault
+    fault_s: float = 0.0  # time.monotonic() of the last fault
+    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def http_url(self) -> str:

@@ -1,12 +1,16 @@
-"""Workers are killed at random under mixed load: does any client get anything else?
+"""Processes are killed at random under mixed load: does any client get anything else?
 
     python -m benchmarks.faults.random_kills --kills 1000
+    python -m benchmarks.faults.random_kills --cluster --kills 80 --minutes 15 \\
+        --targets worker,ingress,gate,expert-store
 
-Several worker processes (a real engine and channel each, no Ray) behind one request core and its
-worker pool. While callers run calls of ten features, one of the processes is killed with SIGKILL,
-or stopped for some seconds and then killed, at random moments; each is replaced. Every answer is
-compared with that of an undisturbed worker: text, ids, ranks of logprobs, tool calls, finish and
-stop reasons, and counted tokens. At the end no worker may hold a block.
+The second one kills all roles of a live cluster: cluster_kills.py. The first one kills workers
+only, and a thousand take minutes: several worker processes (a real engine and channel each, no Ray)
+behind one request core and its worker pool. While callers run calls of all features, one of the
+processes is killed with SIGKILL, or stopped for some seconds and then killed, at random moments;
+each is replaced. Every answer is compared with that of an undisturbed worker: text, ids, ranks of
+logprobs, tool calls, finish and stop reasons, and counted tokens. At the end no worker may hold a
+block. A call without a seed gets one by its context, as from an ingress with journals.
 
 The guard: a worker is killed only while another one is connected.
 """
@@ -24,14 +28,30 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import record
+from benchmarks.faults import figures
+from benchmarks.faults.cluster_kills import run_on_cluster
 from benchmarks.faults.worker_process import CONFIG, MODEL, WorkerProcess
-from benchmarks.faults.workload import Answer, answer, make_call
+from benchmarks.faults.workload import Answer, answer, make_call, where
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.dispatch.lost_requests import PAUSE_BOUNDS
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.workers.context_policy import ContextSettings
+from penstock.workers.stats import Histogram
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
+
+
+class ExactHistogram(Histogram):
+    """One that also keeps each value."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        super().__init__(bounds)
+        self.values: list[float] = []
+
+    def observe(self, value: float, times: int = 1) -> None:
+        super().observe(value, times)
+        self.values += [value] * times
 
 
 @dataclass
@@ -48,6 +68,7 @@ class Run:
     differing: list[int] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     by_feature: Counter[str] = field(default_factory=Counter)
+    pauses: ExactHistogram = field(default_factory=lambda: ExactHistogram(PAUSE_BOUNDS))
 
     def publish(self) -> None:
         """What the registry would tell the pool."""
@@ -66,6 +87,7 @@ async def main_async(options: argparse.Namespace) -> dict[str, Any]:
         contexts=ContextSettings.of(CONFIG, 2048),
     )
     run = Run(pool, core, workers, {})
+    pool.lost_requests.pauses = run.pauses
     run.publish()
     while pool.num_connected < len(workers):
         await asyncio.sleep(0.01)
@@ -110,23 +132,8 @@ async def _call_forever(
         if got != run.expected[number]:
             run.differing.append(number)
             print(
-                f"call {number} ({feature}) differs {_where(got, run.expected[number])}", flush=True
+                f"call {number} ({feature}) differs {where(got, run.expected[number])}", flush=True
             )
-
-
-def _where(got: Answer, expected: Answer) -> str:
-    """The first difference, in words."""
-    for index, ids in expected.ids.items():
-        pairs = zip(got.ids.get(index, []), ids)
-        for place, (its, right) in enumerate(pairs):
-            if its != right:
-                return f"at token {place} of choice {index}: {its} for {right}"
-        if len(got.ids.get(index, [])) != len(ids):
-            return f"in length: {len(got.ids.get(index, []))} for {len(ids)}"
-    for name in ("text", "scored", "tool_calls", "ends"):
-        if getattr(got, name) != getattr(expected, name):
-            return f"in {name}: {getattr(got, name)} for {getattr(expected, name)}"
-    return "nowhere"
 
 
 async def _kill_at_random(run: Run, options: argparse.Namespace) -> None:
@@ -151,7 +158,6 @@ async def _kill_at_random(run: Run, options: argparse.Namespace) -> None:
 
 def _results(run: Run, seconds: float, num_held: int) -> dict[str, Any]:
     lost = run.pool.lost_requests
-    pauses = lost.pauses.snapshot()
     return {
         "kills": run.num_kills,
         "of these stopped first": run.num_stops,
@@ -162,25 +168,21 @@ def _results(run: Run, seconds: float, num_held: int) -> dict[str, Any]:
         "differing answers": len(run.differing),
         "lost requests": dict(run.lost),
         "blocks held at the end": num_held,
-        "pause s, p50 at most": _quantile(pauses.bounds, pauses.counts, 0.5),
-        "pause s, p99 at most": _quantile(pauses.bounds, pauses.counts, 0.99),
+        "pauses s": figures.summary(run.pauses.values),
     }
-
-
-def _quantile(bounds: tuple[float, ...], counts: tuple[int, ...], share: float) -> float | None:
-    """The bound of the bucket that the quantile is in; None: there is none, or beyond the last."""
-    seen, goal = 0, share * sum(counts)
-    for bound, count in zip(bounds, counts):
-        seen += count
-        if seen >= goal > 0:
-            return bound
-    return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--every-s", type=float, default=0.5, help="mean time between kills")
+    parser.add_argument("--every-s", type=float, help="mean time between kills; 0.5, or 5")
+    parser.add_argument("--cluster", action="store_true", help="on a live cluster, all roles")
+    parser.add_argument(
+        "--targets",
+        default="worker,ingress,gate,expert-store",
+        help="with --cluster: roles, also registry and controller",
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="with --cluster: at most")
     parser.add_argument("--stop-share", type=float, default=0.02, help="stopped before the kill")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--callers", type=int, default=8)
@@ -188,7 +190,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the schedule of kills")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args()
-    results = asyncio.run(main_async(options))
+    if options.every_s is None:
+        options.every_s = 5.0 if options.cluster else 0.5
+    results = run_on_cluster(options) if options.cluster else asyncio.run(main_async(options))
     for name, value in results.items():
         print(f"{name}: {value}")
     if options.json:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.deployments.ingress.core.call import Call, CallOptions, ChatPrompt
+from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.tools import Tool, Toolset
 from penstock.workers.request import SamplingParams
@@ -21,7 +21,7 @@ TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "
 WORDS = ("sea", "road", "letter", "winter", "house", "voice", "garden", "morning", "friend", "door")
 FEATURES = (
     *("greedy", "seeded", "n", "penalties", "stop string", "logprobs", "json_schema", "tools"),
-    *("sink_window", "long"),
+    *("sink_window", "long", "unseeded"),
 )
 
 
@@ -31,7 +31,7 @@ class Answer:
 
     text: dict[int, str] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
-    scored: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # (token id, rank)
+    scored: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)  # (token id, rank)
     tool_calls: dict[int, str] = field(default_factory=dict)
     ends: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -57,30 +57,64 @@ async def answer(core: RequestCore, call: Call, num_choices: int) -> Answer:
 
 def make_call(number: int) -> tuple[str, Call, int]:
     """The call of that number: its feature, the call, and its choices."""
+    feature, prompt, fields = make_fields(number)
+    given: Any = prompt
+    params: dict[str, Any] = dict(fields)
+    num_choices = params.pop("n", 1)
+    context = CallContext()
+    if "stop" in params:
+        params["stop"] = tuple(params["stop"])
+    if feature == "json_schema":
+        params["structured"] = JSON
+    elif feature == "tools":
+        given = ChatPrompt(({"role": "user", "content": prompt},), tools=Toolset((TOOL,)))
+    elif feature == "unseeded":  # as an ingress does that keeps journals: the seed is its choice
+        context = CallContext(seed=random.Random(-number).getrandbits(63))
+    return feature, Call(given, SamplingParams(**params), CallOptions(), context), num_choices
+
+
+def make_fields(number: int) -> tuple[str, str, dict[str, Any]]:
+    """The same for clients: its feature, its prompt, and its parameters as all dialects name them.
+
+    What they do not name alike, the schema and the tools, is left to the caller.
+    """
     rng = random.Random(number)
     feature = FEATURES[number % len(FEATURES)]
-    prompt: Any = f"The {rng.choice(WORDS)} and the {rng.choice(WORDS)} were"
+    prompt = f"The {rng.choice(WORDS)} and the {rng.choice(WORDS)} were"
     params: dict[str, Any] = {"temperature": 1.0, "seed": number, "ignore_eos": True}
     params["max_tokens"] = rng.randrange(20, 200)
-    num_choices = 1
     if feature == "greedy":
         params["temperature"] = 0.0
     elif feature == "n":
-        num_choices = 3
+        params["n"] = 3
     elif feature == "penalties":
         params |= {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     elif feature == "stop string":
-        params |= {"stop": ("e w", "ing t"), "max_tokens": 300}
+        params |= {"stop": ["e w", "ing t"], "max_tokens": 300}
     elif feature == "logprobs":
         params |= {"logprobs": 2}
-    elif feature == "json_schema":
-        params |= {"structured": JSON, "ignore_eos": False}
-    elif feature == "tools":
-        prompt = ChatPrompt(({"role": "user", "content": prompt},), tools=Toolset((TOOL,)))
+    elif feature in ("json_schema", "tools"):
         params["ignore_eos"] = False
     elif feature == "sink_window":
         params |= {"context_policy": "sink_window", "sinks": 4, "window": 48, "roll": 16}
         params["max_tokens"] = 300
     elif feature == "long":
         params["max_tokens"] = 700
-    return feature, Call(prompt, SamplingParams(**params), CallOptions()), num_choices
+    elif feature == "unseeded":
+        del params["seed"]
+    return feature, prompt, params
+
+
+def where(got: Answer, expected: Answer) -> str:
+    """The first difference, in words."""
+    for index, ids in expected.ids.items():
+        pairs = zip(got.ids.get(index, []), ids)
+        for place, (its, right) in enumerate(pairs):
+            if its != right:
+                return f"at token {place} of choice {index}: {its} for {right}"
+        if len(got.ids.get(index, [])) != len(ids):
+            return f"in length: {len(got.ids.get(index, []))} for {len(ids)}"
+    for name in ("text", "scored", "tool_calls", "ends"):
+        if getattr(got, name) != getattr(expected, name):
+            return f"in {name}: {getattr(got, name)} for {getattr(expected, name)}"
+    return "nowhere"

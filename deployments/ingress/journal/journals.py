@@ -113,7 +113,7 @@ class Journals:
         """Write its head. If the store cannot take it, `is_kept` stays False."""
         try:
             journal.next_index = await self._store.append(
-                _stream(journal.call_id),
+                stream_name(journal.call_id),
                 0,
                 [head_bytes(journal.head)],
                 ttl_s=journal.head.ttl_s,
@@ -131,7 +131,7 @@ class Journals:
         if not _CALL_ID.fullmatch(call_id):
             raise _not_found(call_id)
         try:
-            found = await self._store.read(_stream(call_id), limit=1, budget_s=RESUME_BUDGET_S)
+            found = await self._store.read(stream_name(call_id), limit=1, budget_s=RESUME_BUDGET_S)
             head = head_from(found.records[0]) if found.records else None
         except (StateDown, StateFull) as error:
             raise self._unavailable(error) from None
@@ -153,7 +153,7 @@ class Journals:
                 budget_s=RESUME_BUDGET_S,
             )
             await self._store.append(
-                _stream(call_id), 0, (), fence=fence, ttl_s=head.ttl_s, budget_s=RESUME_BUDGET_S
+                stream_name(call_id), 0, (), fence=fence, ttl_s=head.ttl_s, budget_s=RESUME_BUDGET_S
             )
             records = await self._read(call_id)  # no earlier owner can append any more
             kept = await asyncio.to_thread(kept_from, records[1:])
@@ -214,7 +214,9 @@ class Journals:
     async def _read(self, call_id: str) -> list[bytes]:
         records: list[bytes] = []
         while True:
-            found = await self._store.read(_stream(call_id), len(records), budget_s=RESUME_BUDGET_S)
+            found = await self._store.read(
+                stream_name(call_id), len(records), budget_s=RESUME_BUDGET_S
+            )
             if not found.records:
                 return records
             records += found.records
@@ -233,7 +235,7 @@ class Journals:
         num = len(journal.unsent)
         try:
             await self._store.append(
-                _stream(journal.call_id),
+                stream_name(journal.call_id),
                 journal.next_index,
                 journal.unsent[:num],
                 fence=journal.fence,
@@ -283,7 +285,8 @@ class Journals:
             log.warning("streams cannot be continued elsewhere for now: state store: %s", error)
 
 
-def _stream(call_id: str) -> str:
+def stream_name(call_id: str) -> str:
+    """The stream of the state store that the journal of a call is in."""
     return f"call/{call_id}"
 
 
