@@ -237,8 +237,8 @@ class WorkerPool:
                 continue
             link = self._links.get(epoch) if links else await self._workers.reachable(epoch)
             if link is not None and link.takes_requests:
-                if link.lacks_experts and not all(each.lacks_experts for each in self._workers.usable()):
-                    break  # the gate does not know that
+                if link.lacks_experts and link not in self._workers.usable():
+                    return False  # the gate does not know that
                 self._submit(call, link, may_decline=True)
                 return True
             returned = "declined"  # a worker that this ingress cannot reach, or that drains

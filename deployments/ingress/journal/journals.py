@@ -179,11 +179,11 @@ class Journals:
 
     def followed(self, call_id: str, outcome: Callable[[], Awaitable[str | None]]) -> FollowedCall:
         """The tokens of a call that another ingress generates; see FollowedCall."""
-        return FollowedCall(self._store, _stream(call_id), outcome)
+        return FollowedCall(self._store, stream_name(call_id), outcome)
 
     async def forget(self, call_id: str) -> None:
         """Remove a journal. Never fails: it expires, too."""
-        for name in (_stream(call_id), f"owner/{call_id}"):
+        for name in (stream_name(call_id), f"owner/{call_id}"):
             with contextlib.suppress(StateError):
                 await self._store.delete(name, budget_s=RESUME_BUDGET_S)
 
