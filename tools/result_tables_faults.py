@@ -1,4 +1,4 @@
-"""Tables of fault runs: what journals cost, random kills, overload, and soak."""
+"""Tables of fault runs: what journals cost, the fault table, random kills, overload, and soak."""
 
 from __future__ import annotations
 
@@ -133,3 +133,18 @@ def _slope(slope: Mapping[str, float] | None) -> str | None:
         return None
     low, middle, high = (signed(slope[name], 1) for name in ("low", "per_hour", "high"))
     return f"{middle} ({low}, {high})"
+
+
+def fault_table(result: Result) -> str:
+    """All rows that were run; each says what it is about."""
+    rows = [
+        (
+            row["row"],
+            f"**{row['title']}**: {row['injected']}",
+            row["promised"],
+            row["seen"],
+            f"{row['verdict']} ({row['scale']})",
+        )
+        for row in result.figures["rows"]
+    ]
+    return markdown(("#", "injected", "promised", "seen", "verdict"), rows)

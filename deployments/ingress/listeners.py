@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -41,6 +43,9 @@ ERRORS_S = 1.0  # after the drain, for errors to reach clients
 KEEP_ALIVE_S = 75
 FOLDER_S = 20.0  # longest wait for the folder of the state store after a drain
 FOLDER_POLL_S = 0.1
+COMPLAIN_EVERY_S = 10.0
+
+log = logging.getLogger("penstock.ingress")
 IDLE_POLL_S = 0.02
 
 
@@ -106,6 +111,7 @@ async def open_listeners(
     `view`: the registry's last answer. `owner`: names this ingress in journals. Raises ConfigError,
     LoadError or OSError.
     """
+    asyncio.get_running_loop().set_exception_handler(_Complaints())
     core = await _request_core(config, pool, gate)
     journals = await _journals(config, owner)
     if journals is not None:
@@ -206,3 +212,25 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.bind((host, port))
     listener.listen(2048)
     return listener
+
+
+class _Complaints:
+    """Handles what the event loop could not: each as always, but for descriptors that ran out.
+
+    Then asyncio complains once for each place in the listener's queue, two thousand times a second.
+    Logged with their tracebacks, those would hold the loop up until the workers take it for dead.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until_s = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until_s:
+            self._quiet_until_s = loop.time() + COMPLAIN_EVERY_S
+            log.error(
+                "connections cannot be accepted: %s; raise the limit of open files (ulimit -n)",
+                error.strerror,
+            )

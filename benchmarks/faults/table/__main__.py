@@ -4,7 +4,7 @@
     python -m benchmarks.faults.table --rows 1,3-5 --quick  some, with fewer repetitions
     python -m benchmarks.faults.table --json FILE           and write what was seen
 
-Exit status 1: a row failed. Rows that this machine cannot run are named, and fail nothing.
+Rows that FILE has already, and that are not run again, stay in it. Exit status 1: a row failed. Rows that this machine cannot run are named, and fail nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import record
 from benchmarks.faults.table import (
@@ -69,6 +71,16 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def _with_earlier(file: Path, outcomes: Sequence[Outcome], scale: Scale) -> list[dict[str, Any]]:
+    """The rows of the file, in place of which these come."""
+    rows: dict[int, dict[str, Any]] = {}
+    if file.exists():
+        rows = {each["row"]: each for each in json.loads(file.read_text())["results"]["rows"]}
+    about = {"scale": "quick" if scale.is_quick else "full", "commit": record.commit()}
+    rows |= {each.row.number: each.as_dict() | about for each in outcomes}
+    return [rows[number] for number in sorted(rows)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -93,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes = run(numbers, scale)
     print(f"\n{table(outcomes)}")
     if options.json:
-        record.write(options.json, __file__, {"rows": [each.as_dict() for each in outcomes]})
+        record.write(options.json, __file__, {"rows": _with_earlier(options.json, outcomes, scale)})
     return int(any(each.passed is False for each in outcomes))
 
 
