@@ -4,7 +4,8 @@
     python -m benchmarks.faults.table --rows 1,3-5 --quick  some, with fewer repetitions
     python -m benchmarks.faults.table --json FILE           and write what was seen
 
-Rows that FILE has already, and that are not run again, stay in it. Exit status 1: a row failed. Rows that this machine cannot run are named, and fail nothing.
+Rows that FILE has already, and that are not run again, stay in it. Exit status 1: a row failed.
+Rows that this machine cannot run are named, and fail nothing.
 """
 
 from __future__ import annotations
