@@ -1,4 +1,4 @@
-"""What the event loop of an ingress complains of; row 23 of the fault table has real descriptors."""
+"""What the loop of an ingress complains of; row 23 of the fault table has real descriptors."""
 
 from __future__ import annotations
 
