@@ -222,7 +222,7 @@ async def deadline(scale: Scale, seen: Seen) -> None:
 async def slow_reader(scale: Scale, seen: Seen) -> None:
     num = scale.of(4, 16)
     async with house(Plan(num_workers=1, engine=replace(CONFIG, max_num_seqs=32))) as made:
-        fields = {"max_tokens": 150}
+        fields: dict[str, Any] = {"max_tokens": 150}
 
         async def readers() -> list[Streamed]:
             return await gathered(

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.faults.child import Child
 from benchmarks.faults.table import inside
 from benchmarks.faults.table.house import Plan, house, over_grpc
 from benchmarks.faults.table.rows import Scale, Seen, row
@@ -111,6 +112,6 @@ async def bad_requests(scale: Scale, seen: Seen) -> None:
         await asyncio.gather(*(bad() for _ in range(at_once)))
         is_over.set()
         await asyncio.gather(*goods)
-        alive = [each.is_alive for each in (*made.workers, *made.ingresses)]
-        seen.check(all(alive), "a process has ended")
+        children: list[Child[Any]] = [*made.workers, *made.ingresses]
+        seen.check(all(each.is_alive for each in children), "a process has ended")
         await made.check_free(seen)

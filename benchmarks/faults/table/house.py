@@ -17,6 +17,7 @@ import grpc
 import httpx
 
 from benchmarks.common.server_process import free_port
+from benchmarks.faults.child import Child
 from benchmarks.faults.front_processes import GateProcess, IngressParts, IngressProcess
 from benchmarks.faults.table import inside
 from benchmarks.faults.table.rows import Seen
@@ -96,8 +97,9 @@ class House:
         return made
 
     async def add_ingress(self, **settings: Any) -> IngressProcess:
-        ports = {"http_port": free_port(), "grpc_port": free_port(), "metrics_port": 0}
-        config = ServeConfig(engine=self.plan.engine, **ports, **self.plan.settings | settings)
+        given: dict[str, Any] = {"http_port": free_port(), "grpc_port": free_port()}
+        given |= {"metrics_port": 0, **self.plan.settings, **settings}
+        config = ServeConfig(engine=self.plan.engine, **given)
         infos = [worker.info for worker in self.workers]
         address = None if self.gate is None else self.gate.address
         made = await asyncio.to_thread(
@@ -142,7 +144,9 @@ class House:
 
     async def close(self) -> None:
         await self.http.aclose()
-        children = [*self.ingresses, *self.workers, *([self.gate] if self.gate else [])]
+        children: list[Child[Any]] = [*self.ingresses, *self.workers]
+        if self.gate is not None:
+            children.append(self.gate)
         for child in children:
             await asyncio.to_thread(child.kill)
 

@@ -29,7 +29,7 @@ from benchmarks.faults.table.rows import Scale, Seen, row
 from penstock.deployments.supervision.processes import descendants, is_running
 
 PROMPT = "It was a bright morning, and"
-LONG = {"max_tokens": 900}
+LONG: dict[str, Any] = {"max_tokens": 900}
 WHOLE_S = 300.0
 LOAD_END_S = 2.0
 DRAIN_S = 30.0
@@ -274,7 +274,7 @@ async def _until(condition: Callable[[], Any], within_s: float) -> float | None:
 )
 async def expert_store_lost(scale: Scale, seen: Seen) -> None:
     setup = ClusterSetup(
-        model="builtin-moe", num_workers=1, num_ingress=1, state="none", expert_cache_gb=0.002
+        model="builtin-moe", num_workers=1, num_ingress=1, state="none", expert_cache_gb=0.004
     )
     async with running(setup) as cluster:
         callers = Callers(cluster, seen, max_tokens=60)

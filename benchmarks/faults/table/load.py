@@ -8,7 +8,6 @@ import random
 import resource
 import socket
 import time
-from typing import Any
 
 import httpx
 import numpy as np
@@ -214,9 +213,9 @@ async def descriptors(scale: Scale, seen: Seen) -> None:
 
 def _knock(url: str) -> socket.socket:
     """A connection that asks for something."""
-    made: Any = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5)
+    made = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5)
     made.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 @row(

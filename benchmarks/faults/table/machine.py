@@ -139,7 +139,8 @@ async def clock_jumps(scale: Scale, seen: Seen) -> None:
                 for _ in range(3)
             ]
             await asyncio.sleep(0.2)
-            for child in (*made.workers, *made.ingresses):
+            children: list[Child[Any]] = [*made.workers, *made.ingresses]
+            for child in children:
                 try:
                     at_s = await asyncio.to_thread(child.ask, partial(_jump, seconds))
                 except EOFError:

@@ -55,7 +55,7 @@ class RedisProcess:
     def ask(self, *command: Any) -> Any:
         """A command of an operator. Raises redis.RedisError."""
         with redis.Redis(port=self.port, retry=None, socket_timeout=2) as client:  # type: ignore[arg-type]
-            return client.execute_command(*command)  # type: ignore[no-untyped-call]
+            return client.execute_command(*command)
 
     def send(self, number: signal.Signals) -> None:
         if self._process is not None:

@@ -24,7 +24,7 @@ from benchmarks.faults.table.rows import CannotInject, Scale, Seen, row
 from benchmarks.faults.table.sse import Events
 
 PROMPT = "It was a bright morning, and"
-LONG = {"max_tokens": 500, "seed": 5}
+LONG: dict[str, Any] = {"max_tokens": 500, "seed": 5}
 RESUME_S = 60.0
 REFUSED_S = 1.0  # a durable call, while the store is down
 RECOVERED_S = 2.0

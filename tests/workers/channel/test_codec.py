@@ -30,7 +30,10 @@ from penstock.workers.request import (
     TokenLogprob,
 )
 
-STAYS = {SamplingParams: {"stop"}, Delta: {"request_id", "engine"}}  # the ingress's own
+STAYS = {
+    SamplingParams: {"stop"},
+    Delta: {"request_id", "engine", "is_replayed"},
+}  # the ingress's own
 
 numbers = st.floats(allow_nan=False)
 logprobs = st.floats(width=32, allow_nan=False)
