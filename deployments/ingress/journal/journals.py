@@ -82,7 +82,7 @@ class Journals:
         self.counts = JournalCounts()
         self.keys = IdempotencyKeys(store)
         self.responses = ResponseValues(store)
-        self.background = BackgroundCalls(store, owner)
+        self.background = BackgroundCalls(store)
         self._store = store
         self._owner = owner
         self._flush_s = flush_s
