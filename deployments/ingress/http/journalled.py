@@ -30,7 +30,7 @@ from penstock.workers.request import RequestError
 
 RESUMABLE_HEADER = b"x-penstock-resumable"
 RESUMABLE: Headers = [(RESUMABLE_HEADER, b"1")]
-_NOT_RESUMABLE: Headers = [(RESUMABLE_HEADER, b"0")]
+NOT_RESUMABLE: Headers = [(RESUMABLE_HEADER, b"0")]
 REPLAYED: Headers = [(b"idempotent-replayed", b"true")]
 
 
@@ -100,7 +100,7 @@ class JournalledCalls:
             return await call.answer(journal, RESUMABLE)
         if call.is_background:
             raise ServiceError("state_unavailable", retry_after_s=2.0)
-        return await call.answer(None, _NOT_RESUMABLE)
+        return await call.answer(None, NOT_RESUMABLE)
 
     async def _once(self, scope: Scope, content: bytes, key: Key, context: CallContext) -> Response:
         """The answer to a POST with an Idempotency-Key: a new one, or that of an earlier call."""
