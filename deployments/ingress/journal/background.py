@@ -45,10 +45,9 @@ class BackgroundWork(Protocol):
 class BackgroundCalls:
     """Those of one ingress, and the look for those that need one. Lives on the event loop."""
 
-    def __init__(self, store: Store, owner: str):
-        """`owner`: names this ingress; a new process of the same name is another owner."""
+    def __init__(self, store: Store):
         self._store = store
-        self._owner = f"{owner}-{secrets.token_hex(4)}"
+        self._owner = secrets.token_hex(8)  # an ingress that starts again is another one
         self._ended: set[str] = set()  # to be removed from the index
         self._changing = asyncio.Lock()
         self._has_lease = False
