@@ -92,7 +92,8 @@ class InFlightRequest:
         params = request.params
         if self.emitted and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
-        request = replace(request, params=params, emitted_ids=(*request.emitted_ids, *new))
+        emitted_ids = (*request.emitted_ids, *new)
+        request = replace(request, params=params, emitted_ids=emitted_ids, is_continued=True)
         self.admission = replace(self.admission, request=request)
         self.num_expected += self.num_to_prefill if self.is_begun else 0
         self.num_before, self.is_accepted = len(self.emitted), False
