@@ -17,7 +17,7 @@ from penstock.deployments.ingress.core.reasoning import find_marks
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
-from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.journal.journals import Journals
@@ -47,11 +47,17 @@ class Listeners:
     app: Any  # ASGI
     http: uvicorn.Server
     http_task: asyncio.Task[None]
-    grpc: Any  # grpc.aio.Server
+    grpc: GrpcServer
     metrics: MetricsServer | None  # None: metrics are off
     core: RequestCore
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
+
+    @property
+    def num_connections(self) -> int:
+        """HTTP connections and running gRPC calls: a connection of HTTP/1.1 has one request at
+        most, and one of gRPC has as many as its client likes."""
+        return len(self.http.server_state.connections) + self.grpc.num_calls
 
     async def close(self, notice_s: float, drain_s: float) -> None:
         """Report "not ready", then accept no new request, then wait for running requests.

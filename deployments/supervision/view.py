@@ -17,7 +17,7 @@ class IngressInfo:
     grpc_address: str
     num_workers: int
     metrics_address: str = ""  # none if metrics are off
-    num_connections: int = 0  # of HTTP clients
+    num_connections: int = 0  # of HTTP clients, and gRPC calls that run
     node: str = ""  # of the cluster, on which it runs
     is_draining: bool = False  # it finishes its requests, then ends
     generation: int = 0  # of the deployment that it belongs to

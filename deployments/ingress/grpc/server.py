@@ -35,10 +35,16 @@ SERVER_OPTIONS = (
 class GrpcServer:
     """A running server. `port` is the port that it listens on, also where 0 was requested."""
 
-    def __init__(self, server: grpc.aio.Server, port: int, health: health.Health):
+    def __init__(self, server: grpc.aio.Server, port: int, health: health.Health, guard: Guard):
         self._server = server
         self._health = health
+        self._guard = guard
         self.port = port
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that run now."""
+        return self._guard.num_calls
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Report NOT_SERVING, take no new calls, and let running ones end for up to `grace_s`."""
@@ -61,9 +67,8 @@ async def start_server(
     RuntimeError if the address cannot be bound.
     """
     keys = ApiKeys(api_keys)
-    server = grpc.aio.server(
-        interceptors=[Guard(keys, core.metrics.num_errors_returned)], options=SERVER_OPTIONS
-    )
+    guard = Guard(keys, core.metrics.num_errors_returned)
+    server = grpc.aio.server(interceptors=[guard], options=SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         inference.InferenceService(core, keys, journals), server
     )
@@ -77,4 +82,4 @@ async def start_server(
     else:
         port = server.add_secure_port(address, credentials)
     await server.start()
-    return GrpcServer(server, port, reported_health)
+    return GrpcServer(server, port, reported_health, guard)

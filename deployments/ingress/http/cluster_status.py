@@ -59,7 +59,7 @@ class IngressStatus(BaseModel):
     node: str
     is_draining: bool
     num_workers: int  # with a connection to this ingress
-    num_connections: int  # of HTTP clients
+    num_connections: int  # of HTTP clients, and gRPC calls that run
 
 
 class ScaleStatus(BaseModel):
