@@ -20,6 +20,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.http.jobs import JobBoard
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
@@ -52,6 +53,7 @@ class Listeners:
     core: RequestCore
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
+    jobs: JobBoard
 
     @property
     def num_connections(self) -> int:
@@ -92,6 +94,7 @@ async def open_listeners(
     journals = await _journals(config, owner)
     api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
     data_dir = Path(config.data_dir) if config.data_dir else None
+    jobs = JobBoard()
     app = build_app(
         core,
         api_keys=api_keys,
@@ -101,6 +104,7 @@ async def open_listeners(
         admission=config.admission,
         data_dir=data_dir,
         journals=journals,
+        jobs=jobs,
     )
     http = uvicorn.Server(
         uvicorn.Config(
@@ -133,7 +137,7 @@ async def open_listeners(
     batches = None
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
-    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals)
+    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs)
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:

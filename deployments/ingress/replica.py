@@ -150,6 +150,7 @@ class IngressReplica:
             is_draining=self._draining is not None,
             generation=0 if self._setup is None else self._setup.generation,
             digest="" if self._setup is None else self._setup.digest,
+            jobs=self._listeners.jobs.own(),
         )
 
     async def drain(self) -> None:
