@@ -184,7 +184,7 @@ class WorkerPool:
             await call.waits_for.is_over.wait()
             call.waits_for = None
         call.continue_after_emitted()
-        while not self._usable() and not self._may_wake:
+        while not self._usable(call) and (self._has_worker() or not self._may_wake):
             if self._is_closed or loop.time() > call.lost_s + self._lost_wait_s:
                 call.fail("worker_lost")
                 return
@@ -213,8 +213,8 @@ class WorkerPool:
     async def _enter(self, call: InFlightRequest, returned: Returned | None = None) -> None:
         """Have the gate admit `call`, which may take long, and send it to the worker it names."""
         await self._replaced()
-        otherwise = LOST if returned == "lost" else "no_worker"
-        if not self._gate.decides:
+        otherwise = LOST if returned == "lost" or call.emitted else "no_worker"
+        if not self._gate.decides or self._is_bound(call):
             self._place(call, otherwise)
             return
         admission = self._limited(call.admission)
@@ -236,8 +236,10 @@ class WorkerPool:
                 continue
             link = self._links.get(epoch) if links else await self._reachable(epoch)
             if link is not None and link.takes_requests:
-                self._submit(call, link, may_decline=True)
-                return
+                if call.fits(link.info.computes):
+                    self._submit(call, link, may_decline=True)
+                    return
+                break  # an update has begun meanwhile, and the gate knows nothing of weights
             returned = "declined"  # a worker that this ingress cannot reach, or that drains
         self._place(call, otherwise)
 
@@ -277,16 +279,26 @@ class WorkerPool:
             limit = min(limit, features.max_tokens)
         return replace(admission, features=replace(features, max_tokens=limit))
 
-    def _usable(self) -> list[WorkerLink]:
+    def _usable(self, call: InFlightRequest | None = None) -> list[WorkerLink]:
+        """Workers that take requests; of other weights than `call` has begun with, none."""
         links = [link for link in self._links.values() if link.takes_requests]
+        if call is not None:
+            links = [link for link in links if call.fits(link.info.computes)]
         return [link for link in links if link.is_listed] or links
+
+    def _is_bound(self, call: InFlightRequest) -> bool:
+        """Whether `call` may go to some workers only, as others would change its answer."""
+        return any(
+            link.takes_requests and not call.fits(link.info.computes)
+            for link in self._links.values()
+        )
 
     def _place(self, call: InFlightRequest, otherwise: str) -> None:
         """Send `call` to the worker with the least outstanding work, or fail it with a code.
 
         Of many workers, two are drawn: reports are old, and all ingresses would choose the same.
         """
-        links = self._usable()
+        links = self._usable(call)
         if not links:
             call.fail(otherwise)
             return
@@ -298,7 +310,7 @@ class WorkerPool:
     def _submit(self, call: InFlightRequest, link: WorkerLink, *, may_decline: bool) -> None:
         """Send `call` to the worker of `link`, which gets the prefix of its prompt."""
         link.last_turn = next(self._turn)
-        epoch = link.info.epoch
+        epoch, call.computes = link.info.epoch, link.info.computes
         self._prefixes.note(call.admission.prefix, epoch, call.num_expected, link.capacity)
         link.submit(call, may_decline=may_decline and call.num_declined < MAX_DECLINES)
 
