@@ -118,7 +118,7 @@ class Cluster:
             )
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
-        self._registry.call_when_up("begin")
+        self._registry.call_when_up("begin")  # its process starts only now
         config = self._config
         if not self._is_local:
             deploy_application(application(config, cluster))

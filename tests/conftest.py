@@ -29,6 +29,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Seconds in which a node has to start; the default of 30 is short where others use the machine.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
 # Tests run in two processes, a file in one of them. Those that start Ray take turns: two clusters
 # that start at once on two cores miss their own deadlines. They are long, so they begin.
@@ -40,13 +42,18 @@ RAY_FILES = {
         "test_ray_data.py",
         "test_nodes.py",
         "test_nodes_drain.py",
+        "test_nodes_ingress.py",
+        "test_nodes_update.py",
         "test_scaling.py",
         "test_to_zero.py",
         "cli/test_main.py",
         "gate/test_server.py",
         "experts/test_store.py",
         "experts/test_far_store.py",
+        "manifests/test_head_replaced.py",
+        "manifests/test_serve_commands.py",
         "manifests/test_start_commands.py",
+        "supervision/test_control_plane.py",
     )
 }
 

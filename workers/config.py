@@ -26,6 +26,11 @@ WEIGHTS: tuple[str, ...] = get_args(WeightFormat)
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicyName)
 MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
+# Settings that change the numbers of a step, beside the model and the format of its weights.
+NUMERICS = (
+    *("quantize_o", "quantize_lm_head", "kv", "kv_group"),
+    *("expert_cache_gb", "moe_mode", "moe_keep", "moe_score"),
+)
 DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
 
 
@@ -279,3 +284,13 @@ class EngineConfig(
             _ = self.cores
         except ValueError as error:
             raise ConfigError(f"compute_cores: {error}") from None
+
+    @property
+    def numerics(self) -> str:
+        """NUMERICS, as far as they are not the defaults."""
+        values = {name: getattr(self, name) for name in NUMERICS}
+        return " ".join(
+            f"{name}={value}"
+            for name, value in values.items()
+            if value != getattr(EngineConfig, name)
+        )

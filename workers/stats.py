@@ -28,6 +28,7 @@ class WorkerInfo:
     model: str
     max_model_len: int  # prompt + answer, in tokens
     weights: str = ""  # their number format
+    numerics: str = ""  # EngineConfig.numerics
     weight_bytes: int = 0  # all of them, as they lie in memory
     node: str = ""  # of the cluster, on which it runs
     is_draining: bool = False  # it finishes its requests, and accepts no new one
@@ -37,6 +38,12 @@ class WorkerInfo:
     def tokenizer_digest(self) -> str:
         """The part of `model_digest` on which the meaning of token ids depends."""
         return self.model_digest.partition("-")[0]
+
+    @property
+    def computes(self) -> str:
+        """What the tokens of an answer depend on, beside the request: workers that differ in it
+        cannot continue each other's answers. Empty: unknown."""
+        return f"{self.model_digest} {self.weights} {self.numerics}".strip()
 
 
 @dataclass(frozen=True, slots=True)

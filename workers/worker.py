@@ -71,6 +71,7 @@ class Worker:
             engine.max_model_len,
             announce,
             weights=model.weights.format,
+            numerics=config.numerics,
             weight_bytes=model.weights.num_bytes,
             model_digest=model_digest(resolve_model(config.model)),
         )

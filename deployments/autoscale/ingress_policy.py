@@ -25,7 +25,7 @@ def decide_ingresses(
     """The number, its reason, and the next state.
 
     num_nodes: living nodes on which an ingress may run; 0 where none is declared.
-    num_connections: of all ingresses.
+    num_connections: HTTP connections and running gRPC calls, of all ingresses.
     """
     by_load = math.ceil(num_connections / CONNECTIONS)
     wanted = max(1, num_nodes, by_load)

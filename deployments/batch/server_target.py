@@ -13,6 +13,7 @@ import httpx
 from penstock.deployments.batch.target import WRONG_KEY, Reply, TargetError, Unreachable
 
 CONNECT_TIMEOUT_S = 10.0
+REPORTS = "/v1/penstock/jobs"
 START_S = 10.0  # for a server that starts to answer its first request
 # A request may wait for hours, so a read has no limit; these detect a lost machine.
 _KEEP_ALIVE = [
@@ -78,6 +79,14 @@ class ServerTarget:
                 f"{self.url} answered GET /v1/models with {response.status_code} and no list of "
                 "models; is it an OpenAI-compatible server?"
             ) from error
+
+    async def report(self, body: dict[str, Any]) -> int | None:
+        """Tell the server how far a batch is; the status of its answer, None without one."""
+        try:
+            response = await self._http.post(REPORTS, json=body, timeout=CONNECT_TIMEOUT_S)
+        except httpx.HTTPError:
+            return None
+        return response.status_code
 
     async def send(self, url: str, body: dict[str, Any]) -> Reply:
         """POST `body`. Raises Unreachable."""

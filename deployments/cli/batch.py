@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.deployments.batch import results
+from penstock.deployments.batch.job_reports import reported
 from penstock.deployments.batch.lease import POLL_S, STALE_POLLS, Lease, Owner, hold
 from penstock.deployments.batch.lines import InputError, check_input
 from penstock.deployments.batch.run import BatchFiles, BatchRun
@@ -47,6 +48,7 @@ class _RunTarget:
     identity: str
     models: list[str]
     max_in_flight: int
+    server: ServerTarget | None = None  # gets reports of the progress
 
 
 def run_batch(args: argparse.Namespace, url: str, api_key: str | None) -> int:
@@ -127,7 +129,14 @@ async def _run_begun(
         words = f"{progress.num_lines} requests to {chosen.name}{before}"
         print(f"{args.input}: {words}", file=sys.stderr)
     try:
-        async with contextlib.nullcontext() if args.no_progress else shown(progress):
+        async with contextlib.AsyncExitStack() as around:
+            if chosen.server is not None:
+                name = Path(args.input).name
+                await around.enter_async_context(
+                    reported(chosen.server, lease.owner, name, progress)
+                )
+            if not args.no_progress:
+                await around.enter_async_context(shown(progress))
             await run.run(chosen.target, settings, progress)
     except asyncio.CancelledError:
         if not lease.is_lost:
@@ -201,7 +210,8 @@ async def _run_target(
         names = sorted(each["id"] for each in models)
         lengths = [f"{each['id']} ({each.get('max_model_len', '?')} tokens)" for each in models]
         name = f"{server.url} ({', '.join(names)})"
-        yield _RunTarget(server, name, ", ".join(sorted(lengths)), names, args.max_in_flight)
+        identity = ", ".join(sorted(lengths))
+        yield _RunTarget(server, name, identity, names, args.max_in_flight, server)
 
 
 def _engine_config(args: argparse.Namespace) -> ServeConfig:

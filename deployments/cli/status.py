@@ -51,7 +51,8 @@ def status_text(status: dict[str, Any], batches: Sequence[dict[str, Any]] = ()) 
     lines = [f"penstock {status['version']} serves {models}: {state}"]
     if status["num_failed_starts"]:
         lines.append(f"{status['num_failed_starts']} replicas could not start: see Ray's logs")
-    for table in (_nodes(status), _workers(status), _scaling(status), _batch_table(batches)):
+    batch_table = _batch_table(batches)
+    for table in (_nodes(status), _workers(status), _scaling(status), batch_table, _jobs(status)):
         lines += ["", *table] if table else []
     return "\n".join(lines)
 
@@ -103,6 +104,21 @@ def _batch_table(batches: Sequence[dict[str, Any]]) -> list[str]:
         counts = each["request_counts"]
         numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
         rows.append((each["id"], each["status"], *numbers, _note(each, time.time())))
+    return aligned(rows)
+
+
+def _jobs(status: dict[str, Any]) -> list[str]:
+    """Batches that run elsewhere: `penstock batch`, also as a job of Ray."""
+    rows = [("job", "input", "host", "state", "answered", "failed", "requests", "")]
+    for each in status["jobs"]:
+        numbers = (str(each[f"num_{name}"]) for name in ("completed", "failed", "lines"))
+        done = each["num_completed"] + each["num_failed"]
+        note = f"{100 * done // max(each['num_lines'], 1)} %"
+        if each["state"] == "running":
+            note += f", {each['num_in_flight']} in flight"
+        note += f", sent again: {each['cause']}" if each["cause"] else ""
+        note += f", {duration(each['age_s'])} ago"
+        rows.append((each["id"], each["name"], each["host"], each["state"], *numbers, note))
     return aligned(rows)
 
 

@@ -22,9 +22,10 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
-from penstock.deployments.ingress.grpc.server import start_server
+from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.http.jobs import JobBoard
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
@@ -56,11 +57,18 @@ class Listeners:
     app: Any  # ASGI
     http: uvicorn.Server
     http_task: asyncio.Task[None]
-    grpc: Any  # grpc.aio.Server
+    grpc: GrpcServer
     metrics: MetricsServer | None  # None: metrics are off
     core: RequestCore
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
+    jobs: JobBoard
+
+    @property
+    def num_connections(self) -> int:
+        """HTTP connections and running gRPC calls: a connection of HTTP/1.1 has one request at
+        most, and one of gRPC has as many as its client likes."""
+        return len(self.http.server_state.connections) + self.grpc.num_calls
 
     async def close(self, notice_s: float, drain_s: float) -> None:
         """Report "not ready", then accept no new request, then wait for running requests.
@@ -118,6 +126,7 @@ async def open_listeners(
         pool.lost_requests.shared = SharedRefusals(journals.store)
     api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
     data_dir = Path(config.data_dir) if config.data_dir else None
+    jobs = JobBoard()
     app = build_app(
         core,
         api_keys=api_keys,
@@ -127,6 +136,7 @@ async def open_listeners(
         admission=config.admission,
         data_dir=data_dir,
         journals=journals,
+        jobs=jobs,
     )
     http = uvicorn.Server(
         uvicorn.Config(
@@ -159,7 +169,7 @@ async def open_listeners(
     batches = None
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
-    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals)
+    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs)
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:

@@ -145,11 +145,12 @@ class IngressReplica:
             grpc_address=config.address(config.grpc_port),
             num_workers=self._pool.num_connected,
             metrics_address=metrics.address if metrics is not None else "",
-            num_connections=len(self._listeners.http.server_state.connections),
+            num_connections=self._listeners.num_connections,
             node=short_node(ray.get_runtime_context().get_node_id()),
             is_draining=self._draining is not None,
             generation=0 if self._setup is None else self._setup.generation,
             digest="" if self._setup is None else self._setup.digest,
+            jobs=self._listeners.jobs.own(),
         )
 
     async def drain(self) -> None:

@@ -8,6 +8,24 @@ from penstock.workers.stats import EngineStats, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
+class JobReport:
+    """A batch that runs outside the server, by its own report."""
+
+    job: str
+    number: int  # of the report
+    owner: str  # whose API key it was sent with
+    name: str  # of its input
+    host: str
+    state: str  # running, finished, interrupted, failed
+    num_lines: int
+    num_completed: int
+    num_failed: int
+    num_in_flight: int
+    cause: str  # why requests are sent again; empty: none are
+    at: float  # seconds since 1970, by the clock of the ingress that got it
+
+
+@dataclass(frozen=True, slots=True)
 class IngressInfo:
     """One ingress replica: its addresses, its connections, and its deployment."""
 
@@ -17,11 +35,12 @@ class IngressInfo:
     grpc_address: str
     num_workers: int
     metrics_address: str = ""  # none if metrics are off
-    num_connections: int = 0  # of HTTP clients
+    num_connections: int = 0  # of HTTP clients, and gRPC calls that run
     node: str = ""  # of the cluster, on which it runs
     is_draining: bool = False  # it finishes its requests, then ends
     generation: int = 0  # of the deployment that it belongs to
     digest: str = ""  # of that deployment's settings
+    jobs: tuple[JobReport, ...] = ()  # that it got in the last minute
 
 
 @dataclass(frozen=True, slots=True)

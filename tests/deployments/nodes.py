@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import grpc.aio
 import ray
 from ray import serve
 from ray._private.state import state
 from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster as RayNodes
 
+from penstock.deployments.client import AsyncClient
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.placement import INGRESS_RESOURCE
@@ -77,6 +79,13 @@ def deployed(config: ServeConfig) -> Iterator[Cluster]:
         yield cluster
     finally:
         serve.delete(config.app_name)
+
+
+class ClientOfOneConnection(AsyncClient):
+    """Shares its connection with no other, so that clients spread over the ingresses."""
+
+    def _connect(self, target: str, credentials: Any) -> Any:
+        return grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
 def nodes_of(replica: str) -> list[str]:

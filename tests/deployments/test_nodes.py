@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 import pytest
 
-from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
-from tests.deployments.clusters import ENGINE, await_view, prompt
+from penstock.deployments.supervision.view import ClusterView
+from tests.deployments.clusters import ENGINE, await_view
 from tests.deployments.nodes import Nodes, deployed, nodes_of
 from tests.deployments.ports import free_port
+from tests.deployments.rolling import NUM, answer, answers, updated_under_load
 
-NUM = 24  # requests at once
+LONG = 700  # tokens: streams outlast the second or two after which a killed node's ingress ends
 
 
 @pytest.fixture(scope="module")
@@ -50,37 +49,6 @@ def cluster(config: ServeConfig) -> Iterator[Cluster]:
         yield cluster
 
 
-class ClientOfOneConnection(AsyncClient):
-    """Shares its connection with no other, so that clients spread over the ingresses."""
-
-    def _connect(self, target: str, credentials: Any) -> Any:
-        return grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
-
-
-async def answer(target: str, number: int, max_tokens: int) -> tuple[list[int], Any]:
-    """Token ids of a greedy answer, and the error that ended it early, if one did."""
-    ids: list[int] = []
-    try:
-        async with ClientOfOneConnection(target) as client:
-            async for piece in client.generate(
-                prompt(number), temperature=0.0, max_tokens=max_tokens, ignore_eos=True
-            ):
-                ids += piece.token_ids
-    except ClientError as error:
-        return ids, error
-    return ids, None
-
-
-def answers(config: ServeConfig, num: int, max_tokens: int) -> list[tuple[list[int], Any]]:
-    """Of `num` requests at once."""
-
-    async def scenario() -> list[tuple[list[int], Any]]:
-        target = f"127.0.0.1:{config.grpc_port}"
-        return await asyncio.gather(*(answer(target, n, max_tokens) for n in range(num)))
-
-    return asyncio.run(scenario())
-
-
 def test_each_node_has_a_worker_and_an_ingress(cluster, config, worker_nodes):
     expected = sorted(node.node_id for node in worker_nodes)
     assert sorted(nodes_of("Worker")) == expected
@@ -103,32 +71,7 @@ def test_both_nodes_serve(cluster, config):
 def test_a_rolling_update_fails_no_request(cluster, config):
     """Another setting restarts all replicas, a few at a time."""
     alone = [ids for ids, _ in answers(config, NUM, 60)]
-    before = cluster.view()
-    old_workers = {info.epoch for info, _ in before.workers}
-    old_ingresses = {each.ingress_id for each in before.ingresses}
-
-    def is_updated(view: Any) -> bool:
-        return (
-            not old_workers & {info.epoch for info, _ in view.workers}
-            and not old_ingresses & {each.ingress_id for each in view.ingresses}
-            and [each.num_workers for each in view.ingresses] == [2, 2]
-        )
-
-    async def load_until_updated() -> list[tuple[int, list[int], Any]]:
-        target, ended, deadline_s = f"127.0.0.1:{config.grpc_port}", [], time.monotonic() + 180
-
-        async def one_after_another(first: int) -> None:
-            number = first
-            while not is_updated(await asyncio.to_thread(cluster.view)):
-                assert time.monotonic() < deadline_s, cluster.view()
-                ended.append((number % NUM, *await answer(target, number % NUM, 60)))
-                number += 4
-
-        await asyncio.gather(*(one_after_another(n) for n in range(4)))
-        return ended
-
-    Cluster(dataclasses.replace(config, max_queued=77)).deploy()
-    ended = asyncio.run(load_until_updated())
+    ended, _ = updated_under_load(cluster, config, dataclasses.replace(config, max_queued=77))
     assert len(ended) > 20
     for number, ids, error in ended:
         assert error is None
@@ -138,24 +81,33 @@ def test_a_rolling_update_fails_no_request(cluster, config):
 def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes_its_place(
     cluster, config, ray_nodes, worker_nodes
 ):
-    alone = [ids for ids, _ in answers(config, NUM, 200)]
+    alone = [ids for ids, _ in answers(config, NUM, LONG)]
+    lost_node = worker_nodes[1].node_id[:8]
 
-    async def scenario() -> list[tuple[list[int], Any]]:
+    def streams(view: ClusterView) -> dict[str, int]:
+        """By the node of their ingress."""
+        return {each.node: each.num_connections for each in view.ingresses}
+
+    async def scenario() -> tuple[list[tuple[list[int], Any]], int]:
         target = f"127.0.0.1:{config.grpc_port}"
-        running = [asyncio.ensure_future(answer(target, n, 200)) for n in range(NUM)]
-        await asyncio.sleep(0.5)
+        running = [asyncio.ensure_future(answer(target, n, LONG)) for n in range(NUM)]
+        view = await asyncio.to_thread(
+            await_view, cluster, lambda view: sum(streams(view).values()) == NUM, 60
+        )
         await asyncio.to_thread(ray_nodes.kill, worker_nodes[1])
-        return await asyncio.gather(*running)
+        return await asyncio.gather(*running), streams(view)[lost_node]
 
-    ended = asyncio.run(scenario())
-    num_whole = 0
+    ended, num_lost = asyncio.run(scenario())
+    assert 0 < num_lost < NUM
     for (ids, error), expected in zip(ended, alone, strict=True):
-        assert ids == expected[: len(ids)]
-        num_whole += error is None and len(ids) == 200
-    assert num_whole >= 1  # about half: those of the other node's ingress
+        assert ids == (expected if error is None else expected[: len(ids)])
+    # The streams of the other node's ingress are whole, also those that its node's worker ran.
+    errors = [error for _, error in ended if error is not None]
+    assert len(errors) == num_lost
+    assert {error.status.name for error in errors} == {"UNAVAILABLE"}
     # Its processes notice the death of their node within a second or two, and end.
     await_view(cluster, lambda view: [each.num_workers for each in view.ingresses] == [1], 120)
-    assert [(ids, error) for ids, error in answers(config, NUM, 200) if error] == []
+    assert [(ids, error) for ids, error in answers(config, NUM, LONG) if error] == []
 
     joined = ray_nodes.add(is_for_ingress=True)
     await_view(
@@ -164,4 +116,4 @@ def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes
         120,
     )
     assert sorted(nodes_of("Worker")) == sorted([worker_nodes[0].node_id, joined.node_id])
-    assert [ids for ids, _ in answers(config, NUM, 200)] == alone
+    assert [ids for ids, _ in answers(config, NUM, LONG)] == alone

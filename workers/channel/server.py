@@ -65,6 +65,7 @@ class ChannelServer:
         max_pending_bytes: int = MAX_PENDING_BYTES,
         *,
         weights: str = "",
+        numerics: str = "",
         weight_bytes: int = 0,
         model_digest: str = "",
     ):
@@ -91,6 +92,7 @@ class ChannelServer:
             model=model,
             max_model_len=max_model_len,
             weights=weights,
+            numerics=numerics,
             weight_bytes=weight_bytes,
             model_digest=model_digest,
         )

@@ -52,6 +52,7 @@ class InFlightRequest:
     # Tokens that have arrived, whether or not the client has read them.
     emitted: array[int] = field(default_factory=lambda: array("i"))
     num_before: int = 0  # of those, from workers that were lost
+    computes: str = ""  # WorkerInfo.computes of the worker that it was sent to last
     is_accepted: bool = False  # its worker computes it
     num_declined: int = 0  # times that a worker had no room
     lost_s: float | None = None  # since when it has no worker, after its worker was lost
@@ -91,6 +92,10 @@ class InFlightRequest:
     def is_begun(self) -> bool:
         """Whether the worker that it is on has sent a token."""
         return len(self.emitted) > self.num_before
+
+    def fits(self, computes: str) -> bool:
+        """Whether a worker of other weights would change an answer that has begun."""
+        return not self.emitted or computes == self.computes
 
     @property
     def num_to_prefill(self) -> int:

@@ -157,7 +157,8 @@ class WorkerPool:
         if (wait_s := call.admission.longest_wait_s) is not None:
             request = replace(call.request, wait_until_s=loop.time() + wait_s)
             call.admission = replace(call.admission, request=request)
-        while not self._workers.usable() and not self._may_wake:
+        workers = self._workers
+        while not workers.usable(call) and (workers.has_any() or not self._may_wake):
             if self._is_closed or loop.time() > call.lost_s + self._lost_wait_s:
                 call.fail("worker_lost")
                 return
@@ -195,8 +196,8 @@ class WorkerPool:
         """Have the gate admit `call`, which may take long, and send it to the worker it names."""
         if not self._may_wake:
             await self._workers.replaced()
-        otherwise = LOST if returned == "lost" else "no_worker"
-        if not self._gate.decides:
+        otherwise = LOST if returned == "lost" or call.emitted else "no_worker"
+        if not self._gate.decides or self._workers.is_bound(call):
             self._place(call, otherwise)
             return
         seats = contextlib.ExitStack()
@@ -213,7 +214,7 @@ class WorkerPool:
         While the gate does not answer, `call` takes a seat in the ingress's own queue, except one
         whose worker was lost: it was admitted once.
         """
-        admission = self._limited(call.admission)
+        admission = self._workers.limited(call.admission)
         loop = asyncio.get_running_loop()
         is_lost, seat = returned == "lost", None
         given_up_s = loop.time() + GATE_AWAY_S
@@ -244,28 +245,19 @@ class WorkerPool:
             if link is not None and link.takes_requests:
                 if link.lacks_experts and link not in self._workers.usable():
                     return False  # the gate does not know that
+                if not call.fits(link.info.computes):
+                    return False  # an update has begun meanwhile; nor does it know of weights
                 self._submit(call, link, may_decline=True)
                 return True
             returned = "declined"  # a worker that this ingress cannot reach, or that drains
         return False
-
-    def _limited(self, admission: AdmissionRequest) -> AdmissionRequest:
-        """Where the client set no limit, the limit is what the longest worker has room for."""
-        if admission.has_limit or admission.ceiling is not None or not self._links:
-            return admission
-        longest = max(link.info.max_model_len for link in self._links.values())
-        limit = max(longest - len(admission.request.prompt_ids), 1)
-        features = admission.features
-        if features.max_tokens is not None:
-            limit = min(limit, features.max_tokens)
-        return replace(admission, features=replace(features, max_tokens=limit))
 
     def _place(self, call: InFlightRequest, otherwise: str) -> None:
         """Send `call` to the worker with the least outstanding work, or fail it with a code.
 
         Of many workers, two are drawn: reports are old, and all ingresses would choose the same.
         """
-        links = self._workers.usable()
+        links = self._workers.usable(call)
         if links:
             self._send_to_best(call, links)
         else:
@@ -273,7 +265,7 @@ class WorkerPool:
 
     def _place_with_room(self, call: InFlightRequest) -> bool:
         """The same, but only to a worker of which this ingress has less than its share."""
-        links = self._workers.with_room()
+        links = self._workers.with_room(call)
         if links:
             self._send_to_best(call, links)
         return bool(links)
@@ -285,6 +277,7 @@ class WorkerPool:
         self._submit(call, best, may_decline=call.request.may_decline)
 
     def _submit(self, call: InFlightRequest, link: WorkerLink, *, may_decline: bool) -> None:
+        call.computes = link.info.computes
         self._workers.note(link, call)
         link.submit(call, may_decline=may_decline and call.num_declined < MAX_DECLINES)
 

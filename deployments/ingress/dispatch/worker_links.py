@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from penstock.deployments.gate.forecast.prefix_affinity import PrefixAffinity
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
@@ -96,18 +97,27 @@ class WorkerLinks:
         link = self.by_epoch.get(epoch)
         return link is not None and link.is_connected
 
-    def usable(self) -> list[WorkerLink]:
+    def usable(self, call: InFlightRequest | None = None) -> list[WorkerLink]:
         """Those that take requests; of these, those that are listed, and have their experts, if
-        any is and has."""
+        any is and has. Of other weights than `call` has begun with, none."""
         links = [link for link in self.by_epoch.values() if link.takes_requests]
+        if call is not None:
+            links = [link for link in links if call.fits(link.info.computes)]
         links = [link for link in links if not link.lacks_experts] or links
         return [link for link in links if link.is_listed] or links
 
-    def with_room(self) -> list[WorkerLink]:
-        """Those of which this ingress has less than its share."""
+    def is_bound(self, call: InFlightRequest) -> bool:
+        """Whether `call` may go to some workers only, as others would change its answer."""
+        return any(
+            link.takes_requests and not call.fits(link.info.computes)
+            for link in self.by_epoch.values()
+        )
+
+    def with_room(self, call: InFlightRequest) -> list[WorkerLink]:
+        """Usable ones of which this ingress has less than its share."""
         return [
             link
-            for link in self.usable()
+            for link in self.usable(call)
             if link.num_calls < share_of(link.max_num_seqs, self._num_ingresses)
         ]
 
@@ -130,6 +140,17 @@ class WorkerLinks:
             return link.num_outstanding - hits.get(link.info.epoch, 0), link.last_turn
 
         return sorted(links, key=work)
+
+    def limited(self, admission: AdmissionRequest) -> AdmissionRequest:
+        """Where the client set no limit, the limit is what the longest worker has room for."""
+        if admission.has_limit or admission.ceiling is not None or not self.by_epoch:
+            return admission
+        longest = max(link.info.max_model_len for link in self.by_epoch.values())
+        limit = max(longest - len(admission.request.prompt_ids), 1)
+        features = admission.features
+        if features.max_tokens is not None:
+            limit = min(limit, features.max_tokens)
+        return replace(admission, features=replace(features, max_tokens=limit))
 
     async def replaced(self) -> None:
         """Where all workers drain, wait a moment for one that takes requests.

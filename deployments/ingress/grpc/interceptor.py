@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
@@ -26,6 +26,8 @@ Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 class Guard(grpc.aio.ServerInterceptor):
     """Denies by default: without an API key only the health service is open.
 
+    Counts the calls that run, since grpc.aio does not say how many connections a server has.
+
     `open_calls` bounds all calls but those of health and reflection.
     """
 
@@ -33,6 +35,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._keys = keys
         self._errors = num_errors_returned
         self._open_calls = open_calls
+        self.num_calls = 0  # that run now, each of them a stream of some connection
 
     async def intercept_service(
         self, continuation: Find, details: grpc.HandlerCallDetails
@@ -40,12 +43,12 @@ class Guard(grpc.aio.ServerInterceptor):
         offered = metadata_value(details.invocation_metadata, "authorization")
         is_open = details.method.startswith(f"/{health.SERVICE}/")
         if is_open:
-            return _reading(await continuation(details), self._errors, None)
+            return _reading(await continuation(details), self._errors, self._enter_freely)
         refusal: RequestError | ServiceError = _error("invalid_api_key")
         if self._keys.principal(offered) is not None:
             try:
                 self._open_calls.check_room()  # before the message is read
-                return _reading(await continuation(details), self._errors, self._open_calls)
+                return _reading(await continuation(details), self._errors, self._enter)
             except ServiceError as overloaded:
                 refusal = overloaded
 
@@ -54,17 +57,35 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
+    def _enter(self, num_bytes: int) -> AbstractContextManager[None]:
+        return self._counted(self._open_calls.enter(num_bytes))
+
+    def _enter_freely(self, num_bytes: int) -> AbstractContextManager[None]:
+        return self._counted(nullcontext())
+
+    @contextmanager
+    def _counted(self, call: AbstractContextManager[object]) -> Iterator[None]:
+        with call:
+            self.num_calls += 1
+            try:
+                yield
+            finally:
+                self.num_calls -= 1
+
 
 class _Unreadable:
     """In place of a message whose bytes are not of the method's type."""
 
 
 def _reading(
-    handler: Handler | None, errors: Counter[str], open_calls: OpenCalls | None
+    handler: Handler | None,
+    errors: Counter[str],
+    enter: Callable[[int], AbstractContextManager[object]],
 ) -> Handler | None:
     """`handler`, but an unreadable message ends in INVALID_ARGUMENT; gRPC alone says UNKNOWN.
 
-    The call counts among `open_calls` while it runs.
+    `enter`: makes the context that a call with a message of so many bytes runs in. It raises
+    ServiceError where there is no room for the call.
     """
     if handler is None or handler.request_streaming:
         return handler
@@ -78,10 +99,8 @@ def _reading(
     async def entered(request: Any, context: Context) -> AbstractContextManager[object]:
         if isinstance(request, _Unreadable):
             await _refuse(context, _error("invalid_message"), errors)
-        if open_calls is None:
-            return nullcontext()
         try:
-            return open_calls.enter(request.ByteSize())
+            return enter(request.ByteSize())
         except ServiceError as refusal:
             await _refuse(context, refusal, errors)
             raise

@@ -36,10 +36,16 @@ FURTHER_CALLS = 1024  # health, reflection, and calls that are being refused
 class GrpcServer:
     """A running server. `port` is the port that it listens on, also where 0 was requested."""
 
-    def __init__(self, server: grpc.aio.Server, port: int, health: health.Health):
+    def __init__(self, server: grpc.aio.Server, port: int, health: health.Health, guard: Guard):
         self._server = server
         self._health = health
+        self._guard = guard
         self.port = port
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that run now."""
+        return self._guard.num_calls
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Report NOT_SERVING, take no new calls, and let running ones end for up to `grace_s`."""
@@ -62,8 +68,9 @@ async def start_server(
     RuntimeError if the address cannot be bound.
     """
     keys = ApiKeys(api_keys)
+    guard = Guard(keys, core.metrics.num_errors_returned, core.open_calls)
     server = grpc.aio.server(
-        interceptors=[Guard(keys, core.metrics.num_errors_returned, core.open_calls)],
+        interceptors=[guard],
         options=SERVER_OPTIONS,
         # Of all connections; the request core's bound comes first, and says when to try again.
         maximum_concurrent_rpcs=core.open_calls.max_calls + FURTHER_CALLS,
@@ -81,4 +88,4 @@ async def start_server(
     else:
         port = server.add_secure_port(address, credentials)
     await server.start()
-    return GrpcServer(server, port, reported_health)
+    return GrpcServer(server, port, reported_health, guard)

@@ -18,10 +18,12 @@ from starlette.routing import Match, Route
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.http import jobs as job_reports
 from penstock.deployments.ingress.http import tokenize
 from penstock.deployments.ingress.http.anthropic import routes as anthropic
 from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
+from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
 from penstock.deployments.ingress.http.openai import routes as openai
@@ -45,7 +47,7 @@ from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
 PUBLIC_PATHS = ("/health", "/live", "/ready", *FILES)
-_APIS = (openai, anthropic, responses, tokenize, batches)
+_APIS = (openai, anthropic, responses, tokenize, batches, job_reports)
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -59,6 +61,7 @@ def build_app(
     admission: str = "optimistic",
     data_dir: Path | None = None,
     journals: Journals | None = None,
+    jobs: JobBoard | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -66,9 +69,11 @@ def build_app(
     requires one of them as a Bearer token. `workers`: living ones, by their last heartbeats.
     `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
     gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
-    `journals`: of streams; None: none can be continued.
+    `journals`: of streams; None: none can be continued. `jobs`: reports of batches that run
+    elsewhere, where other ingresses get them, too.
     """
     calls = None if journals is None else JournalledCalls(journals)
+    jobs = jobs or JobBoard()
     app = FastAPI(
         title="Penstock",
         version=importlib.metadata.version("penstock"),
@@ -94,7 +99,8 @@ def build_app(
     batches.add_batch_routes(app, data_dir, None if journals is None else journals.keys)
     _add_model_routes(app, core, workers)
     add_console_routes(app)
-    add_status_route(app, core, workers, view, has_batches=data_dir is not None)
+    add_job_route(app, jobs)
+    add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
     add_queue_route(app, gate, admission)
     _add_service_routes(app, core)
     return app

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.http.jobs import JobBoard, JobStatus
+from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody, ModelBody, model_body
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, ScaleReport
 from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo
@@ -59,7 +61,7 @@ class IngressStatus(BaseModel):
     node: str
     is_draining: bool
     num_workers: int  # with a connection to this ingress
-    num_connections: int  # of HTTP clients
+    num_connections: int  # of HTTP clients, and gRPC calls that run
 
 
 class ScaleStatus(BaseModel):
@@ -84,6 +86,7 @@ class Status(BaseModel):
     ingresses: list[IngressStatus]
     scaling: list[ScaleStatus]  # the last decision for each autoscaled deployment
     scale_changes: list[ScaleStatus]  # the last ones that changed a number, newest first
+    jobs: list[JobStatus]  # batches of this key that run elsewhere, in the last minute
     has_batches: bool  # /v1/batches works: there is a data_dir
     num_failed_starts: int  # replicas that could not start, since the last deployment
 
@@ -93,6 +96,7 @@ def add_status_route(
     core: RequestCore,
     workers: Workers | None,
     view: View | None,
+    jobs: JobBoard,
     *,
     has_batches: bool,
 ) -> None:
@@ -100,7 +104,7 @@ def add_status_route(
     refusals: dict[int | str, dict[str, Any]] = {401: {"model": ErrorBody}}
 
     @app.get("/v1/penstock/status", response_model=Status, responses=refusals)
-    async def status() -> Status:
+    async def status(request: Request) -> Status:
         """How busy the cluster is: nodes, workers with queues, KV blocks and totals, scaling."""
         alive = sorted(workers() if workers is not None else (), key=lambda each: each[0].address)
         seen = ClusterView() if view is None else view()
@@ -116,6 +120,7 @@ def add_status_route(
             ingresses=[_ingress_status(each) for each in seen.ingresses],
             scaling=[_scale_status(each) for each in seen.scaling],
             scale_changes=[_scale_status(each) for each in reversed(seen.scale_changes)],
+            jobs=jobs.of(context_of(request.scope).principal, seen),
             has_batches=has_batches,
             num_failed_starts=seen.num_failures,
         )

@@ -32,6 +32,7 @@ def test_batches_have_their_progress():
     status = {
         "version": "1", "is_ready": False, "models": [{"id": "m"}], "workers": [], "nodes": [],
         "ingresses": [], "scaling": [], "scale_changes": [], "num_failed_starts": 0,
+        "jobs": [],
     }  # fmt: skip
     runs = {
         "id": "batch_1", "status": "in_progress", "expires_at": time.time() + 7200.5,

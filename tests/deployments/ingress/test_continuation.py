@@ -56,9 +56,10 @@ def tokenizer() -> Tokenizer:
 class Node:
     """A worker that ends after it has sent `ends_after` tokens; None: it stays."""
 
-    def __init__(self, model: Any, ends_after: int | None = None):
+    def __init__(self, model: Any, ends_after: int | None = None, **identity: str):
+        """`identity`: as for ChannelServer."""
         self.engine = Engine(CONFIG, model)
-        self.channel = ChannelServer("127.0.0.1", "builtin", self.engine.max_model_len)
+        self.channel = ChannelServer("127.0.0.1", "builtin", self.engine.max_model_len, **identity)
         self._left = ends_after
         self.thread = thread_for(
             self.engine, self._deliver, self.channel.break_off, self.channel.accepted
@@ -221,6 +222,51 @@ def test_without_another_worker_the_request_waits_and_then_ends(model, tokenizer
     ids, code = asyncio.run(scenario())
     node.stop()
     assert code == "worker_lost" and len(ids) >= 5
+
+
+OTHERS = ({"model_digest": "t-2"}, {"weights": "bf16"}, {"numerics": "kv=int8"})
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_answer_is_continued_by_the_same_weights_only(model, tokenizer, other):
+    """As in an update: the worker that is free is one of other weights."""
+    same = {"model_digest": "t-1", "weights": "fp32"}
+    call = made()
+    expected, _ = outcome(model, tokenizer, call, 1, [None])
+    nodes = [Node(model, 7, **same), Node(model, **same | other), Node(model, **same)]
+
+    async def scenario() -> tuple[Answers, int]:
+        async with core_over(nodes, tokenizer) as core, asyncio.timeout(60):
+            pool: WorkerPool = core._backend  # type: ignore[assignment]
+            return await answers(core, call, 1), pool.lost_requests.num_continued
+
+    got, num_continued = asyncio.run(scenario())
+    num_elsewhere = nodes[1].engine.stats().num_generated_tokens
+    for node in nodes:
+        node.stop()
+    assert (got, num_continued, num_elsewhere) == (expected, 1, 0)
+
+
+def test_without_a_worker_of_the_same_weights_it_ends_and_what_is_new_does_not(model, tokenizer):
+    nodes = [Node(model, 5, weights="fp32"), Node(model, weights="bf16")]
+
+    async def scenario() -> tuple[str, Answers]:
+        async with core_over(nodes, tokenizer) as core, asyncio.timeout(60):
+            core._backend._lost_wait_s = 0.5  # type: ignore[attr-defined]
+            code = ""
+            try:
+                async for _ in core.run(await core.prepare(made(max_tokens=1500))):
+                    pass
+            except ServiceError as error:
+                code = error.code
+            return code, await answers(core, made(), 1)
+
+    code, got = asyncio.run(scenario())
+    num_elsewhere = nodes[1].engine.stats().num_generated_tokens
+    for node in nodes:
+        node.stop()
+    assert code == "worker_lost"
+    assert len(got.ids[0]) == num_elsewhere == 40
 
 
 class Fatal(Node):

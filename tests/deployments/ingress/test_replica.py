@@ -1,4 +1,7 @@
-"""How an ingress stops: not ready first, then no new connections, then its running requests end."""
+"""How an ingress stops: not ready first, then no new connections, then its running requests end.
+
+And the number by which ingresses scale: HTTP connections and gRPC calls.
+"""
 
 from __future__ import annotations
 
@@ -247,3 +250,45 @@ def test_a_stream_that_ends_with_its_ingress_says_whether_it_can_be_continued(
     else:
         for said in (message, str(error), unary["error"]["message"]):
             assert "no state store is configured (the setting state_url)" in said
+
+
+def test_connections_are_those_of_http_and_the_calls_of_grpc(node, run, monkeypatch):
+    step = node.engine.step
+
+    def slow_step():  # so that no stream ends before the client closes it
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(node.engine, "step", slow_step)
+
+    async def scenario():
+        ingress, pool = await opened(node)
+        listeners = ingress.listeners
+        assert listeners.num_connections == 0
+        async with AsyncClient(ingress.target) as client:
+
+            async def stream() -> None:
+                async for _ in client.generate([5, 9, 11], max_tokens=400, ignore_eos=True):
+                    pass
+
+            streams = [asyncio.ensure_future(stream()) for _ in range(5)]
+            await until(lambda: listeners.num_connections == 5)  # over one connection
+            await ingress.complete(1)  # leaves an idle connection
+            num = listeners.num_connections
+            for each in streams[:2]:
+                each.cancel()
+            await until(lambda: listeners.num_connections == 4)
+            for each in streams:
+                each.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+            await until(lambda: listeners.num_connections == 1)
+            with pytest.raises(ClientError):  # a refused call is no longer counted either
+                await client.complete([1], max_tokens=-1)
+            await until(lambda: listeners.num_connections == 1)
+        await ingress.http.aclose()
+        await until(lambda: listeners.num_connections == 0)
+        await listeners.close(0.0, 30.0)
+        await pool.close()
+        return num
+
+    assert run(scenario()) == 6

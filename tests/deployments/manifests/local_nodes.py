@@ -49,6 +49,8 @@ class LocalNodes:
             "HOME": str(self.home),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "src"),
+            # Compiled kernels: to compile them takes a minute.
+            "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self.ports.dashboard}",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }

@@ -55,6 +55,7 @@ def test_the_autoscaler_reads_the_node_types_as_they_are_meant(cluster):
     types = AutoscalingConfig(prepare_config(cluster), skip_content_hash=True)
     nodes = types.get_node_type_configs()
     assert nodes["head"].resources == {"CPU": 0, INGRESS_RESOURCE: 1}
+    assert nodes["ingress"].resources == {"CPU": 0, INGRESS_RESOURCE: 1}
     assert nodes["gpu_worker"].resources == {"CPU": 8, "GPU": 1}
     assert (nodes["gpu_worker"].min_worker_nodes, nodes["gpu_worker"].max_worker_nodes) == (0, 8)
     assert nodes["gpu_worker"].idle_timeout_s == 600
@@ -84,4 +85,6 @@ def test_clients_reach_the_listeners_with_a_key(cluster, config):
 def test_there_are_nodes_for_as_many_workers_as_may_run(cluster, config):
     assert config.is_autoscaled
     assert config.max_workers == cluster["available_node_types"]["gpu_worker"]["max_workers"]
-    assert config.max_workers <= cluster["max_workers"]
+    more = cluster["available_node_types"]["ingress"]["max_workers"]
+    assert (config.min_ingress, config.max_ingress) == (1, 1 + more)  # the head has one
+    assert config.max_workers + more <= cluster["max_workers"]

@@ -1,7 +1,6 @@
 """The Dockerfile: linted by hadolint, and held against the repository and the command line.
 
-No container runtime is needed, and none is used: docs/operations/docker.md says how its steps were
-run.
+No container runtime is needed, and none is used: tools/clean_root.py executes its steps.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from penstock.deployments.cli.main import build_parser
+from tools import dockerfile
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deployments" / "manifests" / "docker" / "Dockerfile"
 
 
 def instructions():
-    """(instruction, arguments) of the Dockerfile, continued lines joined."""
-    lines = [
-        line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")
-    ]
-    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    return [tuple(line.strip().split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+    return dockerfile.instructions(DOCKERFILE.read_text())
 
 
 def last(name):
@@ -56,18 +50,8 @@ def test_hadolint_would_complain(tmp_path):
 
 
 def is_sent(path):
-    """Whether the ignore file lets `path` (relative to the root) in; the last match wins."""
-    sent = True
-    for line in DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        pattern = line.removeprefix("!").removeprefix("**/")
-        parts = path.split("/")
-        heads = ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        named = parts if "**/" in line else heads
-        if any(fnmatch(each, pattern) for each in named):
-            sent = line.startswith("!")
-    return sent
+    lines = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    return dockerfile.is_sent(path, [line for line in lines if line and not line.startswith("#")])
 
 
 def test_what_is_copied_exists_and_is_sent():

@@ -6,6 +6,7 @@ Kubernetes' own for its kinds, KubeRay's for the RayService, Ray's for what stan
 from __future__ import annotations
 
 import copy
+import os
 import tomllib
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from penstock.deployments.config import config_from
 from penstock.deployments.placement import INGRESS_RESOURCE
-from tests.deployments.manifests.kuberay import check_ray_service, groups, render
+from tests.deployments.manifests.kuberay import MANIFESTS, check_ray_service, groups, render
 
 ROOT = Path(__file__).parents[3]
 OVERLAYS = ("gpu", "cpu")
@@ -259,3 +260,18 @@ def test_versions_are_those_of_this_repository(service):
     for _, group in groups(service):
         image = container_of(group)["image"]
         assert image.rpartition(":")[2].removesuffix("-cuda") == version
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_the_component_for_redis_keeps_the_password_in_a_secret(tmp_path, version):
+    relative = os.path.relpath(MANIFESTS, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{relative}/cpu]\ncomponents: [{relative}/redis]\n"
+    )
+    (service,) = (each for each in render(str(tmp_path)) if each["kind"] == "RayService")
+    check_ray_service(service, version)
+    options = service["spec"]["rayClusterConfig"].pop("gcsFaultToleranceOptions")
+    assert options["redisAddress"] == "redis:6379"
+    assert list(options["redisPassword"]) == ["valueFrom"]
+    (plain,) = (each for each in RENDERED["cpu"] if each["kind"] == "RayService")
+    assert service == plain  # and nothing else

@@ -12,7 +12,7 @@ import ray
 from ray import JobID
 from ray._private import node, state, worker
 from ray.serve import context, schema
-from ray.serve._private import constants, replica
+from ray.serve._private import constants, logging_utils, replica
 
 from penstock.deployments.supervision import ray_workarounds
 
@@ -74,6 +74,12 @@ def test_the_niceness_of_workers_is_still_a_setting_of_ray():
     assert "RAY_worker_niceness" in ray_workarounds.driver_environment()
     raylet = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
     assert b"worker_niceness" in raylet.read_bytes()
+
+
+def test_serve_still_reads_the_variable_that_keeps_its_log_out_of_the_output():
+    assert ray_workarounds.driver_environment()["RAY_SERVE_LOG_TO_STDERR"] == "0"
+    assert '"RAY_SERVE_LOG_TO_STDERR"' in inspect.getsource(constants)
+    assert "if RAY_SERVE_LOG_TO_STDERR" in inspect.getsource(logging_utils)
 
 
 def test_a_start_that_took_too_long_raises_a_bare_exception():

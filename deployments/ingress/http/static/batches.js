@@ -33,6 +33,19 @@ const nameOf = ({ id, status, request_counts: { total, completed, failed } }) =>
   return id.slice(0, "batch_".length + 8) + share;
 };
 
+// Batches that run elsewhere: `penstock batch`, also as a job of Ray.
+export const showJobs = ({ jobs }) =>
+  showLines(
+    "jobs",
+    jobs.map(({ name, host, state, num_lines, num_completed, num_failed, cause }) => {
+      const share = num_lines ? Math.floor((100 * (num_completed + num_failed)) / num_lines) : 100;
+      const parts = [`${state} on ${host}`, `${count(num_completed)} of ${count(num_lines)} answered`];
+      if (num_failed) parts.push(`${count(num_failed)} failed`);
+      if (cause) parts.push(`requests are sent again: ${cause}`);
+      return [`${name} ${share} %`, parts.join(", ")];
+    }),
+  );
+
 export class BatchList {
   #turn = 0;
 

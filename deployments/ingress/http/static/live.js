@@ -2,7 +2,7 @@
 // Rates are differences of totals over the last seconds, taken here: the server only reports.
 
 import { getJson, key } from "./api.js";
-import { BatchList } from "./batches.js";
+import { BatchList, showJobs } from "./batches.js";
 import { age, showLines } from "./lines.js";
 import { drawSparkline } from "./sparkline.js";
 
@@ -180,6 +180,7 @@ export class LivePanel {
     document.getElementById("workers-title").hidden = this.workers.hidden = num < 2;
     this.#showNodes(status);
     this.#showScaling(status);
+    showJobs(status);
     this.#showModels(status.models);
   }
 

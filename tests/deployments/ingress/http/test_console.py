@@ -462,3 +462,27 @@ def test_the_panel_adds_workers_up_and_rests_while_hidden(opened):
         with page.expect_response("**" + STATUS):
             page.evaluate(show, False)
         page.close()
+
+
+def test_the_panel_shows_batches_that_run_elsewhere(opened):
+    job = {
+        "id": "j", "number": 1, "name": "in.jsonl", "host": "a-host", "state": "running",
+        "num_lines": 2400, "num_completed": 1310, "num_failed": 10, "num_in_flight": 8,
+        "cause": "no_worker",
+    }  # fmt: skip
+    with Serving(ScriptedBackend([5])) as servers:
+        page = opened(servers)
+        page.goto(servers.base_url + "/")
+        assert state(page, "ready") == "ready"
+        assert not page.is_visible("#jobs-title")
+        assert httpx.post(f"{servers.base_url}/v1/penstock/jobs", json=job).is_success
+        page.wait_for_selector("#jobs li")
+        (line,) = page.eval_on_selector_all(
+            "#jobs li", "(all) => all.map((each) => each.innerText)"
+        )
+        assert line == (
+            "in.jsonl 55 %\nrunning on a-host, 1,310 of 2,400 answered, 10 failed, requests are "
+            "sent again: no_worker"
+        )
+        assert page.is_visible("#jobs-title")
+        page.close()

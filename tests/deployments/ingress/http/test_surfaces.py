@@ -17,6 +17,10 @@ GOOD = {
     "/v1/messages/count_tokens": {"model": "builtin", "messages": TURN},
     "/v1/responses": {"input": "a"},
     "/v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},  # and a file
+    "/v1/penstock/jobs": {
+        **{"id": "j", "number": 1, "name": "in", "host": "h", "state": "running"},
+        **{"num_lines": 1, "num_completed": 0, "num_failed": 0, "num_in_flight": 1},
+    },
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

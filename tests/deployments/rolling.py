@@ -1,0 +1,83 @@
+"""Requests to a cluster of several nodes by clients with connections of their own, and updates.
+
+Ids are compared with those of the same requests, run alone before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from penstock.deployments.client import ClientError
+from penstock.deployments.cluster import Cluster
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.supervision.view import ClusterView
+from tests.deployments.clusters import prompt
+from tests.deployments.nodes import ClientOfOneConnection
+
+NUM = 24  # prompts, and requests at once
+NUM_CLIENTS = 4  # during an update
+UPDATE_S = 240.0
+Ended = tuple[int, list[int], Any]  # number of the prompt, ids, and the error if there was one
+
+
+async def answer(target: str, number: int, max_tokens: int) -> tuple[list[int], Any]:
+    """Token ids of a greedy answer, and the error that ended it early, if one did."""
+    ids: list[int] = []
+    try:
+        async with ClientOfOneConnection(target) as client:
+            async for piece in client.generate(
+                prompt(number), temperature=0.0, max_tokens=max_tokens, ignore_eos=True
+            ):
+                ids += piece.token_ids
+    except ClientError as error:
+        return ids, error
+    return ids, None
+
+
+def answers(config: ServeConfig, num: int, max_tokens: int) -> list[tuple[list[int], Any]]:
+    """Of `num` requests at once."""
+
+    async def scenario() -> list[tuple[list[int], Any]]:
+        target = f"127.0.0.1:{config.grpc_port}"
+        return await asyncio.gather(*(answer(target, n, max_tokens) for n in range(num)))
+
+    return asyncio.run(scenario())
+
+
+def updated_under_load(
+    cluster: Cluster, before: ServeConfig, after: ServeConfig, max_tokens: int = 60
+) -> tuple[list[Ended], list[ClusterView]]:
+    """Deploy `after`, with requests until all replicas of `before` are replaced; all views seen."""
+    first = cluster.view()
+    old_workers = {info.epoch for info, _ in first.workers}
+    old_ingresses = {each.ingress_id for each in first.ingresses}
+    views = [first]
+
+    def is_over() -> bool:
+        view = cluster.view()
+        views.append(view)
+        return (
+            not old_workers & {info.epoch for info, _ in view.workers}
+            and not old_ingresses & {each.ingress_id for each in view.ingresses}
+            and [each.num_workers for each in view.ingresses]
+            == [after.num_workers] * after.max_ingress
+        )
+
+    async def load() -> list[Ended]:
+        target, deadline_s = f"127.0.0.1:{before.grpc_port}", time.monotonic() + UPDATE_S
+        ended: list[Ended] = []
+
+        async def one_after_another(first: int) -> None:
+            number = first
+            while not await asyncio.to_thread(is_over):
+                assert time.monotonic() < deadline_s, cluster.view()
+                ended.append((number % NUM, *await answer(target, number % NUM, max_tokens)))
+                number += NUM_CLIENTS
+
+        await asyncio.gather(*(one_after_another(n) for n in range(NUM_CLIENTS)))
+        return ended
+
+    Cluster(after).deploy()
+    return asyncio.run(load()), views

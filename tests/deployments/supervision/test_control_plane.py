@@ -1,0 +1,106 @@
+"""Serve's controller and the registry, killed and stopped under load: streams keep their ids.
+
+Neither is on the path of a token. Ids are those of the same requests, run alone before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.deployments.client import AsyncClient
+from penstock.deployments.cluster import Cluster
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.supervision.processes import descendants
+from tests.deployments.clusters import ENGINE, await_view, generate, running
+from tests.deployments.ports import free_port
+from tests.deployments.waiting import eventually
+
+NUM = 8  # streams at once
+NUM_TOKENS = 150
+AWAY_S = 8.0  # longer than a heartbeat is valid, and several checks of health
+
+
+@pytest.fixture(scope="module")
+def config() -> ServeConfig:
+    return ServeConfig(
+        engine=ENGINE,
+        http_port=free_port(),
+        grpc_port=free_port(),
+        metrics_port=0,
+        num_workers=2,
+        app_name="penstock-control",
+        drain_s=5.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(config: ServeConfig) -> Iterator[Cluster]:
+    with running(config) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, config: ServeConfig) -> list[list[int]]:
+    async def scenario() -> list[list[int]]:
+        async with AsyncClient(f"127.0.0.1:{config.grpc_port}") as client:
+            return [(await generate(client, number, NUM_TOKENS))[0] for number in range(NUM)]
+
+    return asyncio.run(scenario())
+
+
+def pid_of(title: bytes) -> int | None:
+    """The process of this cluster with that title; Ray gives each actor's process one."""
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if title in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("title", [b"ray::ServeController", b"ray::Registry"])
+def test_streams_do_not_notice(cluster, config, alone, title, number):
+    before = await_view(cluster, lambda view: len(view.workers) == 2, 120)
+    pid = pid_of(title)
+    assert pid is not None, title
+
+    async def load(client: AsyncClient, first: int, until_s: float) -> int:
+        num = 0
+        while time.monotonic() < until_s:
+            ids, error = await generate(client, first, NUM_TOKENS)
+            assert (ids, error) == (alone[first], None)
+            num += 1
+        return num
+
+    async def scenario() -> list[int]:
+        until_s = time.monotonic() + 1.0 + AWAY_S
+        async with AsyncClient(f"127.0.0.1:{config.grpc_port}") as client:
+            streams = [asyncio.ensure_future(load(client, n, until_s)) for n in range(NUM)]
+            await asyncio.sleep(1.0)
+            os.kill(pid, number)
+            return await asyncio.gather(*streams)
+
+    try:
+        counts = asyncio.run(scenario())
+    finally:
+        if number is signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+    assert min(counts) >= 1
+
+    def is_back(view) -> bool:
+        return [each.num_workers for each in view.ingresses] == [2] and len(view.workers) == 2
+
+    after = await_view(cluster, is_back, 120)
+    epochs = [sorted(info.epoch for info, _ in view.workers) for view in (before, after)]
+    assert epochs[0] == epochs[1]  # no worker was restarted for it
+    if number is signal.SIGKILL:
+        eventually(lambda: pid_of(title) not in (None, pid), 120, "another process")
