@@ -99,7 +99,7 @@ def make_weight(
     )
 
 
-# format, dtype, rows, outputs, inputs, splits
+# format, dtype, rows, outputs, inputs, pieces with a program each
 LINEARS = [
     ("int8", HALF, 17, 70, 200, 1),
     ("int8", FP32, 1, 33, 300, 2),
@@ -114,14 +114,14 @@ LINEARS = [
 ]
 
 
-@pytest.mark.parametrize(("format", "dtype", "rows", "outputs", "inputs", "splits"), LINEARS)
-def test_linear(format, dtype, rows, outputs, inputs, splits):
+@pytest.mark.parametrize(("format", "dtype", "rows", "outputs", "inputs", "pieces"), LINEARS)
+def test_linear(format, dtype, rows, outputs, inputs, pieces):
     quantized = make_weight(format, outputs, inputs)
     x = poisoned(torch.randn(rows, inputs).to(DEVICE, dtype))
     bias = torch.randn(outputs).to(DEVICE, dtype)
     packed = matmul_triton.pack(quantized, bias)
     auto = matmul_triton.tiles_for(packed, rows, x)
-    tiles = Tiles(auto.rows, auto.outputs, auto.inputs, splits, 4, 3)
+    tiles = Tiles(auto.rows, auto.outputs, auto.inputs, pieces, True, 4, 3)
     want = quant.linear_reference(x, quantized, bias)
     for fp8_units in (False, True) if format == "fp8" else (None,):
         wide = torch.full((rows, outputs + 3), math.nan).to(DEVICE, dtype)
