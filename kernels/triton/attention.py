@@ -16,7 +16,7 @@ from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch, Rolling
 
 __all__ = ["decode_attention", "prefill_attention", "rope_write_kv", "write_kv"]
 
-# Keys of one decode program, and of one piece of a prefill's sum. Fixed, so that a sequence's result
+# Keys of a decode program, and of a piece of a sum in prefill. Fixed, so that a sequence's result
 # depends neither on its batch-mates nor on the kernel; small, so that one sequence of 1,000 tokens
 # and 8 kv heads already makes 32 programs.
 SPLIT = 256

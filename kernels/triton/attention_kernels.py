@@ -167,7 +167,7 @@ def _attend(
         part_top, part_total, part = soften(
             scores, visible, scale * LOG2_E, part_top, part_total, part, v
         )
-        if SPLIT_KEYS > 0:
+        if SPLIT_KEYS > 0:  # noqa: SIM102  # `and` would evaluate both
             if (start + KEY_TILE) % SPLIT_KEYS == 0:
                 top, total, acc = merge(top, total, acc, part_top, part_total, part)
                 part_top, part_total, part = nothing_seen(q.shape[0], q.shape[1])

@@ -1,4 +1,4 @@
-"""Quantised linears on a GPU: how weights lie there, and the launch of their kernels.
+"""Linears on a GPU: how weights lie there, and the launch of their kernels.
 
 Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Meaning of the
 formats: `quant.py`; choice of tiles: `matmul_tiles.py`.
@@ -77,8 +77,9 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
 
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-    """Of a quantised weight; `kernels/matmul.py` leaves plain ones to PyTorch."""
-    assert isinstance(weight, QuantizedWeight)
+    """Plain weights too: cuBLAS orders a row's sum by the number of rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return PackedLinear.of_floats(pack_plain(weight, bias), weight, bias, "triton")
     return PackedLinear(
         pack(weight, bias), bias, weight.in_features, weight.out_features, weight.num_bytes,
         weight.format, "triton",

@@ -58,8 +58,9 @@ def choose_tiles(
 
     `step` is the inputs that one step of the kernel takes. Few rows: narrow tiles, and the pieces
     of the inputs apart, until every multiprocessor has two programs, since there bytes in flight
-    are speed. Many rows: tiles of 128 x 128, which read a weight once for 128 rows, and at least
-    one program for each. The number of pieces follows from the inputs alone.
+    are speed. Many rows: tiles of 128 x 128, which read a weight once for 128 rows; the pieces of
+    an output stay together once half the multiprocessors have a tile, since to write and read their
+    sums would cost more. The number of pieces follows from the inputs alone.
     """
     widest = 64 if element_bytes == 4 else 128
     rows = max(16, min(widest, 1 << max(0, num_rows - 1).bit_length()))
@@ -67,7 +68,7 @@ def choose_tiles(
     tiles = max(1, num_groups * -(-num_rows // rows) * -(-num_outputs // outputs))
     steps = -(-num_inputs // step)
     pieces = max(1, min(MAX_PIECES, steps // STEPS_A_PIECE))
-    wanted = 2 * num_sms if rows <= 64 else num_sms
+    wanted = 2 * num_sms * 32 // max(32, rows)  # sums of pieces: 17 MB at most on 132
     apart = pieces > 1 and tiles < wanted
     # Of registers, 4 warps hold sums of 128 x 32 without a spill, 8 warps 128 x 128.
     stages = 3 if rows == 128 else 4

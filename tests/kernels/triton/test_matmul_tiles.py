@@ -39,4 +39,5 @@ def test_tiles_fit(num_rows: int, outputs: int, inputs: int) -> None:
     assert tiles.pieces == choose_tiles(1, outputs, 128, inputs).pieces
     programs = -(-num_rows // tiles.rows) * -(-outputs // tiles.outputs)
     programs *= tiles.pieces if tiles.apart else 1
-    assert programs >= 128 or inputs < 4096 or num_rows == 0  # of 132 multiprocessors
+    least = 128 if num_rows <= 64 else 66  # of 132 multiprocessors
+    assert programs >= least or inputs < 4096 or num_rows == 0
