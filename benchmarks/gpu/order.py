@@ -48,7 +48,7 @@ SHAPES = [
     (3, 1, 256, 16, 300, None, 0),
     (80, 1, 64, 16, None, None, 0),
 ]  # fmt: skip
-NUM_ROLLED = 70 if CUDA else 10  # queries with sinks
+NUM_ROLLED = 70 if CUDA else 5  # queries with sinks
 INTERPRETED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INPUTS = 1100  # from 4 pieces of a sum to 2
 
@@ -150,8 +150,8 @@ def check_rolled(dtype: torch.dtype) -> Triples:
 @by_elements
 def check_linear(dtype: torch.dtype) -> Triples:
     """Rows of a large batch alone and among few; each piece by its own program, and all by one."""
-    for format in WITH_PLAIN if CUDA or dtype == torch.float16 else ("plain", "int4"):
-        weight = random_packed(format, 70, INPUTS, dtype)
+    for format in WITH_PLAIN if CUDA or dtype == torch.float16 else ("int4",):
+        weight = random_packed(format, 50, INPUTS, dtype)
         x = torch.randn(70, INPUTS, device=DEVICE).to(dtype)
         for fp8_units in (False, True) if format == "fp8" and not CUDA else (None,):
             whole = matmul_triton.linear(x, weight, fp8_units=fp8_units)
