@@ -106,7 +106,7 @@ def decode_attention(
 
     `window`: only the last `window` tokens are visible. Long contexts are split over programs or
     threads and merged, as in FlashDecoding. The splits are at fixed positions of the context, the
-    sinks of a rolled one before them, so that on the native path of the CPU a row has the same bits
+    sinks of a rolled one before them, so that but for plain PyTorch a row has the same bits
     whatever the batch and the number of threads, and those of the same row in `prefill_attention`.
     The work is proportional to the visible keys.
     """
@@ -127,9 +127,9 @@ def prefill_attention(
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
 
     K and V of the chunks are in the cache (or in scratch) already. A query at position t sees keys
-    in (t - window, t]. Online softmax over key tiles, as in FlashAttention-2. On the native path of
-    the CPU tiles and splits are those of `decode_attention`: a row has the same bits however its
-    prompt is cut into chunks, and as a decode row. The work is proportional to the visible keys.
+    in (t - window, t]. Online softmax over key tiles, as in FlashAttention-2. But for plain PyTorch
+    tiles and splits are those of `decode_attention`: a row has the same bits however its prompt is
+    cut into chunks, and as a decode row. The work is proportional to the visible keys.
     """
     out = _prepare(q, kv, batch.context_lens, rolling, out)
     return _backend(q, kv).prefill_attention(q, kv, batch, scale, window, out, rolling)

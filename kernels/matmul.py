@@ -1,6 +1,6 @@
 """Linear layers whose weights are packed once, at load, into the layout that is read fastest.
 
-Backends: Triton for quantised weights on a GPU, the native library on a CPU where it supports the
+Backends: Triton on a GPU, the native library on a CPU where it supports the
 dtype, else PyTorch. The one that packed a weight also multiplies with it: `PackedLinear.layout`.
 """
 
@@ -35,7 +35,7 @@ class MatmulBackend(Protocol):
 def backend_for(weight: Tensor | QuantizedWeight, device: torch.device) -> MatmulBackend:
     """What packs `weight` for `device`, where it lies already or will be."""
     if device.type == "cuda":
-        return _triton() if isinstance(weight, QuantizedWeight) else reference
+        return _triton()
     return native_matmul if native_matmul.suits(weight) else reference
 
 
@@ -108,9 +108,9 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
     several linears share one pass), and int8 sums are exact; int4 and nf4 are weight-only.
     `quant.linear_reference` defines the result.
 
-    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: with plain
-    weights on a GPU, and on the native path, nothing else that grows with M is allocated then. (On
-    a GPU int8 and fp8 weights allocate codes of rows that have none yet, and small batches sums of
-    splits.) On the native path a row's result has the same bits whatever M is.
+    `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU
+    and on the native path nothing else that grows with M is allocated then. (On a GPU int8 and fp8
+    weights allocate codes of rows that have none yet, and small batches sums of pieces, 17 MB at
+    most on an H100.) There, too, a row's result has the same bits whatever M is.
     """
     return _backend_of(packed.layout).packed_linear(x, packed, out)

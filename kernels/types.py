@@ -265,7 +265,7 @@ class PackedLinear:
 
     @classmethod
     def of_floats(
-        cls, payload: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout
+        cls, payload: Any, weight: Tensor, bias: Tensor | None, layout: Layout
     ) -> PackedLinear:
         """`payload`: what `layout` makes of the plain `weight` [N, K]."""
         num_outputs, num_inputs = weight.shape

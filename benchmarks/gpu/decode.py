@@ -7,9 +7,9 @@ ends of sequence ignored. Prompts are all as long as each other, so that transfo
 Both are timed twice: until every request has its first token, and to the last; the rate of decode
 is that of the tokens between. Our engine runs in four ways: plain, with decode graphs, with steps
 launched ahead, and with both; below each, the host's milliseconds of a step by phase, and how many
-answers are those of the plain one (all with steps ahead; with graphs, products of padded batches
-may be rounded differently). `--tiny` takes a shape for any CPU, to show that the program works,
-without graphs: its figures say nothing about a GPU. Not yet run on a GPU. Needs no Ray.
+answers are those of the plain one: all, as a row's sums do not depend on its batch. `--tiny` takes
+a shape for any CPU, to show that the program works, without graphs: its figures say nothing about
+a GPU. Not yet run on a GPU. Needs no Ray.
 """
 
 from __future__ import annotations

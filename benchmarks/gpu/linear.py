@@ -63,6 +63,17 @@ def check_linear(dtype: torch.dtype) -> Triples:
                 yield f"{format} {rows} x {num_inputs} x {num_outputs}", y, want.to(DEVICE)
 
 
+def check_plain(dtype: torch.dtype) -> Triples:
+    for rows in (1, 17, 257):
+        for num_outputs, num_inputs in ODD:
+            weight = (torch.randn(num_outputs, num_inputs) * num_inputs**-0.5).to(DEVICE, dtype)
+            x, bias = torch.randn(rows, num_inputs), torch.randn(num_outputs)
+            x, bias = x.to(DEVICE, dtype), bias.to(DEVICE, dtype)
+            y = matmul_triton.linear(x, matmul_triton.pack_plain(weight, bias))
+            want = (x.double() @ weight.double().T + bias.double()).to(dtype)
+            yield f"plain {rows} x {num_inputs} x {num_outputs}", y, want
+
+
 def check_rows(dtype: torch.dtype) -> Triples:
     """Exact: expected and actual codes are 0 and the number of differences."""
     none = torch.zeros(1, device=DEVICE)
@@ -95,7 +106,11 @@ def random_packed(
     return matmul_triton.pack(random_weight(format, num_outputs, num_inputs))
 
 
-CHECKS: Checks = {"linear": check_linear, "quantised rows": check_rows}
+CHECKS: Checks = {
+    "linear": check_linear,
+    "plain linear": check_plain,
+    "quantised rows": check_rows,
+}
 
 
 def works(tiny: bool) -> Iterator[Work]:
@@ -107,15 +122,17 @@ def works(tiny: bool) -> Iterator[Work]:
             weight = random_packed(format, num_outputs, num_inputs, HALF)
             for rows in batches:
                 yield _linear_work(weight, rows)
+                if format == "plain":
+                    yield _linear_work(weight, rows, cublas=True)
     for rows in batches:
         yield _norm_work(rows, 4096 // shrink)
 
 
-def _linear_work(weight: GpuWeight, rows: int) -> Work:
+def _linear_work(weight: GpuWeight, rows: int, *, cublas: bool = False) -> Work:
     x = torch.randn(rows, weight.in_features, device=DEVICE).to(HALF)
     out = torch.empty(rows, weight.out_features, device=DEVICE, dtype=HALF)
     name, run = f"linear {weight.format}", lambda: matmul_triton.linear(x, weight, out)
-    if weight.format == "plain":
+    if cublas:
         name, run = "linear 16 bit cuBLAS", lambda: torch.mm(x, weight.codes.T, out=out)
     return Work(
         name,

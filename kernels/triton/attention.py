@@ -16,8 +16,9 @@ from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch, Rolling
 
 __all__ = ["decode_attention", "prefill_attention", "rope_write_kv", "write_kv"]
 
-# Keys of one decode program. Fixed, so that a sequence's result does not depend on its batch-mates;
-# small, so that one sequence of 1,000 tokens and 8 kv heads already makes 32 programs.
+# Keys of a decode program, and of a piece of a sum in prefill. Fixed, so that a sequence's result
+# depends neither on its batch-mates nor on the kernel; small, so that one sequence of 1,000 tokens
+# and 8 kv heads already makes 32 programs.
 SPLIT = 256
 
 
@@ -36,6 +37,7 @@ def decode_attention(
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, *shape), dtype=torch.float32, device=q.device)  # top, total
     dim_tile = max(16, triton.next_power_of_2(head_dim))
+    least_rows = _least_rows(q)
     q_sink, q_sink_stride, sink_ends, window_starts, sink_blocks, bases = _rolled(rolling)
     k_cache, v_cache = _readable(kv.k), _readable(kv.v)
     programs._decode_kernel[(num_rows, num_kv_heads, num_splits)](
@@ -45,14 +47,15 @@ def decode_attention(
         *find_blocks(kv),
         tables.stride(0), scale, window or 0, num_splits,
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(group)), DIM_TILE=dim_tile,
+        ROWS=max(least_rows, triton.next_power_of_2(group)), DIM_TILE=dim_tile,
         KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(kv, head_dim, dim_tile),
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     programs._merge_kernel[(num_rows, num_heads)](
         partial, stats[0], stats[1], lens, sink_ends, window_starts, out,
         window or 0, num_splits,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, SPLIT_KEYS=SPLIT, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -71,7 +74,7 @@ def prefill_attention(
     # As wide as registers allow without a spill (looked up in the cubins for sm_80 and sm_90), but
     # a prompt of a few tokens needs no wide tile.
     widest = 32 if q.element_size() == 4 else 128 if dim_tile <= 128 else 64
-    query_tile = max(16, min(widest, triton.next_power_of_2(max_query_len)))
+    query_tile = max(_least_rows(q), min(widest, triton.next_power_of_2(max_query_len)))
     q_sink, q_sink_stride, *rolled = _rolled(rolling)
     k_cache, v_cache = _readable(kv.k), _readable(kv.v)
     programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, num_chunks)](
@@ -81,8 +84,8 @@ def prefill_attention(
         tables.stride(0), scale, window or 0,
         NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERY_TILE=query_tile, DIM_TILE=dim_tile,
-        KEY_TILE=_key_tile(q, dim_tile), **_groups(kv, head_dim, dim_tile),
-        num_warps=8 if query_tile == 128 else 4, num_stages=2,
+        KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(kv, head_dim, dim_tile),
+        num_warps=8 if query_tile == 128 else 4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -128,3 +131,11 @@ def _key_tile(q: Tensor, dim_tile: int) -> int:
     """Keys a tile holds, so that a stage of K and V fits into 32 KiB of shared memory."""
     row_bytes = dim_tile * q.element_size()
     return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+
+
+def _least_rows(q: Tensor) -> int:
+    """Rows of the smallest tile. From Hopper to the Blackwell of data centres 16-bit tiles of 64
+    rows and fewer go through different instructions, whose sums may differ: none is smaller."""
+    if q.is_cuda and q.element_size() == 2 and torch.cuda.get_device_capability()[0] in (9, 10):
+        return 64
+    return 16

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.attention_cache import find_slots, load_values, score
+from penstock.kernels.triton.attention_order import merge, nothing_seen, soften
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -23,19 +24,6 @@ def _pages(sink_blocks_ptr, bases_ptr, b):
     if bases_ptr is not None:
         sink_pages, base = tl.load(sink_blocks_ptr + b), tl.load(bases_ptr + b)
     return sink_pages, base
-
-
-@triton.jit
-def _soften(scores, visible, top, total, acc, v):
-    """One step of the online softmax in base 2; rows that see nothing stay as they are."""
-    scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    keep = tl.exp2(top - base)
-    weights = tl.exp2(scores - base[:, None])
-    total = total * keep + tl.sum(weights, 1)
-    acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return new_top, total, acc
 
 
 @triton.jit
@@ -100,9 +88,7 @@ def _decode_kernel(
             q_row = tl.where(split == 0, q_sink_ptr + b * q_sink_stride, q_row)
         q = tl.load(q_row + q_at, mask=mask, other=0.0)
         sink_pages, base = _pages(sink_blocks_ptr, bases_ptr, b)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, DIM_TILE), tl.float32)
+        top, total, acc = nothing_seen(ROWS, DIM_TILE)
         for start in range(first, end, KEY_TILE):
             at = start + tl.arange(0, KEY_TILE)
             seen = (at >= begin) & (at < end)
@@ -112,11 +98,12 @@ def _decode_kernel(
             scores = score(
                 q, keys, block, row, seen, dims, num_blocks, HEAD_DIM, GROUPS, GROUPS_TILE
             )
-            scores *= scale * LOG2_E
             v = load_values(
                 values, block, row, seen, dims, num_blocks, q.dtype, HEAD_DIM, GROUPS, GROUPS_TILE
             )
-            top, total, acc = _soften(scores, seen[None, :], top, total, acc, v)
+            top, total, acc = soften(
+                scores, seen[None, :], scale * LOG2_E, top, total, acc, v
+            )  # fmt: skip
         out_at = (b * NUM_HEADS + row_head) * num_splits + split
         tl.store(partial_ptr + (out_at * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
         tl.store(top_ptr + out_at, top, mask=rows < GROUP)
@@ -145,22 +132,17 @@ def _merge_kernel(
         begin = tl.where(sink_end > 0, 0, 1)
         end = tl.where(oldest < context_len, filled, 0) + 1
     row = (b * NUM_HEADS + head) * num_splits
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    acc = tl.zeros((DIM_TILE,), tl.float32)
+    one, mask = tl.zeros((1,), tl.int64), (dims < HEAD_DIM)[None, :]
+    top, total, acc = nothing_seen(1, DIM_TILE)
     for split in range(begin, end):
-        split_top = tl.load(top_ptr + row + split)
-        new_top = tl.maximum(top, split_top)
-        keep, weight = tl.exp2(top - new_top), tl.exp2(split_top - new_top)
-        part = tl.load(
-            partial_ptr + (row + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0
+        at = row + split + one
+        part = tl.load(partial_ptr + (at * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
+        top, total, acc = merge(
+            top, total, acc, tl.load(top_ptr + at), tl.load(total_ptr + at), part
         )
-        acc = acc * keep + part * weight
-        total = total * keep + tl.load(total_ptr + row + split) * weight
-        top = new_top
     total = tl.where(begin < end, total, 1.0)
-    at = (b * NUM_HEADS + head) * HEAD_DIM + dims
-    tl.store(out_ptr + at, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    at = ((b * NUM_HEADS + head + one) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -168,21 +150,28 @@ def _attend(
     q, first, end, row_begin, row_end, top, total, acc, keys, values,
     table_ptr, head, dims, sink_pages, base, num_blocks, scale,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over the keys [first, end); a row sees those in [row_begin, row_end)."""
+    """A tile of queries over the keys [first, end), merged with what it had seen before them; a row
+    sees those in [row_begin, row_end). Pieces end at multiples of SPLIT_KEYS; 0: it is one."""
+    part_top, part_total, part = nothing_seen(q.shape[0], q.shape[1])
     for start in range(first // KEY_TILE * KEY_TILE, end, KEY_TILE):
         at = start + tl.arange(0, KEY_TILE)
         seen = (at >= first) & (at < end)
         block, row = find_slots(table_ptr, head, at, seen, sink_pages, base, BLOCK_SIZE)
         scores = score(q, keys, block, row, seen, dims, num_blocks, HEAD_DIM, GROUPS, GROUPS_TILE)
-        scores *= scale * LOG2_E
         v = load_values(
             values, block, row, seen, dims, num_blocks, q.dtype, HEAD_DIM, GROUPS, GROUPS_TILE
         )
         visible = (at[None, :] >= row_begin[:, None]) & (at[None, :] < row_end[:, None])
-        top, total, acc = _soften(scores, visible, top, total, acc, v)
-    return top, total, acc
+        part_top, part_total, part = soften(
+            scores, visible, scale * LOG2_E, part_top, part_total, part, v
+        )
+        if SPLIT_KEYS > 0:  # noqa: SIM102  # `and` would evaluate both
+            if (start + KEY_TILE) % SPLIT_KEYS == 0:
+                top, total, acc = merge(top, total, acc, part_top, part_total, part)
+                part_top, part_total, part = nothing_seen(q.shape[0], q.shape[1])
+    return merge(top, total, acc, part_top, part_total, part)
 
 
 @triton.jit
@@ -197,11 +186,10 @@ def _prefill_kernel(
     table_stride, scale, window,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERY_TILE: tl.constexpr, DIM_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (query tile, head, sequence), after FlashAttention-2: sinks, then window.
-
-    Not yet run on a GPU.
+    """One program a (query tile, head, sequence), after FlashAttention-2: sinks, then window, in
+    the pieces of `_decode_kernel`. Not yet run on a GPU.
     """
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row0 = tl.load(starts_ptr + b)
@@ -220,9 +208,7 @@ def _prefill_kernel(
         i, dims = first + tl.arange(0, QUERY_TILE), tl.arange(0, DIM_TILE)
         row, kept = (row0 + i).to(tl.int64), i < num_queries
         mask = kept[:, None] & (dims < HEAD_DIM)[None, :]
-        top = tl.full((QUERY_TILE,), float("-inf"), tl.float32)
-        total = tl.zeros((QUERY_TILE,), tl.float32)
-        acc = tl.zeros((QUERY_TILE, DIM_TILE), tl.float32)
+        top, total, acc = nothing_seen(QUERY_TILE, DIM_TILE)
         table_ptr, kv_head = tables_ptr + b * table_stride, head // GROUP
         sink_pages, base = _pages(sink_blocks_ptr, bases_ptr, b)
         row_end = tl.where(kept, offset + i + 1, 0)  # a row past the chunk sees nothing
@@ -236,7 +222,7 @@ def _prefill_kernel(
             top, total, acc = _attend(
                 q_sink, 0, tl.max(sink_end, 0), tl.zeros_like(sink_end), sink_end, top, total, acc,
                 keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale,
-                HEAD_DIM, BLOCK_SIZE, KEY_TILE, GROUPS, GROUPS_TILE,
+                HEAD_DIM, BLOCK_SIZE, KEY_TILE, 0, GROUPS, GROUPS_TILE,
             )  # fmt: skip
             starts = tl.load(window_starts_ptr + row, mask=kept, other=0)
             row_begin = tl.maximum(row_begin, starts)
@@ -246,7 +232,7 @@ def _prefill_kernel(
         top, total, acc = _attend(
             q, oldest, end, row_begin, row_end, top, total, acc,
             keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale,
-            HEAD_DIM, BLOCK_SIZE, KEY_TILE, GROUPS, GROUPS_TILE,
+            HEAD_DIM, BLOCK_SIZE, KEY_TILE, SPLIT_KEYS, GROUPS, GROUPS_TILE,
         )  # fmt: skip
         total = tl.where(total == 0, 1.0, total)  # rows past the chunk
         out_at = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]

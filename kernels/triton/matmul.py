@@ -1,4 +1,4 @@
-"""Quantised linears on a GPU: how weights lie there, and the launch of their kernels.
+"""Linears on a GPU: how weights lie there, and the launch of their kernels.
 
 Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Meaning of the
 formats: `quant.py`; choice of tiles: `matmul_tiles.py`.
@@ -77,8 +77,9 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
 
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-    """Of a quantised weight; `kernels/matmul.py` leaves plain ones to PyTorch."""
-    assert isinstance(weight, QuantizedWeight)
+    """Plain weights too: cuBLAS orders a row's sum by the number of rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return PackedLinear.of_floats(pack_plain(weight, bias), weight, bias, "triton")
     return PackedLinear(
         pack(weight, bias), bias, weight.in_features, weight.out_features, weight.num_bytes,
         weight.format, "triton",
@@ -176,10 +177,13 @@ def launch(
     if format == "fp8" and not (_has_fp8_units(x.device) if fp8_units is None else fp8_units):
         format = "fp8_upcast"
     steps = triton.cdiv(weight.in_features, tiles.inputs)
-    inputs_a_split = triton.cdiv(steps, tiles.splits) * tiles.inputs
-    num_splits = triton.cdiv(weight.in_features, inputs_a_split)
-    partial = None
-    if num_splits > 1:
+    # int8 sums are exact: one program takes all its inputs as one piece.
+    pieces = 1 if format == "int8" and not tiles.apart else tiles.pieces
+    inputs_a_piece = triton.cdiv(steps, pieces) * tiles.inputs
+    pieces = triton.cdiv(weight.in_features, inputs_a_piece)
+    num_splits, partial = 1, None
+    if tiles.apart and pieces > 1:
+        num_splits, pieces = pieces, 1
         dtype = torch.int32 if format == "int8" else torch.float32
         partial = torch.empty(num_splits, num_rows, num_outputs, dtype=dtype, device=x.device)
     experts = triton.next_power_of_2(max(1, routing.num_experts))
@@ -188,10 +192,11 @@ def launch(
         x, x_scales, weight.codes, weight.scales, weight.zeros, _table(weight, x), weight.bias,
         out, partial, routing.row_ids, routing.starts, routing.offsets,
         x.stride(0), weight.codes.stride(0), out.stride(0), num_rows, num_outputs,
-        weight.in_features, num_row_tiles, inputs_a_split, routing.row_first, routing.num_experts,
+        weight.in_features, num_row_tiles, inputs_a_piece, routing.row_first, routing.num_experts,
         FORMAT=format, GROUP=weight.group, STEP=tiles.inputs, ROWS=tiles.rows,
-        OUTPUTS=tiles.outputs, EXPERTS=experts, EVEN=weight.in_features % tiles.inputs == 0,
-        ALIGNED=routing.aligned, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        OUTPUTS=tiles.outputs, PIECES=pieces, EXPERTS=experts,
+        EVEN=weight.in_features % tiles.inputs == 0, ALIGNED=routing.aligned,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if partial is not None:
         programs._reduce_kernel[(num_rows, triton.cdiv(num_outputs, _REDUCE_TILE))](
@@ -199,6 +204,7 @@ def launch(
             routing.row_ids, routing.starts, routing.offsets,
             out.stride(0), num_rows, num_outputs, num_splits, routing.row_first,
             routing.num_experts, FORMAT=format, EXPERTS=experts, TILE=_REDUCE_TILE,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 

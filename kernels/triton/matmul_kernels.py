@@ -4,6 +4,10 @@ weight in any number format, plain or by routed expert, and the sum of its split
 Parameters that a call does not have are None: the compiler then omits the code that uses them. The
 weight is the left operand, y^T = W x^T: Hopper's tensor cores take the left one from registers,
 where codes are unpacked, and few rows waste little of a tile.
+
+A sum is one order at any number of rows: the inputs are cut into pieces, a matter of their number
+alone; a piece is summed step by step, and the pieces in their order, by the program that has them
+all or by `_reduce_kernel`. Multiply-adds are spelt out, and compiled without contraction.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -129,7 +133,29 @@ def _sum_nibbles(
         high = _nibble_values(packed >> 4, zero, table_ptr, FORMAT, dtype)
         part = tl.dot(low, low_x, input_precision="ieee")
         part = tl.dot(high, high_x, part, input_precision="ieee")
-        acc += part * tl.load(scales_ptr + group)[:, None]
+        acc = tl.fma(part, tl.load(scales_ptr + group)[:, None], acc)
+    return acc
+
+
+@triton.jit
+def _sum_piece(
+    acc, piece, inputs_a_piece, x_ptr, x_rows, seen, codes_ptr, n, codes_stride,
+    num_outputs, scales_ptr, zeros_ptr, table_ptr, num_inputs,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """acc + W x^T [outputs, rows] over the inputs of one piece."""
+    first = piece * inputs_a_piece
+    end = tl.minimum(first + inputs_a_piece, num_inputs)
+    if FORMAT == "int4" or FORMAT == "nf4":
+        acc = _sum_nibbles(
+            acc, x_ptr, x_rows, seen, codes_ptr, n, num_outputs, scales_ptr, zeros_ptr, table_ptr,
+            first, end, num_inputs, FORMAT, GROUP, STEP, EVEN,
+        )  # fmt: skip
+    else:
+        acc = _sum_whole(
+            acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, first, end, num_inputs,
+            FORMAT, STEP, EVEN,
+        )  # fmt: skip
     return acc
 
 
@@ -152,11 +178,13 @@ def _linear_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, table_ptr, bias_ptr, out_ptr,
     partial_ptr, row_ids_ptr, starts_ptr, offsets_ptr,
     x_stride, codes_stride, out_stride, num_rows, num_outputs, num_inputs, num_row_tiles,
-    inputs_a_split, row_first, num_experts,
+    inputs_a_piece, row_first, num_experts,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    OUTPUTS: tl.constexpr, PIECES: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile, split). With `starts`, row tile by row tile of each expert's rows.
+    """One program a (tile, PIECES of the inputs). With `starts`, row tile by row tile of each
+    expert's rows.
 
     Not yet run on a GPU.
     """
@@ -190,23 +218,20 @@ def _linear_kernel(
         sources = tl.load(row_ids_ptr + rows, mask=seen, other=0).to(tl.int64)
     outputs = place // height * OUTPUTS + tl.arange(0, OUTPUTS)
     n = tl.minimum(outputs, num_outputs - 1).to(tl.int64)  # what lies beyond is not stored
-    first = split * inputs_a_split
-    end = tl.minimum(first + inputs_a_split, num_inputs)
     x_rows = sources * x_stride
-    if FORMAT == "int8":
-        acc = tl.zeros([OUTPUTS, ROWS], tl.int32)
-    else:
-        acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    if FORMAT == "int4" or FORMAT == "nf4":
-        acc = _sum_nibbles(
-            acc, x_ptr, x_rows, seen, codes_ptr, n, num_outputs, scales_ptr, zeros_ptr, table_ptr,
-            first, end, num_inputs, FORMAT, GROUP, STEP, EVEN,
+    acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if FORMAT == "int8" else tl.float32)
+    if PIECES == 1:
+        acc = _sum_piece(
+            acc, split, inputs_a_piece, x_ptr, x_rows, seen, codes_ptr, n, codes_stride,
+            num_outputs, scales_ptr, zeros_ptr, table_ptr, num_inputs, FORMAT, GROUP, STEP, EVEN,
         )  # fmt: skip
     else:
-        acc = _sum_whole(
-            acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, first, end, num_inputs,
-            FORMAT, STEP, EVEN,
-        )  # fmt: skip
+        for piece in range(PIECES):
+            acc += _sum_piece(
+                tl.zeros_like(acc), piece, inputs_a_piece, x_ptr, x_rows, seen, codes_ptr, n,
+                codes_stride, num_outputs, scales_ptr, zeros_ptr, table_ptr, num_inputs,
+                FORMAT, GROUP, STEP, EVEN,
+            )  # fmt: skip
     mask = (outputs < num_outputs)[:, None] & seen[None, :]
     if partial_ptr is not None:
         at = (split * num_rows + rows)[None, :] * num_outputs + n[:, None]
@@ -223,7 +248,7 @@ def _reduce_kernel(
     out_stride, num_rows, num_outputs, num_splits, row_first, num_experts,
     FORMAT: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of one row: its splits, in their order. Not yet run on a GPU."""
+    """One program a tile of one row: its pieces, in their order. Not yet run on a GPU."""
     row = tl.program_id(0).to(tl.int64)
     n = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
     keep = n < num_outputs
@@ -239,8 +264,8 @@ def _reduce_kernel(
             bias_ptr += tl.load(offsets_ptr + 3 * num_experts + expert)
     if row_ids_ptr is not None:
         source = tl.load(row_ids_ptr + row).to(tl.int64)
-    total = tl.load(partial_ptr + row * num_outputs + n, mask=keep, other=0)
-    for split in range(1, num_splits):
+    total = tl.zeros([TILE], partial_ptr.dtype.element_ty)
+    for split in range(num_splits):
         at = (split * num_rows + row) * num_outputs + n
         total += tl.load(partial_ptr + at, mask=keep, other=0)
     one = source + tl.zeros([1], tl.int64)

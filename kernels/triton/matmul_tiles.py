@@ -1,7 +1,8 @@
 """Chooses the tiles of a GPU matmul, and the fastest number format for a number of rows.
 
 Arithmetic on sizes, formats and two generations of GPU; no tensors. The one place where the batch
-size decides how a linear runs on a GPU. Not yet checked against timings.
+size decides how a linear runs on a GPU: by whom its pieces are summed, never in which order. Not
+yet checked against timings.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ OPERATIONS: dict[GpuFormat, float] = {
 # TFLOP/s and 2.0 TB/s; H200: 989 and 4.8. The rest follows: int8 turns at the same number of rows
 # (half the bytes, twice the rate), int4 at a quarter of it (A100 38 to 41, H200 51 to 55).
 RIDGE_16 = {8: 153.0, 9: 206.0}  # by major compute capability
-MAX_SPLITS = 16
-STEPS_A_SPLIT = 4  # tiles along K that one program sums at least
+# Pieces of an output's sum: with 4, one row of 4096 outputs makes two programs a multiprocessor.
+MAX_PIECES = 4
+STEPS_A_PIECE = 4  # tiles along K at least
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows, outputs and inputs of one program's tile; programs that share one output's sum."""
+    """Rows, outputs and inputs of one program's tile; pieces of an output's sum, and whether each
+    has a program of its own."""
 
     rows: int
     outputs: int
     inputs: int
-    splits: int
+    pieces: int
+    apart: bool
     num_warps: int
     num_stages: int
 
@@ -52,21 +56,23 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles for `num_groups` products of about `num_rows` rows each with weights [outputs, inputs].
 
-    `step` is the inputs that one step of the kernel takes. Few rows: narrow tiles, and the inputs
-    are split until every multiprocessor has two programs, since there bytes in flight are speed.
-    Many rows: tiles of 128 x 128, which read a weight once for 128 rows, and at least one program
-    for each. Batches of 1 to 16 rows (17 to 32, ... 65 to 128) split alike, so in them the order
-    of a sum does not depend on the batch.
+    `step` is the inputs that one step of the kernel takes. Few rows: narrow tiles, and the pieces
+    of the inputs apart, until every multiprocessor has two programs, since there bytes in flight
+    are speed. Many rows: tiles of 128 x 128, which read a weight once for 128 rows; the pieces of
+    an output stay together once half the multiprocessors have a tile, since to write and read their
+    sums would cost more. The number of pieces follows from the inputs alone.
     """
     widest = 64 if element_bytes == 4 else 128
     rows = max(16, min(widest, 1 << max(0, num_rows - 1).bit_length()))
     outputs = 64 if rows <= 32 else 128
     tiles = max(1, num_groups * -(-num_rows // rows) * -(-num_outputs // outputs))
     steps = -(-num_inputs // step)
-    wanted = 2 * num_sms if rows <= 64 else num_sms
-    splits = max(1, min(MAX_SPLITS, steps // STEPS_A_SPLIT, -(-wanted // tiles)))
+    pieces = max(1, min(MAX_PIECES, steps // STEPS_A_PIECE))
+    wanted = 2 * num_sms * 32 // max(32, rows)  # sums of pieces: 17 MB at most on 132
+    apart = pieces > 1 and tiles < wanted
     # Of registers, 4 warps hold sums of 128 x 32 without a spill, 8 warps 128 x 128.
-    return Tiles(rows, outputs, step, splits, 8 if rows > 32 else 4, 3 if rows == 128 else 4)
+    stages = 3 if rows == 128 else 4
+    return Tiles(rows, outputs, step, pieces, apart, 8 if rows > 32 else 4, stages)
 
 
 def ridge_rows(format: GpuFormat, ridge_16: float = RIDGE_16[9]) -> float:

@@ -51,7 +51,7 @@ def weight_facts(
     format, _ = linears.most_common(1)[0]
     for tensor in (embedding, final_norm, *_tensors(layers, all_linears)):
         total[FLOAT_FORMATS[tensor.dtype]] += tensor.numel() * tensor.element_size()
-    if lm_head.payload is not embedding:
+    if embedding is not getattr(lm_head.payload, "codes", lm_head.payload):  # on a GPU, in a record
         total[lm_head.format] += lm_head.num_bytes
     return WeightFacts(format, dict(total.most_common()))
 

@@ -41,7 +41,7 @@ DECODE_SIZES = HEADS | SPLIT_SIZES | {"ROWS": 16, "KEY_TILE": 64} | PLAIN
 MERGE = PARTIAL | {"lens_ptr": "i32", "out_ptr": "bf16"}
 MERGE_SIZES = {"NUM_HEADS": 32, "HEAD_DIM": 128, "DIM_TILE": 128} | SPLIT_SIZES
 PREFILL = CACHE | {"starts_ptr": "i32", "out_ptr": "bf16"}
-PREFILL_SIZES = HEADS | {"QUERY_TILE": 128, "KEY_TILE": 64} | PLAIN
+PREFILL_SIZES = HEADS | SPLIT_SIZES | {"QUERY_TILE": 128, "KEY_TILE": 64} | PLAIN
 ROPE = {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32", "out_ptr": "bf16"}
 ROPE_SIZES = {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEAD_TILE": 32, "HALF_TILE": 64}
 
@@ -102,7 +102,7 @@ def quantised(capability: int):
 
 
 # Numbers that Triton finds to be multiples of 16 at a launch with the sizes of a real model.
-SIXTEENS = {"inputs_a_split", "num_inputs", "num_outputs"}
+SIXTEENS = {"inputs_a_piece", "num_inputs", "num_outputs"}
 
 
 def compile_for(capability: int, kernel, pointers, constants, num_warps: int, num_stages: int):
@@ -130,6 +130,8 @@ def compile_for(capability: int, kernel, pointers, constants, num_warps: int, nu
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    if kernel.__module__.endswith(("attention_kernels", "matmul_kernels")):
+        options["enable_fp_fusion"] = False  # as they are launched
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

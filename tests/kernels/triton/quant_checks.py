@@ -7,6 +7,7 @@ A wider sweep is `python -m benchmarks.gpu.check --only linear --only moe --only
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -99,7 +100,7 @@ def make_weight(
     )
 
 
-# format, dtype, rows, outputs, inputs, splits
+# format, dtype, rows, outputs, inputs, pieces with a program each
 LINEARS = [
     ("int8", HALF, 17, 70, 200, 1),
     ("int8", FP32, 1, 33, 300, 2),
@@ -114,14 +115,14 @@ LINEARS = [
 ]
 
 
-@pytest.mark.parametrize(("format", "dtype", "rows", "outputs", "inputs", "splits"), LINEARS)
-def test_linear(format, dtype, rows, outputs, inputs, splits):
+@pytest.mark.parametrize(("format", "dtype", "rows", "outputs", "inputs", "pieces"), LINEARS)
+def test_linear(format, dtype, rows, outputs, inputs, pieces):
     quantized = make_weight(format, outputs, inputs)
     x = poisoned(torch.randn(rows, inputs).to(DEVICE, dtype))
     bias = torch.randn(outputs).to(DEVICE, dtype)
     packed = matmul_triton.pack(quantized, bias)
     auto = matmul_triton.tiles_for(packed, rows, x)
-    tiles = Tiles(auto.rows, auto.outputs, auto.inputs, splits, 4, 3)
+    tiles = Tiles(auto.rows, auto.outputs, auto.inputs, pieces, True, 4, 3)
     want = quant.linear_reference(x, quantized, bias)
     for fp8_units in (False, True) if format == "fp8" else (None,):
         wide = torch.full((rows, outputs + 3), math.nan).to(DEVICE, dtype)
@@ -131,6 +132,21 @@ def test_linear(format, dtype, rows, outputs, inputs, splits):
             size = want.abs().amax(1, keepdim=True).clamp(min=1)  # one weight is 100
             assert_close(out / size, want / size)
             assert wide[:, [0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(FP32, 3), (HALF, 1), (HALF, 70)])
+def test_plain_linear(dtype, rows):
+    """As a GPU's loader packs it, and in its two ways to add up the pieces of a sum."""
+    weight, bias = torch.randn(70, 520) * 520**-0.5, torch.randn(70)
+    weight, bias = weight.to(DEVICE, dtype), bias.to(DEVICE, dtype)
+    x = poisoned(torch.randn(rows, 520).to(DEVICE, dtype))
+    packed = matmul_triton.pack_linear(weight, bias)
+    assert (packed.layout, packed.num_bytes) == ("triton", weight.numel() * weight.element_size())
+    want = (x.double() @ weight.double().T + bias.double()).to(dtype)
+    assert_close(matmul.linear(x, packed), want)
+    tiles = replace(matmul_triton.tiles_for(packed.payload, rows, x), apart=True)
+    assert tiles.pieces > 1
+    assert_close(matmul_triton.linear(x, packed.payload, tiles=tiles), want)
 
 
 def test_rows_that_are_quantised_already():

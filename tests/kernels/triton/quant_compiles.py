@@ -29,9 +29,10 @@ def linear(format: str, num_rows: int, pointers: dict[str, str], **routed):
     tiles = choose_tiles(num_rows, 4096, step, 4096, element_bytes=2)
     constants = {
         "FORMAT": format, "GROUP": 128, "STEP": tiles.inputs, "ROWS": tiles.rows,
-        "OUTPUTS": tiles.outputs, "EXPERTS": 128 if routed else 1, "EVEN": True, "ALIGNED": True,
+        "OUTPUTS": tiles.outputs, "PIECES": 1 if tiles.apart or format == "int8" else tiles.pieces,
+        "EXPERTS": 128 if routed else 1, "EVEN": True, "ALIGNED": True,
     }  # fmt: skip
-    partial = {"partial_ptr": "i32" if format == "int8" else "fp32"} if tiles.splits > 1 else {}
+    partial = {"partial_ptr": "i32" if format == "int8" else "fp32"} if tiles.apart else {}
     pointers = pointers | partial | routed
     return matmul._linear_kernel, pointers, constants, tiles.num_warps, tiles.num_stages
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-CHECKS = sorted(HERE.glob("*checks.py"))
+ORDER = HERE / "order_checks.py"
+CHECKS = [path for path in sorted(HERE.glob("*checks.py")) if path != ORDER]
 
 
 def run(command: list[str], interpret: bool) -> str:
@@ -37,13 +38,22 @@ def run(command: list[str], interpret: bool) -> str:
 
 def test_every_kernel_against_its_reference():
     """Interpreted here; compiled where there is a GPU. All in one process: the start takes 5 s."""
+    check(CHECKS, least=111)
+
+
+def test_a_row_has_the_same_bits_in_any_batch():
+    """In a process of its own, since it takes as long as all the others together."""
+    check([ORDER], least=15)
+
+
+def check(files: list[Path], least: int) -> None:
     output = run(
-        ["-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, CHECKS)],
+        ["-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, files)],
         interpret=not torch.cuda.is_available(),
     )
     summary = output.splitlines()[-1]
     passed = re.search(r"\b(\d+) passed", summary)
-    assert passed and int(passed[1]) >= 108, summary
+    assert passed and int(passed[1]) >= least, summary
     assert "skipped" not in summary
 
 
