@@ -22,7 +22,7 @@ class ForecastConfig:
     level_s: float = 50.0  # a level older than this has lost two thirds of its weight
     slope_s: float = 360.0  # the same for the slope
     damping_s: float = 180.0  # a slope is expected to fade within about this time
-    num_errors: int = 48  # past errors that the quantile is taken of
+    num_errors: int = 200  # past errors that the quantile is taken of
     spacing: float = 0.1  # of the horizon: forecasts are kept this far apart, to be judged
 
     def __post_init__(self) -> None:
