@@ -74,7 +74,9 @@ async def _clients(pipe: Connection, port: int, num_streams: int, max_tokens: in
 
 async def probe(url: str, seconds: float, every_s: float) -> dict[str, Any]:
     """Latencies in ms over a kept connection and over new ones, in turn over PATHS."""
-    kept_ms, fresh_ms, failed = [], [], 0
+    kept_ms: list[float] = []
+    fresh_ms: list[float] = []
+    failed = 0
     until_s = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=30) as kept:
         number = 0
