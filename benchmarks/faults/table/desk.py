@@ -89,14 +89,15 @@ class Desk:
         self._stack = contextlib.AsyncExitStack()
         self._expected: dict[Any, Answer] = {}
 
-    async def add(self) -> Hand:
-        """Start a worker, and connect with it."""
+    async def add(self, *, waits: bool = True) -> Hand:
+        """Start a worker, and connect with it; without `waits`, it connects in its time."""
         process = await asyncio.to_thread(WorkerProcess, self.config, self._prepare)
         relay = await self._stack.enter_async_context(proxy(process.info.address))
         hand = Hand(process, relay, replace(process.info, address=relay.address))
         self.hands.append(hand)
         self.publish()
-        await self.connected(len(self.hands))
+        if waits:
+            await self.connected(len(self.hands))
         return hand
 
     async def connected(self, number: int, within_s: float = CONNECT_S) -> float:

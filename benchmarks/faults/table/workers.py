@@ -240,7 +240,7 @@ async def poison(scale: Scale, seen: Seen) -> None:
                     if not hand.process.is_alive:
                         seen.count("workers lost")
                         await made.remove(hand)
-                        await made.add()
+                        await made.add(waits=False)  # the other one may die meanwhile
                 await asyncio.sleep(0.02)
 
         replacing = asyncio.ensure_future(replace_workers())
