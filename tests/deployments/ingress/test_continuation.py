@@ -56,7 +56,7 @@ def tokenizer() -> Tokenizer:
 class Node:
     """A worker that ends after it has sent `ends_after` tokens; None: it stays."""
 
-    def __init__(self, model: Any, ends_after: int | None = None, **identity: str):
+    def __init__(self, model: Any, ends_after: int | None = None, **identity: Any):
         """`identity`: as for ChannelServer."""
         self.engine = Engine(CONFIG, model)
         self.channel = ChannelServer("127.0.0.1", "builtin", self.engine.max_model_len, **identity)
@@ -230,7 +230,7 @@ OTHERS = ({"model_digest": "t-2"}, {"weights": "bf16"}, {"numerics": "kv=int8"})
 @pytest.mark.parametrize("other", OTHERS)
 def test_an_answer_is_continued_by_the_same_weights_only(model, tokenizer, other):
     """As in an update: the worker that is free is one of other weights."""
-    same = {"model_digest": "t-1", "weights": "fp32"}
+    same: dict[str, Any] = {"model_digest": "t-1", "weights": "fp32"}
     call = made()
     expected, _ = outcome(model, tokenizer, call, 1, [None])
     nodes = [Node(model, 7, **same), Node(model, **same | other), Node(model, **same)]

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -108,7 +109,12 @@ def served_and_ended(nodes: LocalNodes, command: str, http_port: int) -> tuple[d
 
 @pytest.mark.timeout(900)
 def test_both_commands_bring_up_the_same_and_end_cleanly(nodes: LocalNodes) -> None:
-    settings = {"num_workers": 2, "cpus_per_worker": 0.5, "weights": "fp32", "metrics_port": 0}
+    settings: dict[str, Any] = {
+        "num_workers": 2,
+        "cpus_per_worker": 0.5,
+        "weights": "fp32",
+        "metrics_port": 0,
+    }
 
     def ports() -> dict[str, int]:
         return {"http_port": free_port(), "grpc_port": free_port()}
