@@ -96,7 +96,7 @@ def test_workers_whose_store_hangs_stay_listed_and_their_streams_end_the_same(ra
                     assert asyncio.run(answers(target)) == expected
                     rounds += 1
             deadline_s = time.monotonic() + 60
-            while not all(s.experts.num_misses for _, s in cluster.view().workers):
+            while not all(s.experts and s.experts.num_misses for _, s in cluster.view().workers):
                 assert time.monotonic() < deadline_s
             assert asyncio.run(answers(target)) == expected
         assert watch.least == 2, "a worker was no longer listed"
