@@ -88,7 +88,7 @@ class Engine:
             len(request.prompt_ids) + len(request.emitted_ids), checked.context
         ):
             raise RequestError("this worker has no room for it now", code=DECLINED)
-        if len(self.scheduler.waiting) >= self.config.max_waiting:
+        if not request.is_continued and len(self.scheduler.waiting) >= self.config.max_waiting:
             raise RequestError("too many requests are waiting on this worker", code="overloaded")
         stop_ids = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:

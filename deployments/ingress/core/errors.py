@@ -133,6 +133,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "timeout_error",
         "the deadline of this request has passed, or it has waited too long for a worker",
     ),
+    "client_too_slow": CatalogueEntry(
+        408,
+        "RESOURCE_EXHAUSTED",
+        _BAD,
+        "the answer was read too slowly, and more of it waited than this server keeps",
+    ),
     "numerical_error": CatalogueEntry(
         500, "DATA_LOSS", _SERVER, "the model produced no usable numbers for this request"
     ),

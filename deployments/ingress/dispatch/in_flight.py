@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.workers.channel.delta_size import num_bytes
 from penstock.workers.channel.peer import joined
 from penstock.workers.request import Delta, FinishReason, Request
 
@@ -23,6 +24,11 @@ GATHER_S = 0.05
 FEW_CALLS = 8  # requests of a link that cost little CPU, and are never held back
 
 
+# Of memory that one stream's unread tokens and logprobs may take: 29,000 tokens, or 400 with twenty
+# alternatives each. What the systems' buffers hold, usually some MB, comes before it.
+MAX_UNREAD_BYTES = 1 << 20
+
+TOO_SLOW = "client_too_slow"
 LOST = "lost"  # an error code that no client sees: the pool sends the request to another worker
 
 
@@ -54,11 +60,20 @@ class InFlightRequest:
     is_suspect: bool = False  # refused unless one of its workers turns out to live
     trial: Trial | None = None  # that it is part of
     waits_for: Trial | None = None
+    num_unread_bytes: int = 0  # of what is pending, by request.num_bytes
     _is_notified: bool = False  # that there is something pending
     _reader: asyncio.Future[None] | None = None  # set while the reader waits
 
+    def is_too_much(self, delta: Delta) -> bool:
+        """Whether the reader is busy with something else, and has left too much unread for
+        `delta` to be added."""
+        if self._reader is not None or not self.pending:
+            return False
+        return self.num_unread_bytes + num_bytes(delta) > MAX_UNREAD_BYTES
+
     def add(self, delta: Delta) -> None:
         """Add `delta` to the pending ones; tokens before an error stay apart."""
+        self.num_unread_bytes += num_bytes(delta)
         if self.pending and delta.finish_reason is not FinishReason.ERROR:
             joined(self.pending[-1], delta)
         else:
@@ -92,7 +107,8 @@ class InFlightRequest:
         params = request.params
         if self.emitted and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
-        request = replace(request, params=params, emitted_ids=(*request.emitted_ids, *new))
+        emitted_ids = (*request.emitted_ids, *new)
+        request = replace(request, params=params, emitted_ids=emitted_ids, is_continued=True)
         self.admission = replace(self.admission, request=request)
         self.num_expected += self.num_to_prefill if self.is_begun else 0
         self.num_before, self.is_accepted = len(self.emitted), False
@@ -124,6 +140,7 @@ class InFlightRequest:
             finally:
                 self._reader = None
         delta = self.pending.pop(0)
+        self.num_unread_bytes = 0  # only an error can be left
         self._is_notified = bool(self.pending)
         return delta
 

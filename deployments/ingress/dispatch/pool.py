@@ -103,10 +103,14 @@ class WorkerPool:
                 delta = await call.next()
                 if delta.error == DECLINED:
                     call.num_declined += 1
-                    await self._enter_in_time(call, "declined")
+                    await self._enter_again(call, "declined")
                     continue
-                if delta.error == LOST or self._tries_again(call, delta):
-                    await self._continue(call, delta)
+                if delta.error == LOST:
+                    await self._continue(call)
+                    continue
+                if delta.error == STORE_UNAVAILABLE and self._tries_again(call):
+                    await asyncio.sleep(STORE_RETRY_S)
+                    await self._continue(call)
                     continue
                 if call.lost_s is not None:
                     self.lost_requests.continued(call, asyncio.get_running_loop().time())
@@ -129,15 +133,14 @@ class WorkerPool:
         self._is_closed = True
         await self._workers.close()
 
-    def _tries_again(self, call: InFlightRequest, delta: Delta) -> bool:
-        """Whether the worker could not get its experts, and there is time to ask again: the store
-        may be back by then, or another worker may have them."""
-        if delta.error != STORE_UNAVAILABLE:
-            return False
+    def _tries_again(self, call: InFlightRequest) -> bool:
+        """Whether a request whose worker could not get its experts has time to be sent again: the
+        store may be back by then, or another worker may have them."""
         now_s = asyncio.get_running_loop().time()
-        return now_s <= (call.lost_s or now_s) + self._lost_wait_s
+        call.lost_s = call.lost_s or now_s
+        return now_s <= call.lost_s + self._lost_wait_s
 
-    async def _continue(self, call: InFlightRequest, why: Delta) -> None:
+    async def _continue(self, call: InFlightRequest) -> None:
         """Send `call`, whose worker was lost, to another worker, which continues after its tokens.
 
         It was admitted once: the gate may have it wait, but no refusal ends it. Raises ServiceError
@@ -145,8 +148,6 @@ class WorkerPool:
         """
         loop = asyncio.get_running_loop()
         call.lost_s = call.lost_s or loop.time()
-        if why.error == STORE_UNAVAILABLE:
-            await asyncio.sleep(STORE_RETRY_S)
         if call.is_suspect:
             await self._acquit(call)
         if call.waits_for is not None:
@@ -161,10 +162,14 @@ class WorkerPool:
                 call.fail("worker_lost")
                 return
             await asyncio.sleep(0.02)
+        await self._enter_again(call, "lost")
+
+    async def _enter_again(self, call: InFlightRequest, why: Returned) -> None:
+        """`_enter`. Of a request that was admitted once, only its deadline is a refusal."""
         try:
-            await self._enter_in_time(call, "lost")
+            await self._enter_in_time(call, why)
         except ServiceError as refusal:
-            if refusal.code == "deadline_exceeded":
+            if refusal.code == "deadline_exceeded" or not call.request.is_continued:
                 raise
             self._place(call, LOST)
 

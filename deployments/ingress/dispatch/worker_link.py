@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from penstock.deployments.ingress.dispatch.in_flight import (
+    TOO_SLOW,
     Coalescer,
     InFlightRequest,
     nothing_to_cancel,
@@ -241,6 +242,10 @@ class WorkerLink:
         computed = min(computed, call.num_expected)
         call.num_expected -= computed
         self._own_tokens -= computed
+        if call.is_too_much(delta):
+            self.cancel(call)
+            call.fail(TOO_SLOW)
+            return
         call.emitted.extend(delta.token_ids)
         call.add(delta)
         if delta.finish_reason is not None:

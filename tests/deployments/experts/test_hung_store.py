@@ -22,11 +22,11 @@ import torch
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts import client as store_client
-from penstock.deployments.experts import store
 from penstock.deployments.experts.client import ExpertStoreClient
 from penstock.deployments.experts.remote import RemoteExperts
 from penstock.deployments.experts.spec import StoreSpec, remove_all
 from penstock.deployments.experts.store import StoreActor
+from penstock.deployments.supervision.actors import named_actor
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import StoreUnavailable
@@ -116,10 +116,11 @@ def ids(deltas: list[Delta]) -> list[int]:
 
 
 @pytest.fixture
-def far(ray_nodes) -> Iterator[ExpertStoreClient]:
+def far(ray_nodes, request) -> Iterator[ExpertStoreClient]:
     if not ray.is_initialized():
         ray.init(address=ray_nodes.address, log_to_driver=False)
-    spec = StoreSpec("penstock-hung", "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
+    name = request.node.name[:30]  # Ray takes a while to free one
+    spec = StoreSpec(name, "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
     made = ExpertStoreClient(spec)
     yield made
     ray.kill(made.actor(), no_restart=True)
@@ -170,7 +171,8 @@ def test_a_store_that_writes_for_long_is_waited_for(far, monkeypatch):
             time.sleep(6.0)
             return super().manifest()
 
-    monkeypatch.setattr(store, "StoreActor", SlowStore)
+    groups = {store_client.LIVENESS: 1}
+    far._handle = named_actor(SlowStore, "slow", far._spec, max_concurrency=8, thread_groups=groups)
     deadline_s = time.monotonic() + 60
     while not far._lives():  # its process starts
         assert time.monotonic() < deadline_s

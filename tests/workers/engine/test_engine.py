@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ def run(engine, requests):
             last[delta.request_id] = delta
         engine.check()
     return ids, last
+
+
+def drained(engine):
+    """All deltas until no work is left."""
+    deltas = []
+    while engine.has_work():
+        deltas += engine.step()
+    return deltas
 
 
 def requests_for(prompts, params=GREEDY):
@@ -253,6 +262,10 @@ def test_waiting_line_is_bounded(models):
     with pytest.raises(RequestError) as refusal:
         engine.add(requests[2])
     assert refusal.value.code == "overloaded"
+    # One that was admitted on a worker that was lost is not refused a second time.
+    engine.add(replace(requests[2], emitted_ids=(5,), is_continued=True))
+    ids = [token_id for delta in drained(engine) for token_id in delta.token_ids]
+    assert len(ids) == 3 * NUM_NEW - 1
 
 
 def test_without_max_tokens_the_context_is_the_limit(models):
