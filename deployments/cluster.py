@@ -173,7 +173,7 @@ class Cluster:
         deadline_s = time.monotonic() + drain_s
         try:
             self._registry.call_now("drain")
-            has_ingresses = lambda: bool(self.view().ingresses)  # noqa: E731
+            has_ingresses = self._has_ingresses
         except (RayError, TimeoutError, ValueError):
             # Serve tells its replicas by itself. The workers drain as well, and each serves the
             # requests that it has.
@@ -184,6 +184,9 @@ class Cluster:
             time.sleep(POLL_S)
         with contextlib.suppress(RayError):
             end_gate(config.app_name)  # it saves what it has learnt
+
+    def _has_ingresses(self) -> bool:
+        return bool(self.view().ingresses)
 
     def _is_deployed(self) -> bool:
         """Whether Serve still has replicas of the application, also such as drain."""

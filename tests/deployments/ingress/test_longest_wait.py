@@ -99,6 +99,7 @@ def test_a_gate_that_never_decides(run, node):
     async def scenario():
         async with connected(node, gate) as pool:
             client = pool._gate
+            assert isinstance(client, GateClient)
             core = core_over(pool, node, learner=client)
             assert await fails(core, within_s=5.0) == "deadline_exceeded"
             assert client.num_waiting == 0

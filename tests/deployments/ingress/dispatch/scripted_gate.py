@@ -63,6 +63,6 @@ async def serving(gate: ScriptedGate) -> AsyncIterator[GateAddress]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield GateAddress(f"127.0.0.1:{port}", "token", 0, "")
+        yield GateAddress(f"127.0.0.1:{port}", "token", 0)
     finally:
         await server.stop(0)

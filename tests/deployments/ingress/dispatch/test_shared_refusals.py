@@ -27,7 +27,8 @@ from tests.deployments.ingress.test_continuation import Fatal, Node
 from tests.deployments.serving import Serving
 from tests.deployments.waiting import eventually
 
-BODY = {"prompt": [5, Fatal.TOKEN, 7], "max_tokens": 4, "temperature": 0.0}
+PROMPT = [5, Fatal.TOKEN, 7]
+BODY = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.0}
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ def ingress(state_url: str, nodes: list[Node]):
     """Both front ends over a pool with these workers, and a refusal store of their own."""
     pool = WorkerPool("test", lost_wait_s=30.0)
     with Serving(pool, state_url=state_url, max_model_len=512) as servers:
+        assert servers.journals is not None
         store = servers.journals.store
         servers.call(lambda: setattr(pool.lost_requests, "shared", SharedRefusals(store)))
         servers.call(lambda: pool.update([node.channel.info for node in nodes]))
@@ -121,7 +123,7 @@ def over_http(servers: Serving) -> None:
 
 def over_grpc(servers: Serving) -> None:
     with Client(servers.grpc_target) as client, pytest.raises(ClientError) as raised:
-        client.complete(BODY["prompt"], max_tokens=4, temperature=0.0)
+        client.complete(PROMPT, max_tokens=4, temperature=0.0)
     assert raised.value.code == "request_killed_workers"
     assert raised.value.status.name == "ABORTED"
 
