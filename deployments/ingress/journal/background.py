@@ -45,13 +45,13 @@ class BackgroundWork(Protocol):
 class BackgroundCalls:
     """Those of one ingress, and the look for those that need one. Lives on the event loop."""
 
-    def __init__(self, store: Store, owner: str):
-        """`owner`: names this ingress; a new process of the same name is another owner."""
+    def __init__(self, store: Store):
         self._store = store
-        self._owner = f"{owner}-{secrets.token_hex(4)}"
+        self._owner = secrets.token_hex(8)  # an ingress that starts again is another one
         self._ended: set[str] = set()  # to be removed from the index
         self._changing = asyncio.Lock()
         self._has_lease = False
+        self._is_leaving = False  # it has handed over, and takes nothing more
         self._work: BackgroundWork | None = None
         self._own: set[str] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -88,7 +88,7 @@ class BackgroundCalls:
             owner = (await self._index()).get(call_id)
             if owner is None or owner == self._owner:
                 return False
-            if not from_living and await self._is_alive(owner):
+            if not from_living and (self._is_leaving or await self._is_alive(owner)):
                 return False
             return await self._take(call_id, owner)
         except StateError:
@@ -96,6 +96,7 @@ class BackgroundCalls:
 
     async def hand_over(self) -> None:
         """End what this ingress runs, and let others claim it. Never fails."""
+        self._is_leaving = True
         if self._work is not None:
             await self._work.stop()
         try:
@@ -134,6 +135,8 @@ class BackgroundCalls:
             if index.get(call_id) != self._owner:
                 self._own.discard(call_id)
                 self._work.on_lost(call_id)
+        if self._is_leaving:
+            return
         alive = {
             owner: await self._is_alive(owner) for owner in set(index.values()) - {self._owner}
         }

@@ -83,7 +83,7 @@ class Journals:
         self.keys = IdempotencyKeys(store)
         self.store = self._store = store
         self.responses = ResponseValues(store)
-        self.background = BackgroundCalls(store, owner)
+        self.background = BackgroundCalls(store)
         self._owner = owner
         self._flush_s = flush_s
         self._ttl_s = ttl_s

@@ -230,7 +230,8 @@ def _of_journals(counts: JournalCounts) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "penstock_journals_resumed",
-        "Times that a client continued a stream here, or repeated a request with its key.",
+        "Times that a call was continued here: a lost stream, a request that came again with its "
+        "key, or a response in the background.",
         value=counts.resumed,
     )
     yield CounterMetricFamily(

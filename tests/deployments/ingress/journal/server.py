@@ -63,8 +63,9 @@ class JournalServer:
 
     def kill(self) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 class SlowBackend(EngineBackend):

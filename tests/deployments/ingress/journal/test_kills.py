@@ -113,9 +113,7 @@ def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> N
     assert last.output_text == text
     kinds = [piece.type for piece in pieces]
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
-    assert [kinds.count(kind) for kind in ("message_start", "content_block_start", "ping")] == [
-        1
-    ] * 3
+    assert kinds.count("message_start") == kinds.count("content_block_start") == 1
     said = "".join(p.delta.text for p in pieces if p.type == "content_block_delta")
     call_id = pieces[0].message.id.removeprefix("msg_")
     with httpx.stream("GET", f"{server.url}/v1/penstock/streams/{call_id}") as answer:
