@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tools import result_tables_faults as faults
 from tools import result_tables_memory as memory
 from tools import result_tables_serving as serving
 from tools.result_files import ROOT, Result, ResultError, load_all
@@ -71,6 +72,7 @@ TABLES: dict[str, Table] = {
     "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
+    "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
     "ablation": Table(["ablation/xeon-avx512"], serving.ablation),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),
