@@ -36,6 +36,8 @@ def check_before_start(config: ServeConfig) -> None:
         read_api_keys(config.api_keys_file)
     if config.data_dir is not None:
         check_data_dir(Path(config.data_dir).expanduser())
+    if config.ray_address is not None:
+        return  # the ports are those of the cluster's machines; in an update they serve already
     for name in ("http_port", "grpc_port"):
         check_port_free(name, config.host, getattr(config, name))
 

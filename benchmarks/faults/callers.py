@@ -155,7 +155,9 @@ async def callers_of(cluster: LiveCluster, num_calls: int) -> AsyncIterator[Call
     store = None
     if cluster.state_url is not None and cluster.state_url.startswith("redis"):
         store = await open_store(StateOptions(state_url=cluster.state_url))
-    async with Clients(cluster.http_url, cluster.grpc_target, cluster.setup.model) as clients:
-        yield Callers(cluster, clients, store, num_calls)
-    if store is not None:
-        await store.close()
+    try:
+        async with Clients(cluster.http_url, cluster.grpc_target, cluster.setup.model) as clients:
+            yield Callers(cluster, clients, store, num_calls)
+    finally:
+        if store is not None:
+            await store.close()

@@ -17,6 +17,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.faults.cluster import FORGOTTEN_S, ClusterSetup, LiveCluster, li
 STOPPED_S = 7.0  # longest stop before the kill: longer than a silence is tolerated
 CLUSTER_MODEL, EXPERT_CACHE_GB = "builtin-moe", 0.02
 WHOLE_S = 240.0
+LOG_SHOWN = 4000  # characters of the log of `penstock serve`
 PAIRED = ("worker", "ingress")  # roles of several processes, of which one must live
 
 
@@ -44,9 +46,19 @@ class Killer:
     faults: list[tuple[float, str]] = field(default_factory=list)
     num_stops: int = 0
     back_s: dict[str, list[float]] = field(default_factory=dict)
+    stuck: str = ""  # what did not come back, and ended the run
     _last_s: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
+        """Until the end, or until a role does not come back: `stuck` then says so."""
+        try:
+            await self._run()
+        except TimeoutError as error:
+            self.stuck = str(error)
+            print(self.stuck, flush=True)
+            print(self.cluster.log[-LOG_SHOWN:], flush=True)
+
+    async def _run(self) -> None:
         rng, began_s = random.Random(self.seed), time.monotonic()
         while len(self.faults) < self.num_kills and time.monotonic() - began_s < self.seconds:
             await asyncio.sleep(rng.expovariate(1.0 / self.every_s))
@@ -116,8 +128,7 @@ async def kill_and_call(cluster: LiveCluster, options: argparse.Namespace) -> di
         )
         seen, began_s = await under_kills(callers, killer, options.callers)
         seconds = time.monotonic() - began_s
-        await asyncio.to_thread(cluster.await_whole, WHOLE_S)
-        held = await asyncio.to_thread(cluster.held_blocks)
+        held = await asyncio.to_thread(settled, killer)
         await callers.check_unseeded(seen, options.callers)
     least_s = figures.quantile(quiet, 0.999) or 0.0
     pauses = figures.pauses(seen.arrivals, killer.faults, least_s)
@@ -128,6 +139,7 @@ async def kill_and_call(cluster: LiveCluster, options: argparse.Namespace) -> di
         "seconds": round(seconds, 1),
         **seen.results(),
         "blocks held at the end": held,
+        "did not come back": killer.stuck,
         "undisturbed gaps between tokens s": figures.summary(quiet),
         "pauses s, by role": {role: figures.summary(each) for role, each in pauses.items()},
         "pauses s, of all kills": figures.summary(
@@ -138,6 +150,15 @@ async def kill_and_call(cluster: LiveCluster, options: argparse.Namespace) -> di
             role: figures.summary(each, 1) for role, each in killer.back_s.items()
         },
     }
+
+
+def settled(killer: Killer) -> int:
+    """KV blocks that are held once the cluster is whole again; `stuck` if it does not get there."""
+    try:
+        killer.cluster.await_whole(WHOLE_S)
+    except TimeoutError as error:
+        killer.stuck = killer.stuck or str(error)
+    return killer.cluster.held_blocks()
 
 
 async def under_kills(callers: Callers, killer: Killer, num_callers: int) -> tuple[Seen, float]:
@@ -153,6 +174,12 @@ async def under_kills(callers: Callers, killer: Killer, num_callers: int) -> tup
         stopping.set()
         await asyncio.gather(*calling)
     return seen, began_s
+
+
+def failed(results: Mapping[str, Any]) -> bool:
+    """Whether anything was lost, differs, leaked, or did not come back."""
+    names = ("differing answers", "lost requests", "blocks held at the end", "did not come back")
+    return any(results.get(name) for name in names)
 
 
 def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.common import record
 from benchmarks.faults import figures
-from benchmarks.faults.cluster_kills import run_on_cluster
+from benchmarks.faults.cluster_kills import failed, run_on_cluster
 from benchmarks.faults.worker_process import CONFIG, MODEL, WorkerProcess
 from benchmarks.faults.workload import Answer, answer, make_call, where
 from penstock.deployments.ingress.core.errors import ServiceError
@@ -197,11 +197,7 @@ def main() -> None:
         print(f"{name}: {value}")
     if options.json:
         record.write(options.json, __file__, results, threads=1)
-    if (
-        results["differing answers"]
-        or results["lost requests"]
-        or results["blocks held at the end"]
-    ):
+    if failed(results):
         raise SystemExit(1)
 
 

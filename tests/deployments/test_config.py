@@ -169,6 +169,8 @@ def test_a_port_in_use_is_named_with_the_flag_that_moves_it():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"{port}.*--grpc-port"):
             check_before_start(ServeConfig(http_port=free_port(), grpc_port=port))
+        # An update of a cluster that serves on this machine.
+        check_before_start(ServeConfig(http_port=port, grpc_port=port + 1, ray_address="auto"))
 
 
 def test_api_keys(tmp_path):
