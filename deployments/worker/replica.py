@@ -64,9 +64,12 @@ class WorkerReplica:
             raise
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
-        """Send heartbeats to the registry and to the expert store of this node."""
+        """Send heartbeats to the registry and to the expert store of this node.
+
+        A store that is away must not delay those to the registry, which forgets silent workers.
+        """
         if self._store is not None and stats.experts is not None:
-            await self._store.heartbeat(info.epoch, stats.experts)
+            self._store.beat(info.epoch, stats.experts)
         await self._registry.worker_beat(replace(info, node=self._node), stats)
 
     def check_health(self) -> None:

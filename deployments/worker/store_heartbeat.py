@@ -25,11 +25,17 @@ class StoreHeartbeat:
         self._client = client
         self._worker = worker
         self._was_there = True
+        self._beat: asyncio.Future[None] | None = None  # the last one
 
     def warm(self) -> None:
         """Load the experts that other workers used most."""
         with contextlib.suppress(RayError, TimeoutError):
             self._worker.warm_experts(self._client.call_now("hints"))
+
+    def beat(self, worker: int, stats: ExpertStats) -> None:
+        """Send a heartbeat beside the caller, unless the last one still waits for the store."""
+        if self._beat is None or self._beat.done():
+            self._beat = asyncio.ensure_future(self.heartbeat(worker, stats))
 
     async def heartbeat(self, worker: int, stats: ExpertStats) -> None:
         try:
