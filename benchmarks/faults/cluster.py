@@ -112,6 +112,18 @@ class LiveCluster:
         """What `penstock serve` has printed."""
         return (self.folder / "serve.log").read_text(errors="replace")
 
+    def warnings(self, most: int = 60) -> list[str]:
+        """The last warnings and errors that Serve's controller and the replicas have logged."""
+        lines = []
+        for path in self.folder.glob("penstock-ray-*/session_2*/logs/serve/*.log"):
+            with contextlib.suppress(OSError):
+                lines += [
+                    (line[line.find("20") :], path.stem)
+                    for line in path.read_text(errors="replace").splitlines()
+                    if line.startswith(("WARNING", "ERROR"))
+                ]
+        return [f"{name}: {line}" for line, name in sorted(lines)[-most:]]
+
     def by_role(self) -> dict[str, list[int]]:
         """The pids of the living processes of each role; "serve" is the driver itself."""
         found: dict[str, list[int]] = {"serve": [self.pid], **{role: [] for role in TITLES}}

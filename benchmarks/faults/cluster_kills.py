@@ -56,7 +56,7 @@ class Killer:
         except TimeoutError as error:
             self.stuck = str(error)
             print(self.stuck, flush=True)
-            print(self.cluster.log[-LOG_SHOWN:], flush=True)
+            print(self.cluster.log[-LOG_SHOWN:], *self.cluster.warnings(), sep="\n", flush=True)
 
     async def _run(self) -> None:
         rng, began_s = random.Random(self.seed), time.monotonic()
