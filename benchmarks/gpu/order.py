@@ -17,7 +17,7 @@ from benchmarks.gpu.attention import SCALE, Cache, make_cache
 from benchmarks.gpu.cases import CUDA, DEVICE, Checks, Triples, Work, starts_of
 from benchmarks.gpu.exact_dot import dot_by_elements
 from benchmarks.gpu.kv import FP8, INT8, NAMES, quantise, roll_cache, with_scratch
-from benchmarks.gpu.linear import WITH_PLAIN, random_packed
+from benchmarks.gpu.linear import WITH_PLAIN, GpuFormat, random_packed
 from benchmarks.gpu.moe import packed
 from benchmarks.gpu.sampling import FILTERS
 from penstock.kernels.quant import Int8Rows
@@ -34,8 +34,9 @@ LENGTH = 1100 if CUDA else 330
 EDGES = (0, 1, 16, 63, 64, 65, 127, 128, 200, 255, 256, 257, 319, 512, 769, LENGTH - 1)
 POSITIONS = [position for position in EDGES if position < LENGTH]
 FEW, MANY = [(0, 7), (60, 65), (63, 64), (255, 256), (250, 266)], [(120, 150), (190, LENGTH)]
+Shape = tuple[int, int, int, int, int | None, torch.dtype | None, int]
 # query heads a kv head, kv heads, head_dim, block_size, window, cache, values a scale
-SHAPES = [
+SHAPES: list[Shape] = [
     (1, 2, 64, 16, None, None, 0),
     (3, 1, 24, 5, None, INT8, 8),
     (2, 1, 128, 32, 100, None, 0),
@@ -59,9 +60,7 @@ def differences(case: str, actual: Tensor, expected: Tensor) -> Triples:
     yield case, count.cpu(), torch.zeros(())
 
 
-def shapes_of(
-    dtype: torch.dtype,
-) -> list[tuple[int, int, int, int, int | None, torch.dtype | None, int]]:
+def shapes_of(dtype: torch.dtype) -> list[Shape]:
     """All on a GPU; the interpreter takes seconds for each, so there every third."""
     return SHAPES if CUDA else SHAPES[INTERPRETED[dtype] :: 3]
 
@@ -150,10 +149,13 @@ def check_rolled(dtype: torch.dtype) -> Triples:
 @by_elements
 def check_linear(dtype: torch.dtype) -> Triples:
     """Rows of a large batch alone and among few; each piece by its own program, and all by one."""
-    for format in WITH_PLAIN if CUDA or dtype == torch.float16 else ("int4",):
+    everything = CUDA or dtype == torch.float16
+    formats: tuple[GpuFormat, ...] = WITH_PLAIN if everything else ("int4",)
+    for format in formats:
         weight = random_packed(format, 50, INPUTS, dtype)
         x = torch.randn(70, INPUTS, device=DEVICE).to(dtype)
-        for fp8_units in (False, True) if format == "fp8" and not CUDA else (None,):
+        ways: list[bool | None] = [False, True] if format == "fp8" and not CUDA else [None]
+        for fp8_units in ways:
             whole = matmul_triton.linear(x, weight, fp8_units=fp8_units)
             for first, last, apart in ((0, 70, True), (5, 6, True), (6, 7, False), (50, 70, True)):
                 rows = x[first:last]
@@ -168,7 +170,8 @@ def check_linear(dtype: torch.dtype) -> Triples:
 def check_experts(dtype: torch.dtype) -> Triples:
     """Tokens of a batch alone and among few."""
     hidden, inner, num_experts, num_tokens = 520, 60, 3, 24
-    for format in WITH_PLAIN if CUDA else ("plain",) if dtype == torch.float16 else ("nf4",):
+    formats: tuple[GpuFormat, ...] = ("plain",) if dtype == torch.float16 else ("nf4",)
+    for format in WITH_PLAIN if CUDA else formats:
         pairs = [
             [packed(random_packed(format, *shape, dtype)) for shape in
              ((2 * inner, hidden), (hidden, inner))] for _ in range(num_experts)
