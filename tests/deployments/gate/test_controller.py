@@ -342,7 +342,9 @@ def test_while_a_request_waits_more_is_risked():
 
     def admitted_at(pressed_level):
         """When a prompt of 50 is admitted next to answers that may be long."""
-        gate = gate_with(100, level=1.0, pressed_level=pressed_level, num_samples=32)
+        gate = gate_with(
+            100, level=1.0, pressed_level=pressed_level, pressed_s=10.0, num_samples=32
+        )
         for name in ("a", "b"):
             gate.offer(ask(name, prompt=18), distribution(), 0.0)
         assert len(gate.tick(0.0)) == 2

@@ -223,7 +223,7 @@ def until_preempted(scheduler):
 
 
 def test_the_largest_but_the_oldest_is_preempted_and_lets_new_ones_go_first():
-    """12 blocks of 4: `old`, `large` and `small`; `new` fits in place of `large`."""
+    """12 blocks of 4: `old`, `large` and `small`; `new` comes, and fits in place of `large`."""
     scheduler = make_scheduler(12, budget=64, prefix_cache=False)
     old, large, small = make_seq(0, 20, 24), make_seq(1, 14, 30), make_seq(2, 4, 40)
     decoding(scheduler, [old, large, small], 2)
