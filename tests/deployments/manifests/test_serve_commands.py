@@ -82,14 +82,23 @@ def replicas() -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
 
-def served_and_ended(nodes: LocalNodes, command: str, http_port: int) -> tuple[dict[str, int], str]:
-    """Replicas that the command brings up, and the text of an answer of them; then it is ended."""
+def served_and_ended(
+    nodes: LocalNodes, command: str, http_port: int, says: str = ""
+) -> tuple[dict[str, int], str]:
+    """Replicas that the command brings up, and the text of an answer of them; then it is ended.
+
+    `says`: what the command prints once all replicas serve; before, it ends with status 130.
+    """
     url = f"http://127.0.0.1:{http_port}"
     with started(nodes, command) as process:
 
         def is_ready() -> bool:
             assert process.poll() is None, output(nodes)
-            return fetch(f"{url}/ready") == 200
+            return (
+                says in output(nodes)
+                and replicas() == {"Worker": 2, "Ingress": 1}
+                and fetch(f"{url}/ready") == 200
+            )
 
         eventually(is_ready, START_S, command)
         body = {"model": "builtin", "prompt": "The sea was", "max_tokens": 8, "temperature": 0}
@@ -125,6 +134,7 @@ def test_both_commands_bring_up_the_same_and_end_cleanly(nodes: LocalNodes) -> N
         "penstock serve --ray-address auto "
         + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items()),
         flags["http_port"],
+        "Ctrl-C stops",
     )
     said = output(nodes)
     assert "connecting to Ray at auto" in said and said.rstrip().endswith("stopped")
