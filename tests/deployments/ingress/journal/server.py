@@ -39,7 +39,11 @@ class JournalServer:
 
     def __enter__(self) -> JournalServer:
         self.start()
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

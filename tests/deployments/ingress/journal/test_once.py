@@ -99,7 +99,7 @@ def test_a_key_of_a_request_that_was_refused_may_be_used_again(tmp_path: Path) -
 
 def test_a_key_creates_one_batch(http: httpx.Client) -> None:
     line = {"custom_id": "1", "method": "POST", "url": RESPONSES, "body": POSTS[RESPONSES]}
-    files = {"file": ("in.jsonl", json.dumps(line).encode()), "purpose": (None, "batch")}
+    files: Any = {"file": ("in.jsonl", json.dumps(line).encode()), "purpose": (None, "batch")}
     file_id = http.post("/v1/files", files=files).json()["id"]
     body = {"input_file_id": file_id, "endpoint": RESPONSES, "completion_window": "24h"}
     headers = {"Idempotency-Key": "batch"}

@@ -14,7 +14,7 @@ from tests.deployments.serving import MODEL, EngineBackend, Serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me of the sea and of ships."}]
-LOOK = {
+LOOK: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look",
