@@ -33,6 +33,7 @@ from benchmarks.faults.table import (
 from benchmarks.faults.table.mutations import MUTATIONS
 from benchmarks.faults.table.rows import ROWS, Outcome, Scale, outcome_of
 
+PROGRAM = str(Path(__file__).parent)
 FILES = (workers, network, clients, hostile, state, load, machine, live)  # imported for their rows
 
 
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes = run(numbers, scale)
     print(f"\n{table(outcomes)}")
     if options.json:
-        record.write(options.json, __file__, {"rows": _with_earlier(options.json, outcomes, scale)})
+        record.write(options.json, PROGRAM, {"rows": _with_earlier(options.json, outcomes, scale)})
     return int(any(each.passed is False for each in outcomes))
 
 
