@@ -73,6 +73,7 @@ TABLES: dict[str, Table] = {
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
+    "fault-table": Table(["faults/epyc-table"], faults.fault_table),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
     "ablation": Table(["ablation/xeon-avx512"], serving.ablation),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),

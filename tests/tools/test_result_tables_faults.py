@@ -107,3 +107,12 @@ def test_soak_shows_both_kinds_of_growth() -> None:
     assert lines[0].startswith("seconds: 600; kills by role: gate 1; calls: 5")
     (row,) = (cells(line) for line in lines if line.startswith("| gate | rss_mib"))
     assert row[2:] == ["1", "79.0", "+360.0 (+360.0, +360.0)", ""]
+
+
+def test_each_row_of_the_fault_table_has_its_verdict() -> None:
+    row = {"row": 3, "title": "Worker hangs", "injected": "SIGSTOP", "promised": "equal ids"}
+    row |= {"seen": "answers compared: 4", "verdict": "pass", "scale": "quick"}
+    lines = tables.fault_table(made_up({"rows": [row]})).splitlines()
+    assert cells(lines[2]) == [
+        *("3", "**Worker hangs**: SIGSTOP", "equal ids", "answers compared: 4", "pass (quick)")
+    ]

@@ -33,6 +33,7 @@ from benchmarks.faults.table import (
 from benchmarks.faults.table.mutations import MUTATIONS
 from benchmarks.faults.table.rows import ROWS, Outcome, Scale, outcome_of
 
+PROGRAM = str(Path(__file__).parent)
 FILES = (workers, network, clients, hostile, state, load, machine, live)  # imported for their rows
 
 
@@ -51,14 +52,16 @@ def chosen(text: str | None) -> list[int]:
     return numbers
 
 
-def run(numbers: Sequence[int], scale: Scale) -> list[Outcome]:
-    """Run rows one after another, and print each as it ends."""
+def run(numbers: Sequence[int], scale: Scale, file: Path | None = None) -> list[Outcome]:
+    """Run rows one after another; print each as it ends, and write it to `file`."""
     outcomes = []
     for number in numbers:
         print(f"row {number}: {ROWS[number].title}", flush=True)
         outcome = asyncio.run(outcome_of(ROWS[number], scale))
         print(f"  {outcome.verdict} in {outcome.seconds:.1f} s; {outcome.seen.text()}", flush=True)
         outcomes.append(outcome)
+        if file is not None:
+            record.write(file, PROGRAM, {"rows": _with_earlier(file, outcomes, scale)})
         gc.collect()
     return outcomes
 
@@ -101,12 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = Scale(options.quick, options.seed)
     if options.mutate:
         with MUTATIONS[options.mutate]():
-            outcomes = run(numbers, scale)
+            outcomes = run(numbers, scale, options.json)
     else:
-        outcomes = run(numbers, scale)
+        outcomes = run(numbers, scale, options.json)
     print(f"\n{table(outcomes)}")
-    if options.json:
-        record.write(options.json, __file__, {"rows": _with_earlier(options.json, outcomes, scale)})
     return int(any(each.passed is False for each in outcomes))
 
 

@@ -56,13 +56,13 @@ def one_token_forgotten() -> AbstractContextManager[None]:
 
 
 def delta_taken_twice() -> AbstractContextManager[None]:
-    """Each 50th delta counts twice."""
+    """Each fifth delta counts twice."""
     num = 0
 
     def taken(original: Callable[..., None], link: Any, call: Any, delta: Any, now_s: Any) -> None:
         nonlocal num
         num += 1
-        if num % 50 == 0 and delta.finish_reason is None:
+        if num % 5 == 0 and delta.finish_reason is None:
             original(link, call, replace(delta, token_ids=list(delta.token_ids)), now_s)
         original(link, call, delta, now_s)
 
