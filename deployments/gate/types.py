@@ -58,7 +58,7 @@ class GateSettings:
 
     level: float = 0.95  # share of the sampled futures that have to fit
     pressed_level: float = 0.35  # the same, once a request has waited for `pressed_s`
-    pressed_s: float = 1.0
+    pressed_s: float = 0.1
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers evaluated for a request: the ones with the least expected tokens

@@ -74,6 +74,10 @@ class Policy:
         self._new = []
         return decisions
 
+    def is_falling(self, now: float) -> bool:
+        """Whether requests wait that will be admitted more easily without any event."""
+        return False
+
     def started(self, job: Job, now: float) -> None: ...
 
     def declined(self, job: Job, now: float) -> None: ...
@@ -254,6 +258,9 @@ class Gated(Policy):
         refusal = self.gate.offer(request, length, now, holding=holding)
         self.retry_after_s = None if refusal is None else refusal.retry_after_s
         return None if refusal is None else refusal.reason
+
+    def is_falling(self, now: float) -> bool:
+        return self.num_waiting > 0 and self.gate.queue.longest_wait(now) < self.settings.pressed_s
 
     def would_wait(self, job: Job, now: float) -> float:
         """Predicted wait in seconds of a request that arrives now; changes nothing."""

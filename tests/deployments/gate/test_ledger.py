@@ -147,8 +147,9 @@ def test_no_slots_for_a_worker_that_refused():
 
 def test_headroom_follows_preemptions():
     ledger = make_ledger()
-    for sequence in range(1, 51):  # 4 preemptions in 100 completions, 50 times
-        ledger.report(report(sequence, preemptions=4 * sequence), 0.0, {})
+    more = Headroom.TOLERATED + 1  # preemptions in 100 completions, 50 times
+    for sequence in range(1, 51):
+        ledger.report(report(sequence, preemptions=more * sequence), 0.0, {})
         ledger.headroom.count(completions=Headroom.WINDOW)
     assert ledger.headroom.share == pytest.approx(Headroom.LARGEST)
     assert forecast(ledger, 0.0).limit == 700
