@@ -26,6 +26,7 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.journal.once import once, release_unused
 from penstock.deployments.ingress.journal.received import Received, parse_event_id
 from penstock.deployments.ingress.journal.records import Head
+from penstock.deployments.ingress.journal.values import RUNNING_TTL_S
 from penstock.workers.request import RequestError
 
 RESUMABLE_HEADER = b"x-penstock-resumable"
@@ -95,6 +96,8 @@ class JournalledCalls:
         if not (call.streams or call.is_background):
             return await call.answer(None, [])
         journal.head = replace(journal.head, before=call.before)
+        if call.is_background:  # it may wait long for its first token, without a client
+            journal.head = replace(journal.head, ttl_s=RUNNING_TTL_S)
         await self.journals.begin(journal)
         if journal.is_kept:
             return await call.answer(journal, RESUMABLE)
