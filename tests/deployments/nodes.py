@@ -60,8 +60,9 @@ class Nodes:
 
     def close(self) -> None:
         pids = descendants(os.getpid())
-        with contextlib.suppress(Exception):
-            serve.shutdown()
+        if ray.is_initialized():  # else Serve would connect to any cluster of this machine
+            with contextlib.suppress(Exception):
+                serve.shutdown()
         ray.shutdown()
         self._ray.shutdown()
         end(pids, 2.0)
