@@ -28,6 +28,7 @@ from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.jobs import JobBoard
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
+from penstock.deployments.ingress.metrics.probes import Probes
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.deployments.security.api_keys import read_api_keys
 from penstock.deployments.state.embedded.folder import FolderInUse
@@ -63,6 +64,7 @@ class Listeners:
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
     jobs: JobBoard
+    noting: asyncio.Task[None]  # for the probes of the metrics port
 
     @property
     def num_connections(self) -> int:
@@ -93,6 +95,7 @@ class Listeners:
         )
         if self.journals is not None:
             await self.journals.close()
+        self.noting.cancel()
 
     async def _idle(self, within_s: float) -> None:
         """Until nothing runs: responses in the background have no connection that waits."""
@@ -153,7 +156,7 @@ async def open_listeners(
     grpc = await start_server(
         core, config.address(config.grpc_port), api_keys=api_keys, journals=journals
     )
-    metrics = None
+    metrics, probes = None, Probes(core.ready)
     if config.metrics_port:
         collector = PenstockCollector(
             core.metrics,
@@ -164,12 +167,13 @@ async def open_listeners(
         )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
-            MetricsServer, collector, config.metrics_host, config.metrics_port
+            MetricsServer, collector, config.metrics_host, config.metrics_port, probes
         )
     batches = None
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
-    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs)
+    noting = asyncio.ensure_future(probes.run())
+    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs, noting)
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:

@@ -1,13 +1,16 @@
-"""The port that Prometheus scrapes: a small HTTP listener on a thread of its own, so that a scrape
-does not use the ingress's event loop.
+"""The port for operators: metrics for Prometheus, and probes for an orchestrator.
+
+A small HTTP listener on threads of its own: a scrape delays no token, and no request a probe.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import socketserver
 import threading
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 
 from prometheus_client import (
@@ -18,14 +21,18 @@ from prometheus_client import (
 )
 from prometheus_client.registry import Collector
 
+from penstock.deployments.ingress.metrics.probes import Probes
+
 MAX_PORTS = 64  # tried from the first one on
 SLOW_CLIENT_S = 10.0  # a client that is silent for this long is disconnected
 
 
 class MetricsServer:
-    """A listener for Prometheus, on a thread of its own: a scrape delays no token."""
+    """A listener for Prometheus and, with `probes`, for GET /live, /ready and /health."""
 
-    def __init__(self, collector: Collector, host: str, first_port: int):
+    def __init__(
+        self, collector: Collector, host: str, first_port: int, probes: Probes | None = None
+    ):
         """Listens on `first_port`, or on the next one that is free (0: on any).
 
         Each ingress replica of a machine has its own counts; a port shared by several would answer
@@ -34,10 +41,14 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(collector)
         ProcessCollector(registry=registry)
+        checks: dict[str, Callable[[], str]] = {}
+        if probes is not None:
+            ready = probes.why_not_ready
+            checks = {"/live": probes.why_not_live, "/ready": ready, "/health": ready}
         ports = range(first_port, min(first_port + MAX_PORTS, 65536)) if first_port else (0,)
         for port in ports:
             try:
-                self._listener = _Listener((host, port), registry)
+                self._listener = _Listener((host, port), registry, checks)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or port == ports[-1]:
@@ -59,15 +70,20 @@ class _Listener(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], registry: CollectorRegistry):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        registry: CollectorRegistry,
+        checks: Mapping[str, Callable[[], str]],
+    ):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self.registry = registry
+        self.registry, self.checks = registry, checks
         super().__init__(address, _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /metrics, always in the plain text format, whatever the Accept header says.
+    """GET /metrics, always in the plain text format, whatever the Accept header says; and probes.
 
     The client library's own server would turn `vllm:` into `vllm_` in the newer format, which is
     the one that Prometheus asks for first.
@@ -78,12 +94,20 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "penstock", ""
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.server.registry))
+        elif path in self.server.checks:
+            reason = self.server.checks[path]()
+            body = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
+            text = json.dumps(body).encode()
+            self._answer(503 if reason else 200, "application/json", text)
+        else:
             self.send_error(404)
-            return
-        text = generate_latest(self.server.registry)
-        self.send_response(200)
-        self.send_header("content-type", CONTENT_TYPE_PLAIN_0_0_4)
+
+    def _answer(self, status: int, content_type: str, text: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", content_type)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
