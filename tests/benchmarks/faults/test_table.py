@@ -59,10 +59,10 @@ def test_a_fault_in_the_product_is_found_by_a_kill(name: str) -> None:
 
 
 def test_a_missing_fence_is_found_by_a_partition_that_heals(monkeypatch: Any) -> None:
-    monkeypatch.setattr(worker_link, "SILENCE_TICKS", 2)
+    monkeypatch.setattr(worker_link, "SILENCE_TICKS", 3)
 
     async def scenario(seen: Seen) -> None:
-        call = plain("The sea was", seed=5, max_tokens=900)
+        call = plain("The sea was", seed=5, max_tokens=1200)
         async with desk(2) as made:
             expected = await made.alone("sea", call)
             held: list[Hand] = []
@@ -71,7 +71,7 @@ def test_a_missing_fence_is_found_by_a_partition_that_heals(monkeypatch: Any) ->
                 if num_tokens > 20 and not held:
                     held.append(await made.busy())
                     held[0].relay.set("down", Programme("stall"))
-                    asyncio.get_running_loop().call_later(2.0, held[0].relay.heal)
+                    asyncio.get_running_loop().call_later(2.5, held[0].relay.heal)
 
             got, _ = await made.run(call, 1, told)
             compare(seen, "the stream", got, expected)
