@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.common import record
 from benchmarks.faults import figures
 from benchmarks.faults.cluster import ClusterSetup, LiveCluster, live_cluster
-from benchmarks.faults.watch import HEALTH_PATHS, Probe, Sampler, health_probe, largest
+from benchmarks.faults.watch import Probe, Sampler, health_probe, largest
 from penstock.deployments.bench.figures import Outcome
 from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
@@ -39,6 +39,7 @@ from penstock.deployments.bench.targets import Target, target_of
 PLACES = 16  # of a worker: its max_num_seqs
 VOCABULARY = 1000
 SETTLED_S = 5.0
+METRICS_PORT = "metrics port "
 PHASES = ("calm", "overload", "after")
 
 
@@ -97,7 +98,7 @@ def about(phase: Phase, slo_ttft_s: float) -> dict[str, Any]:
 def health(probes: Sequence[Probe], phase: Phase) -> dict[str, Any]:
     """By path: milliseconds, and statuses."""
     found = {}
-    for path in HEALTH_PATHS:
+    for path in dict.fromkeys(each.path for each in probes):
         mine = [
             each
             for each in probes
@@ -165,7 +166,9 @@ async def load(cluster: LiveCluster, args: argparse.Namespace) -> tuple[float, l
 def run(cluster: LiveCluster, args: argparse.Namespace) -> dict[str, Any]:
     with (
         Sampler(cluster, 2.0, with_blocks=False) as sampler,
-        health_probe(cluster.ports["http"], 0.1) as probes,
+        health_probe(
+            {"": cluster.ports["http"], METRICS_PORT: cluster.ports["metrics"]}, 0.1
+        ) as probes,
     ):
         rate, phases = asyncio.run(load(cluster, args))
     calm, overload, after = phases

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -104,14 +104,15 @@ class Probe:
 
 
 @contextlib.contextmanager
-def health_probe(port: int, every_s: float) -> Iterator[list[Probe]]:
-    """Ask each health path in turn, each `every_s`; the list is filled when the context ends.
+def health_probe(ports: Mapping[str, int], every_s: float) -> Iterator[list[Probe]]:
+    """Ask each health path of each port in turn, each `every_s`; the list is filled when the
+    context ends. `ports`: by a prefix that tells their paths apart.
 
     A kept connection for each path, as a load balancer has; a new one after a failure.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_probe, args=(theirs, port, every_s), daemon=True)
+    process = context.Process(target=_probe, args=(theirs, dict(ports), every_s), daemon=True)
     process.start()
     ours.recv()
     probes: list[Probe] = []
@@ -123,21 +124,24 @@ def health_probe(port: int, every_s: float) -> Iterator[list[Probe]]:
         process.join(10)
 
 
-def _probe(pipe: Connection, port: int, every_s: float) -> None:
+def _probe(pipe: Connection, ports: dict[str, int], every_s: float) -> None:
     pipe.send("ready")
     connections: dict[str, http.client.HTTPConnection] = {}
     probes: list[Probe] = []
     due_s = time.monotonic()
     while not pipe.poll(max(0.0, due_s - time.monotonic())):
         due_s = max(due_s + every_s, time.monotonic())
-        for path in HEALTH_PATHS:
-            probes.append(_ask(connections, port, path))
+        for prefix, port in ports.items():
+            for path in HEALTH_PATHS:
+                probes.append(_ask(connections, prefix, port, path))
     pipe.send(probes)
 
 
-def _ask(connections: dict[str, http.client.HTTPConnection], port: int, path: str) -> Probe:
+def _ask(
+    connections: dict[str, http.client.HTTPConnection], prefix: str, port: int, path: str
+) -> Probe:
     began_s, status = time.monotonic(), 0
-    connection = connections.pop(path, None)
+    connection = connections.pop(prefix + path, None)
     if connection is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PROBE_TIMEOUT_S)
     try:
@@ -145,7 +149,7 @@ def _ask(connections: dict[str, http.client.HTTPConnection], port: int, path: st
         answer = connection.getresponse()
         answer.read()
         status = answer.status
-        connections[path] = connection
+        connections[prefix + path] = connection
     except (OSError, http.client.HTTPException):
         connection.close()
-    return Probe(began_s, path, status, time.monotonic() - began_s)
+    return Probe(began_s, prefix + path, status, time.monotonic() - began_s)
