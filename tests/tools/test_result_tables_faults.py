@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.cluster import journal_cost
 from benchmarks.faults import figures
-from benchmarks.faults.overload import PHASES, Phase, about, health
+from benchmarks.faults.overload import METRICS_PORT, PHASES, Phase, about, health
 from benchmarks.faults.soak import slopes
 from benchmarks.faults.watch import HEALTH_PATHS, Probe
 from penstock.deployments.bench.figures import Chunk, Outcome
@@ -72,8 +72,9 @@ def test_overload_has_a_row_for_each_phase() -> None:
         refused = Outcome(Job(0.0, 8, 8), began_s, began_s + 0.1, error="429 overloaded")
         phases.append(Phase(name, 1.0, began_s, began_s + 10.0, [whole, refused]))
     probes = [
-        Probe(float(at_s), path, 200, 0.002 * (1 + at_s))
+        Probe(float(at_s), prefix + path, 200, took_s * (1 + at_s))
         for at_s in np.arange(0, 30)
+        for prefix, took_s in (("", 0.002), (METRICS_PORT, 0.001))
         for path in HEALTH_PATHS
     ]
     text = tables.overload(
@@ -92,7 +93,7 @@ def test_overload_has_a_row_for_each_phase() -> None:
     )
     row = cells(text.splitlines()[3])
     assert row[:4] == ["overload", "0.2", "0.1", "whole 1, 429 overloaded 1"]
-    assert row[-2:] == ["40 ms", "450 MiB"]
+    assert row[-4:] == ["40 ms", "20 ms", "20 ms", "450 MiB"]
     assert "under overload 90 % of it; recovered after 1.5 s" in text
 
 
