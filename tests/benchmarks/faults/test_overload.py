@@ -84,7 +84,7 @@ def port() -> Iterator[int]:
 
 def test_health_is_probed_from_another_process(port: int) -> None:
     began_s = time.monotonic()
-    with health_probe(port, 0.05) as probes:
+    with health_probe({"": port}, 0.05) as probes:
         time.sleep(1.0)
         assert not probes
     found = health(probes, Phase("calm", 1.0, began_s, time.monotonic(), []))

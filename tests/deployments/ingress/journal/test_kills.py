@@ -100,8 +100,9 @@ def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> N
         messages = of_anthropic.messages.create(
             model="builtin", messages=MESSAGES, stream=True, max_tokens=200
         )
-        events = [next(responses) for _ in range(12)]
-        pieces = [next(messages) for _ in range(4)]
+        # One of many types each: which of them is asserted by what they have.
+        events: list[Any] = [next(responses) for _ in range(12)]
+        pieces: list[Any] = [next(messages) for _ in range(4)]
         kill_and_start_again(server)
         events += list(responses)
         pieces += list(messages)
