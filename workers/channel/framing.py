@@ -27,7 +27,7 @@ MAX_UNSENT_BYTES = 32 << 20
 READ_BYTES = 1 << 18
 # A host that is gone acknowledges nothing, and TCP would take a quarter of an hour to report it.
 UNANSWERED_MS = 10_000
-_HEADER = struct.Struct("<II")  # bytes of the message, and its number modulo 2^32
+HEADER = struct.Struct("<II")  # bytes of the message, and its number modulo 2^32
 
 
 class MessageConnection:
@@ -84,7 +84,7 @@ class MessageConnection:
         with self.lock:
             if not self._is_open or not self._takes_more:
                 return
-            framed = _HEADER.pack(len(message), self._num_sent) + message
+            framed = HEADER.pack(len(message), self._num_sent) + message
             self._num_sent = (self._num_sent + 1) & 0xFFFFFFFF
             if self._unsent:
                 if len(self._unsent) + len(framed) > self._max_unsent_bytes:
@@ -157,15 +157,15 @@ class MessageConnection:
     def _dispatch(self) -> None:
         """Pass every complete message to the owner."""
         received, start = self._received, 0
-        while self._is_open and len(received) - start >= _HEADER.size:
-            num_bytes, number = _HEADER.unpack_from(received, start)
+        while self._is_open and len(received) - start >= HEADER.size:
+            num_bytes, number = HEADER.unpack_from(received, start)
             if num_bytes > self.max_bytes:
                 self.end(f"a message of {num_bytes} bytes exceeds {self.max_bytes}")
                 return
             if number != self._num_received:
                 self.end(f"message {self._num_received} was lost, or an earlier one repeated")
                 return
-            begin = start + _HEADER.size
+            begin = start + HEADER.size
             if len(received) - begin < num_bytes:
                 break
             start = begin + num_bytes

@@ -215,4 +215,4 @@ def test_messages_are_repeated_and_withheld_whole() -> None:
 
 
 def test_headers_are_those_of_the_token_channel() -> None:
-    assert framing._HEADER.format == HEADER.format
+    assert framing.HEADER.format == HEADER.format

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.channel.framing import _HEADER, MessageConnection
+from penstock.workers.channel.framing import HEADER, MessageConnection
 
 
 class End:
@@ -45,7 +45,7 @@ def received(*frames: tuple[int, bytes]) -> tuple[list[bytes], list[str]]:
     async def scenario() -> tuple[list[bytes], list[str]]:
         ours, theirs = pair()
         end = End(theirs)
-        ours.sendall(b"".join(_HEADER.pack(len(each), number) + each for number, each in frames))
+        ours.sendall(b"".join(HEADER.pack(len(each), number) + each for number, each in frames))
         ours.close()
         await until(lambda: end.reasons)
         return end.messages, end.reasons
