@@ -149,4 +149,4 @@ def test_a_request_that_emitted_nothing_is_sent_as_it_was():
     one = call(prompt_logprobs=2)
     before = one.request
     one.continue_after_emitted()
-    assert one.request == before and one.num_expected == 30
+    assert one.request == replace(before, is_continued=True) and one.num_expected == 30
