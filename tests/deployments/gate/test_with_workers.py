@@ -205,7 +205,8 @@ def test_who_leaves_while_waiting_leaves_nothing_behind(node, run):
 
 def test_an_expired_deadline_is_never_prefilled(node, run):
     async def scenario():
-        async with house(node) as made:
+        setup = GateSetup(host="127.0.0.1", admission="reserve_max")  # no room for both
+        async with house(node, setup=setup) as made:
             long = asyncio.ensure_future(collect(made.pool, request(0, max_tokens=600)))
             async with asyncio.timeout(60):
                 while node.thread.stats().num_generated_tokens < 3:
