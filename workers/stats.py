@@ -106,7 +106,6 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    set_aside: tuple[str, ...] = ()  # ids of preempted requests that new ones go before
     num_preemptions_avoided: int = 0  # times a sequence continued without a free block
     num_deferred_tokens: int = 0  # computed in a step, and not stored
     num_recomputed_tokens: int = 0  # token-passes that this cost in later steps

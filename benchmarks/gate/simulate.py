@@ -27,7 +27,6 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,8 @@ from benchmarks.gate.sim.policies import Gated, PastFuture, Policy, ReserveMax
 from benchmarks.gate.sim.report import claims, draw, figures, spread, table
 from benchmarks.gate.sim.routing import LeastKv, PowerOfTwo, RoundRobin
 from benchmarks.gate.sim.worker import SimWorker, StepModel, WorkerShape
-from penstock.deployments.gate.types import GateSettings, QueueSettings
+from penstock.deployments.gate.types import GateSettings
 
-FIRST_COME = QueueSettings(ageing=1e6)  # within a tenant
 CAP = 8  # requests that may wait at a worker ("optimistic, cap")
 Maker = Callable[[list[SimWorker], GateSettings, int], Policy]
 POLICIES: dict[str, Maker] = {
@@ -62,24 +60,24 @@ POLICIES: dict[str, Maker] = {
     "predicted, no affinity": lambda workers, settings, seed: Gated(
         workers, settings=settings, seed=seed, affinity=False
     ),
+    "predicted 0.5, largest victim": lambda workers, settings, seed: Gated(
+        workers,
+        settings=replace(settings, level=0.5, pressed_level=0.5),
+        seed=seed,
+        victim="largest",
+    ),
     "predicted, grid": lambda workers, settings, seed: Gated(
         workers, settings=replace(settings, rule="gaussian"), seed=seed
     ),
     "oracle": lambda workers, settings, seed: Gated(
         workers, settings=settings, seed=seed, oracle=True
     ),
-    "lengths known, order not": lambda workers, settings, seed: Gated(
-        workers,
-        settings=replace(settings, max_backfills=0, queue=FIRST_COME),
-        seed=seed,
-        oracle=True,
-    ),
 }
 SHOWN = ("reasoning", "overload", "generous")
-# Asked for by name: routers are for several workers.
+# Asked for by name: routers are for several workers, and victims for the engine.
 BY_NAME = (
     *("round-robin", "least-kv", "power-of-two"),
-    *("predicted, no affinity", "lengths known, order not"),
+    *("predicted, no affinity", "predicted 0.5, largest victim"),
 )
 
 
@@ -123,45 +121,31 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         loads = {name: replace(each, num_requests=args.requests) for name, each in loads.items()}
     if args.longest_wait:
         loads = {n: replace(each, longest_wait_s=args.longest_wait) for n, each in loads.items()}
-    cells = [(n, p, seed) for n in loads for p in args.policy for seed in range(args.seeds)]
-    runs: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    each_run = sum(each.num_requests for each in loads.values()) * args.workers
     by_load: dict[str, Any] = {}
-    with ProcessPoolExecutor(args.jobs) as pool, tqdm(total=len(cells), unit="run") as bar:
-        pending = {
-            pool.submit(
-                run_one,
-                loads[name],
-                shape_of(loads[name], args),
-                policy,
-                seed,
-                folder=args.data,
-                workers=args.workers,
-                pace=args.pace,
-            ): (name, policy, seed)
-            for name, policy, seed in cells
-        }
-        for done in as_completed(pending):
-            name, policy, seed = pending[done]
-            found = runs.setdefault((name, policy), {})
-            found[seed] = done.result()
-            bar.update()
-            if len(found) == args.seeds:
-                by_load = _ordered(by_load, name, policy, found, args.policy)
+    with tqdm(
+        total=each_run * len(args.policy) * args.seeds, unit="request", mininterval=1.0
+    ) as bar:
+        for name, load in loads.items():
+            shape = shape_of(load, args)
+            for policy in args.policy:
+                bar.set_postfix_str(f"{name}: {policy}")
+                runs = [
+                    run_one(
+                        load,
+                        shape,
+                        policy,
+                        seed,
+                        folder=args.data,
+                        workers=args.workers,
+                        pace=args.pace,
+                        on_end=bar.update,
+                    )
+                    for seed in range(args.seeds)
+                ]
+                by_load.setdefault(name, {})[policy] = spread(runs) | {"runs": runs}
                 keep(args.out, by_load, args)
     return by_load
-
-
-def _ordered(
-    by_load: dict[str, Any],
-    name: str,
-    policy: str,
-    found: dict[int, dict[str, float]],
-    policies: Sequence[str],
-) -> dict[str, Any]:
-    """With one more policy of a load, in the order in which they were asked for."""
-    each = [found[seed] for seed in sorted(found)]
-    rows = {**by_load.get(name, {}), policy: spread(each) | {"runs": each}}
-    return {**by_load, name: {policy: rows[policy] for policy in policies if policy in rows}}
 
 
 def shape_of(load: Load, args: argparse.Namespace) -> WorkerShape:
@@ -208,7 +192,6 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, help="for each worker (default: the load's own)")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of one run each")
     parser.add_argument(
         "--longest-wait",
         type=float,
@@ -249,7 +232,7 @@ def write(out: Path, text: str, found: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of()
     args = parser.parse_args(argv)
-    for name in ("seeds", "workers", "pace", "jobs"):
+    for name in ("seeds", "workers", "pace"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name} must be above 0")
     if args.requests is not None and args.requests < 10:

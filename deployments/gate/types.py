@@ -57,8 +57,8 @@ class GateSettings:
     """Settings of the gate."""
 
     level: float = 0.95  # share of the sampled futures that have to fit
-    pressed_level: float = 0.35  # the same, once a request has waited for `pressed_s`
-    pressed_s: float = 0.1
+    pressed_level: float = 0.7  # the same, once a request has waited for `pressed_s`
+    pressed_s: float = 10.0
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers evaluated for a request: the ones with the least expected tokens
@@ -274,7 +274,6 @@ class Running:
     generated: int  # 0: its prompt is not yet computed
     prompt_tokens: int = 0
     max_tokens: int | None = None
-    is_set_aside: bool = False  # it holds no memory, and yields to new requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,13 +99,12 @@ def reserved_request_from(
 
 def report_from(message: pb.WorkerReport) -> Report:
     report = message.report
-    aside = frozenset(report.set_aside)
     columns = (report.request_ids, report.generated, report.prompt_tokens, report.max_tokens)
     return Report(
         message.epoch,
         report.sequence,
         tuple(
-            Running(name, generated, prompt, limit or None, name in aside)
+            Running(name, generated, prompt, limit or None)
             for name, generated, prompt, limit in zip(*columns, strict=True)
         ),
         report.step_s,

@@ -37,7 +37,6 @@ def report_message(
         generated=[route.num_generated for route in routes],
         prompt_tokens=[route.num_prompt for route in routes],
         max_tokens=[route.max_tokens for route in routes],
-        set_aside=stats.set_aside,
         is_draining=is_draining,
         is_stalled=is_stalled,
     )

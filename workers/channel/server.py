@@ -300,20 +300,19 @@ class ChannelServer:
             peer.connection.end("it sent no Hello")
 
     async def _report_forever(self) -> None:
-        """Report arrivals, ends, preemptions and what follows from them within BUSY_REPORT_S, and
-        the rest every REPORT_S.
+        """Report arrivals, ends and preemptions within BUSY_REPORT_S, and the rest every REPORT_S.
 
         In between, the gate extrapolates each request's length from the step time: answers that
         grow steadily cost no reports.
         """
-        rest_s, changes = 0.0, (-1, 0, frozenset[str]())
+        rest_s, num_changes, num_preemptions = 0.0, -1, 0
         while True:
             stats = self._engine.stats()
-            if self._routes or changes[0] != self._num_changes or rest_s <= 0:
+            if self._routes or num_changes != self._num_changes or rest_s <= 0:
                 self._step_time.observe(stats)
-            reported = changes
-            changes = (self._num_changes, stats.num_preemptions, frozenset(stats.set_aside))
-            is_due = reported != changes or rest_s <= 0
+            reported = (num_changes, num_preemptions)
+            num_changes, num_preemptions = self._num_changes, stats.num_preemptions
+            is_due = reported != (num_changes, num_preemptions) or rest_s <= 0
             if is_due:
                 rest_s = REPORT_S
             for peer in list(self._peers):

@@ -86,7 +86,6 @@ def stats_of(
         num_prompt_tokens=totals.num_prompt_tokens,
         num_generated_tokens=totals.num_generated_tokens,
         num_preemptions=scheduler.num_preemptions,
-        set_aside=scheduler.set_aside(),
         num_preemptions_avoided=scheduler.num_preemptions_avoided,
         num_deferred_tokens=totals.num_deferred_tokens,
         num_recomputed_tokens=totals.num_recomputed_tokens,

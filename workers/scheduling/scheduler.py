@@ -14,19 +14,18 @@ from penstock.workers.context_policy import Context
 from penstock.workers.scheduling.deferral import Deferral
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Chunk, Plan
-from penstock.workers.scheduling.preemption import is_set_aside, victim_of
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
 
+MAX_PREEMPTIONS = 2  # of one sequence, while others can be preempted instead
 NEWEST_WEIGHT = 0.2  # of the newest value in a running mean
 
 
 class Scheduler:
     """Oldest first: running sequences decode, then prefill, then waiting ones are admitted.
 
-    When blocks run out a running sequence is preempted, see preemption.py: its blocks are freed and
-    it is recomputed later. The oldest that runs is not, so it always progresses. A sequence is
-    admitted only if all its known tokens that it sees at once fit, and never in a step that
-    preempted; those that are set aside come after the others.
+    When blocks run out a running sequence is preempted, see `_victim`: its blocks are freed and it
+    is recomputed later. The oldest is not, so it always progresses. A sequence is admitted only if
+    all its known tokens that it sees at once fit, and never in a step that preempted.
 
     With a `deferral`, a decoding sequence without a free block may first continue without one.
 
@@ -53,7 +52,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.leaving: list[Sequence] = []  # have ended; a step in flight still uses their blocks
-        self.num_steps = 0
         self.num_preemptions = 0
         self.num_preemptions_avoided = 0  # times that a sequence continued without a block
         self._recomputed: float | None = None  # tokens per preemption: a running mean
@@ -64,8 +62,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def has_room_for(self, num_tokens: int, context: Context) -> bool:
-        """Whether a prompt of `num_tokens` could be admitted now, after all waiting sequences but
-        those that are set aside.
+        """Whether a prompt of `num_tokens` could be admitted now, after all waiting sequences.
 
         Hits in the prefix cache are not counted: cheap, and on the safe side.
         """
@@ -74,11 +71,7 @@ class Scheduler:
             num_tokens = min(num_tokens, most + self.cache.block_size)
         if len(self.running) + len(self.waiting) >= self.max_num_seqs:
             return False
-        ahead = sum(
-            self.cache.blocks_for(self.cache.tokens_to_begin(seq))
-            for seq in self.waiting
-            if not self._is_set_aside(seq)
-        )
+        ahead = sum(self.cache.blocks_for(self.cache.tokens_to_begin(seq)) for seq in self.waiting)
         return ahead + self.cache.blocks_for(num_tokens) <= self.cache.pool.num_available
 
     def remove(self, seq: Sequence) -> None:
@@ -128,7 +121,6 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step, with blocks for all its tokens in the sequences' block tables."""
         plan = Plan()
-        self.num_steps += 1
         budget = self.max_num_batched_tokens
         before = self.num_preemptions
         if self.deferral is not None:
@@ -188,7 +180,7 @@ class Scheduler:
             if fits > 0:
                 length = min(length, fits)
                 break
-            victim = victim_of(self.running)
+            victim = self._victim()
             refund += plan.drop(victim)
             self._preempt(victim)
             if victim is seq:
@@ -231,17 +223,16 @@ class Scheduler:
     def _num_at_stake(self) -> float:
         """Tokens that a preemption now would cost: all that the victim has computed, or the mean
         of recent preemptions, since prefix hits and host memory spare much of that."""
-        most = victim_of(self.running).num_computed_tokens
+        most = self._victim().num_computed_tokens
         return most if self._recomputed is None else min(most, self._recomputed)
 
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            able = (seq for seq in self.waiting if not self._is_set_aside(seq))
-            seq = next(able, self.waiting[0])
+            seq = self.waiting[0]
             if not self.cache.admit(seq):
                 return
-            self.waiting.remove(seq)
-            seq.state, seq.set_aside_at = SequenceState.RUNNING, None
+            self.waiting.popleft()
+            seq.state = SequenceState.RUNNING
             length = self.cache.advance(seq)
             if seq.started_s is None:
                 seq.started_s = time.monotonic()
@@ -255,22 +246,27 @@ class Scheduler:
                 plan.add(Chunk(seq, seq.num_computed_tokens, length))
                 budget -= length
 
+    def _victim(self) -> Sequence:
+        """The sequence to preempt: lowest priority, then most expected tokens, then the youngest.
+
+        Never the oldest while there are others, nor one that has been preempted MAX_PREEMPTIONS
+        times, unless all have; then the youngest. So every sequence ends at some time.
+        """
+        others = self.running[1:] or self.running
+        free = [seq for seq in others if seq.num_preemptions < MAX_PREEMPTIONS]
+        if not free:
+            return others[-1]
+        return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
+
     def _preempt(self, seq: Sequence) -> None:
         assert not seq.num_in_flight, "a step in flight uses blocks that would be freed"
         self.num_preemptions += 1
         seq.num_preemptions += 1
         self.running.remove(seq)
         self.cache.preempt(seq)
-        seq.state, seq.set_aside_at = SequenceState.WAITING, self.num_steps
+        seq.state = SequenceState.WAITING
         older = sum(1 for other in self.waiting if other.order < seq.order)
         self.waiting.insert(older, seq)
-
-    def _is_set_aside(self, seq: Sequence) -> bool:
-        return is_set_aside(seq, self.num_steps, self.sequences())
-
-    def set_aside(self) -> tuple[str, ...]:
-        """Ids of the waiting requests that others go before."""
-        return tuple(s.request.request_id for s in self.waiting if self._is_set_aside(s))
 
     def _insert_by_age(self, seq: Sequence) -> None:
         at = len(self.running)

@@ -58,7 +58,6 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "seed",
-        "set_aside_at",
         "started_s",
         "state",
         "stop_ids",
@@ -97,7 +96,6 @@ class Sequence:
         self.num_in_flight = 0
         self.num_unread_tokens = 0
         self.num_preemptions = 0
-        self.set_aside_at: int | None = None  # the step that preempted it; it waits since
         self.num_rolled_blocks = 0
         self.num_counted_tokens = 0  # tokens whose neurons are counted below
         self.num_neurons = self.num_skipped_neurons = 0
@@ -124,9 +122,9 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def num_peak_tokens(self) -> int:
-        """Tokens that it has, or will have at its end as predicted on arrival, if that is more."""
-        return max(self.request.num_expected, self.num_tokens)
+    def num_expected_tokens(self) -> int:
+        """Tokens still to come, as predicted on arrival; 0: without a prediction, or beyond it."""
+        return max(0, self.request.num_expected - len(self.token_ids))
 
     def is_expired(self, now_s: float) -> bool:
         """Whether its deadline has passed, or it has waited too long and was never computed."""

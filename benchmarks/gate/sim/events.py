@@ -20,7 +20,6 @@ from benchmarks.gate.sim.worker import Job, SimWorker
 HOP_S = 0.002  # an actor call, at leisure
 REPORT_S = 2.0
 TICK_S = 0.02  # what happens within it is decided together
-LOOK_S = 0.05  # the gate's server looks at its queue this often, here only while the level falls
 
 
 @dataclass
@@ -103,9 +102,6 @@ class Simulation:
                 self._end(job, "refused")
             else:
                 self._at(self.now + self.hop_s, self._deliver, job, where)
-        if self._tick_at is None and self.policy.is_falling(self.now):
-            self._tick_at = self.now + LOOK_S
-            self._at(self._tick_at, self._tick)
 
     def _deliver(self, job: Job, index: int) -> None:
         worker = self.workers[index]

@@ -33,7 +33,6 @@ from penstock.deployments.prediction.distribution import (
     cumulative_hazard,
 )
 from penstock.deployments.prediction.predictor import LengthPredictor, Watch
-from penstock.workers.scheduling.preemption import YIELD_STEPS
 
 Decision = tuple[Job, int | str]  # the index of its worker, or why it is refused
 FLAT = cumulative_hazard(np.full(NUM_BINS, 0.1))
@@ -73,10 +72,6 @@ class Policy:
                 decisions.append((job, worker.index))
         self._new = []
         return decisions
-
-    def is_falling(self, now: float) -> bool:
-        """Whether requests wait that will be admitted more easily without any event."""
-        return False
 
     def started(self, job: Job, now: float) -> None: ...
 
@@ -223,12 +218,13 @@ class Gated(Policy):
     oracle: bool = False
     seed: int = 0
     affinity: bool = True  # whether it sees which prompts begin alike
+    victim: str = "predicted"  # whom its workers preempt, as the production engine does
     wants_reports = True
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings, seed=self.seed)
-        for each in self.workers:  # as the production engine
-            each.victim, each.yield_steps = "largest", YIELD_STEPS
+        for each in self.workers:
+            each.victim = self.victim
         self.predictor = LengthPredictor()
         self.retry_after_s: float | None = None  # seconds that the last one refused is to stay away
         self.jobs: dict[str, Job] = {}
@@ -258,9 +254,6 @@ class Gated(Policy):
         refusal = self.gate.offer(request, length, now, holding=holding)
         self.retry_after_s = None if refusal is None else refusal.retry_after_s
         return None if refusal is None else refusal.reason
-
-    def is_falling(self, now: float) -> bool:
-        return self.num_waiting > 0 and self.gate.queue.longest_wait(now) < self.settings.pressed_s
 
     def would_wait(self, job: Job, now: float) -> float:
         """Predicted wait in seconds of a request that arrives now; changes nothing."""
@@ -303,7 +296,6 @@ class Gated(Policy):
 def report_of(worker: SimWorker, sequence: int, now: float, step_s: float) -> Report:
     """What a worker would say of itself now."""
     running = tuple(
-        Running(job.job_id, out, job.prompt, job.max_tokens, worker.yields(job))
-        for job, out in worker.progress(now)
+        Running(job.job_id, out, job.prompt, job.max_tokens) for job, out in worker.progress(now)
     )
     return Report(1, sequence, running, step_s, worker.num_preemptions)

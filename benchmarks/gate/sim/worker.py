@@ -19,12 +19,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.workers.scheduling.preemption import MAX_PREEMPTIONS
-
-# Which answer a worker preempts. youngest: vLLM's first come, first served. largest: our engine's,
-# most tokens now or as predicted at the end; it spares the oldest, and an answer that was preempted
-# MAX_PREEMPTIONS times, while others are left.
-VICTIMS = ("youngest", "largest")
+# Whom a worker preempts. youngest: vLLM's first come, first served. predicted: our engine's rule,
+# most predicted tokens still to come, then the youngest. largest: most tokens now. The last two
+# spare the oldest, and an answer that was preempted MAX_PREEMPTIONS times, while others are left.
+VICTIMS = ("youngest", "predicted", "largest")
+MAX_PREEMPTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,6 @@ class Job:
     longest_gap: float = 0.0
     num_preemptions: int = 0
     num_recomputed: int = 0
-    set_aside_at: int | None = None  # the worker's step at which it was preempted; it waits
     outcome: str = ""  # "done", "refused", "left"
 
     @property
@@ -126,7 +124,6 @@ class SimWorker:
     num_tokens: int = 0  # of answers
     num_prefilled: int = 0
     victim: str = "youngest"  # one of VICTIMS
-    yield_steps: int = 0  # that an answer which was preempted yields to new ones
     num_hit: int = 0  # prompt tokens that were cached
     busy_s: float = 0.0
     _cached: OrderedDict[tuple[int, ...], int] = field(default_factory=OrderedDict)  # tokens
@@ -160,7 +157,7 @@ class SimWorker:
         growing = 0
         if leap is not None:
             growing = sum(self._blocks(e.computed + leap.steps) - e.blocks for e in leap.decode)
-        ahead = sum(self._blocks(each.known) for each in self.waiting if not self.yields(each))
+        ahead = sum(self._blocks(each.known) for each in self.waiting)
         wanted = ahead + self._blocks(job.known) + growing
         return self.outstanding < self.shape.slots and (
             wanted + self._kept <= self.free or not self.outstanding
@@ -323,12 +320,11 @@ class SimWorker:
 
     def _admit(self, budget: int, planned: dict[int, tuple[Job, int]]) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.shape.slots:
-            job = self._next()
+            job = self.waiting[0]
             kept = self._kept if self.running else 0
             if self._blocks(job.known) + kept > self.free:
                 return
-            self.waiting.remove(job)
-            job.set_aside_at = None
+            self.waiting.popleft()
             job.computed = min(self._cached.get(job.prefix, 0), job.known - 1)
             self.num_hit += job.computed
             self._take(job, job.known)
@@ -341,22 +337,14 @@ class SimWorker:
             planned[id(job)] = (job, length)
             budget -= length
 
-    def yields(self, job: Job) -> bool:
-        """Whether it was preempted, and new requests go before it."""
-        return job.set_aside_at is not None and (
-            self.num_steps < job.set_aside_at + self.yield_steps
-        )
-
-    def _next(self) -> Job:
-        """The waiting job to admit next: by age, those that yield last."""
-        return min(self.waiting, key=lambda each: (self.yields(each), each.order))
-
     def _victim(self) -> Job:
         """The answer to preempt; see VICTIMS."""
         able = [each for each in self.running[1:] if each.num_preemptions < MAX_PREEMPTIONS]
         if self.victim == "youngest" or not able:
             return self.running[-1]
-        return max(able, key=lambda each: (max(each.known, each.expected), each.order))
+        if self.victim == "largest":
+            return max(able, key=lambda each: (each.known, each.order))
+        return max(able, key=lambda each: (max(each.expected - each.known, 0), each.order))
 
     def _preempt(self, job: Job) -> None:
         self.num_preemptions += 1
@@ -366,6 +354,5 @@ class SimWorker:
         self.free += job.blocks
         job.blocks = job.computed = 0
         job.is_running = False
-        job.set_aside_at = self.num_steps
         older = sum(1 for each in self.waiting if each.order < job.order)
         self.waiting.insert(older, job)

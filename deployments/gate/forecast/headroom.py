@@ -9,9 +9,8 @@ from dataclasses import dataclass
 class Headroom:
     """The share of a worker's memory that is kept free, from how often it had to preempt.
 
-    After each 100 completions: plus 0.01 if there were more than 30 preemptions, else minus 0.004.
-    Fewer are the price of full memory, and the largest answers pay it; more are a predictor that is
-    wrong by a factor of two.
+    After each 100 completions: plus 0.01 if there were more than 3 preemptions, else minus 0.004.
+    This corrects a predictor that is wrong by a factor of two.
     """
 
     share: float = 0.0
@@ -19,7 +18,7 @@ class Headroom:
     preemptions: int = 0
 
     WINDOW = 100
-    TOLERATED = 30
+    TOLERATED = 3
     UP, DOWN = 0.01, 0.004
     LARGEST = 0.3
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.request import Request, SamplingParams
-from penstock.workers.scheduling import preemption
 from penstock.workers.scheduling.kv_cache import KVCache
-from penstock.workers.scheduling.preemption import MAX_PREEMPTIONS, is_set_aside, victim_of
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
 
@@ -119,14 +115,13 @@ def test_everyone_finishes(
             seq = todo.pop(0)[1]
             alive[seq.order] = seq
             scheduler.add(seq)
-        num_running = len(scheduler.running)
-        oldest = scheduler.running[0] if num_running else alive[min(alive)]
+        oldest = alive[min(alive)]
         before = (oldest.num_computed_tokens, oldest.num_tokens)
         plan, finished = run_step(scheduler)
         assert plan.num_tokens <= budget
         assert len(plan.chunks) <= max_seqs
         assert len({id(chunk.seq) for chunk in plan.chunks}) == len(plan.chunks)
-        if merges and num_running and len(plan.decode) < budget:
+        if merges and len(plan.decode) < budget:
             after = (oldest.num_computed_tokens, oldest.num_tokens)
             assert after > before or oldest in finished, "the oldest did not progress"
         for seq in finished:
@@ -203,70 +198,3 @@ def test_remove_while_waiting_and_running(prefix_cache):
     scheduler.remove(first)
     assert scheduler.cache.pool.num_live == 0
     assert not scheduler.schedule().chunks
-
-
-def decoding(scheduler, seqs, num_steps):
-    """Admits them and takes steps; all of them decode then."""
-    for seq in seqs:
-        scheduler.add(seq)
-    for _ in range(num_steps):
-        run_step(scheduler)
-    assert all(seq.is_decoding for seq in seqs) and not scheduler.num_preemptions
-
-
-def until_preempted(scheduler):
-    before = scheduler.num_preemptions
-    for _ in range(200):
-        run_step(scheduler)
-        if scheduler.num_preemptions > before:
-            return
-    raise AssertionError("nothing was preempted")
-
-
-def test_the_largest_but_the_oldest_is_preempted_and_lets_new_ones_go_first():
-    """12 blocks of 4: `old`, `large` and `small`; `new` comes, and fits in place of `large`."""
-    scheduler = make_scheduler(12, budget=64, prefix_cache=False)
-    old, large, small = make_seq(0, 20, 24), make_seq(1, 14, 30), make_seq(2, 4, 40)
-    decoding(scheduler, [old, large, small], 2)
-    until_preempted(scheduler)
-    assert scheduler.set_aside() == ("r1",)
-    new = make_seq(3, 4, 8)
-    assert scheduler.has_room_for(4, large.context)
-    scheduler.add(new)
-    run_step(scheduler)
-    assert new.state is SequenceState.RUNNING and large.state is SequenceState.WAITING
-    scheduler.num_steps += preemption.YIELD_STEPS
-    assert "r1" not in scheduler.set_aside() and not scheduler.has_room_for(4, large.context)
-    later = make_seq(4, 4, 4)
-    scheduler.add(later)
-    while large.state is SequenceState.WAITING:
-        assert later.state is SequenceState.WAITING, "it passed one that is no longer set aside"
-        run_step(scheduler)
-    for _ in range(500):
-        run_step(scheduler)
-    assert not list(scheduler.sequences())
-
-
-def test_victims_by_priority_size_and_age():
-    a, b, c, d = (make_seq(order, n, 8) for order, n in enumerate((9, 7, 7, 5)))
-    assert victim_of([a]) is a
-    assert victim_of([a, b, c, d]) is c
-    d.request = replace(d.request, num_expected=30)
-    assert victim_of([a, b, c, d]) is d
-    b.request = replace(b.request, priority=1)
-    assert victim_of([a, b, c, d]) is b
-    b.num_preemptions = MAX_PREEMPTIONS
-    assert victim_of([a, b, c, d]) is d
-    c.num_preemptions = d.num_preemptions = MAX_PREEMPTIONS
-    assert victim_of([a, b, c, d]) is d and victim_of([a, b, c]) is c
-
-
-def test_no_sequence_is_set_aside_for_one_of_lower_priority():
-    seq, same, lower = (make_seq(order, 4, 4) for order in range(3))
-    lower.request = replace(lower.request, priority=1)
-    assert not is_set_aside(seq, 5, [seq])
-    seq.set_aside_at = 5
-    assert is_set_aside(seq, 5, [seq, same])
-    assert is_set_aside(seq, 4 + preemption.YIELD_STEPS, [seq, same])
-    assert not is_set_aside(seq, 5 + preemption.YIELD_STEPS, [seq, same])
-    assert not is_set_aside(seq, 5, [seq, same, lower])
