@@ -50,7 +50,7 @@ RAY_FILES = {
         "gate/test_server.py",
         "experts/test_store.py",
         "experts/test_far_store.py",
-        "manifests/test_head_replaced.py",
+        "manifests/test_head_lost.py",
         "manifests/test_serve_commands.py",
         "manifests/test_start_commands.py",
         "supervision/test_control_plane.py",

@@ -29,6 +29,7 @@ from penstock.deployments.supervision.processes import descendants, is_running
 from penstock.workers.stats import EngineStats
 from penstock.workers.weights.hub import resolve_model
 from tests.deployments.ports import free_port
+from tests.deployments.waiting import eventually
 
 PENSTOCK = [sys.executable, "-m", "penstock.deployments.cli"]
 # Whatever `penstock serve` prints. Nothing of Ray is among it, also where a replica dies.
@@ -127,6 +128,8 @@ def test_serve_chat_and_leave_nothing_behind(folder):
         served.wait_for("tok/s")  # the line about throughput, as there was some
         metrics = _watch_metrics(served.output, http)
         _kill_the_worker(served)
+        ready = f"http://127.0.0.1:{http}/ready"
+        eventually(lambda: httpx.get(ready).status_code == 200, 60, "the ingress to reach it")
         pids = descendants(served.process.pid)
         with Client(f"127.0.0.1:{grpc}") as client:
             third = client.reply(PROMPT, temperature=0.9, seed=3, max_tokens=20)

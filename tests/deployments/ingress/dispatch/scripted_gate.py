@@ -24,12 +24,13 @@ class ScriptedGate(gate_pb2_grpc.GateServicer):
         self.offered: list[str] = []
         self.ended: list[str] = []
         self._streams: list[Any] = []
+        self._writing = asyncio.Lock()  # gRPC takes one message of a stream at a time
 
     async def Connect(self, _: Any, context: Any) -> None:
         while self.is_silent:
             await asyncio.sleep(0.02)
         self._streams.append(context)
-        await context.write(pb.ToIngress())
+        await self._write(context, pb.ToIngress())
         beating = asyncio.ensure_future(self._beat(context))
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
@@ -37,7 +38,7 @@ class ScriptedGate(gate_pb2_grpc.GateServicer):
                 self.offered += names
                 self.ended += [ended.request_id for ended in message.ended]
                 if self.queues and not self.is_silent and names:
-                    await context.write(pb.ToIngress(queued=names))
+                    await self._write(context, pb.ToIngress(queued=names))
         finally:
             beating.cancel()
             self._streams.remove(context)
@@ -46,13 +47,17 @@ class ScriptedGate(gate_pb2_grpc.GateServicer):
         """Tickets for these requests."""
         tickets = [pb.Ticket(request_id=name, epoch=epoch) for name in names]
         for context in self._streams:
-            await context.write(pb.ToIngress(tickets=tickets))
+            await self._write(context, pb.ToIngress(tickets=tickets))
 
     async def _beat(self, context: Any) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
             if not self.is_silent:
-                await context.write(pb.ToIngress())
+                await self._write(context, pb.ToIngress())
+
+    async def _write(self, context: Any, message: pb.ToIngress) -> None:
+        async with self._writing:
+            await context.write(message)
 
 
 @contextlib.asynccontextmanager

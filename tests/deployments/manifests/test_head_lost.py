@@ -1,4 +1,4 @@
-"""The head of a Ray cluster whose control plane is in Redis: it dies, and another one takes over.
+"""The head of a Ray cluster whose control plane is in Redis dies: workers and ingresses serve on.
 
 Ids are those of the same requests, run alone before.
 """
@@ -21,7 +21,7 @@ import pytest
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.supervision.processes import descendants
 from tests.deployments.clusters import generate
-from tests.deployments.manifests.local_nodes import APART, LocalNodes, fetch, local_nodes, send
+from tests.deployments.manifests.local_nodes import APART, LocalNodes, fetch, local_nodes
 from tests.deployments.state.servers import RedisServer
 from tests.deployments.waiting import eventually
 
@@ -74,7 +74,7 @@ def kill(pids: list[int]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_workers_and_ingresses_serve_without_a_head_and_a_new_one_places_again(nodes, redis):
+def test_workers_and_ingresses_serve_without_a_head(nodes, redis):
     http, grpc = nodes.ports.http, nodes.ports.grpc
     url, target = f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
     begin_head(nodes, redis)
@@ -93,7 +93,7 @@ def test_workers_and_ingresses_serve_without_a_head_and_a_new_one_places_again(n
     eventually(lambda: _has_two_nodes(nodes), START_S, "two nodes")
     nodes.run(f"{sys.executable} {script}")
     eventually(lambda: fetch(f"{url}/ready") == 200, START_S, "a worker")
-    head, node = nodes.processes
+    head, _ = nodes.processes
 
     async def answers(*, kills: bool = False) -> list[Any]:
         async with AsyncClient(target) as client:
@@ -114,21 +114,6 @@ def test_workers_and_ingresses_serve_without_a_head_and_a_new_one_places_again(n
     assert fetch(f"{url}/ready") == 200
 
     nodes.processes.remove(head)
-    begin_head(nodes, redis)
-    eventually(lambda: send(f"{url}/v1/penstock/queue", None)["gate"], START_S, "a gate")
-
-    def workers() -> set[str]:
-        return {each["id"] for each in send(f"{url}/v1/penstock/status", None)["workers"]}
-
-    eventually(lambda: len(workers()) == 2, START_S, "the registry")
-    before = workers()
-    for pid in descendants(node.pid):
-        with contextlib.suppress(OSError):
-            if b":Worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                kill([pid])
-                break
-    eventually(lambda: len(workers() - before) == 1, START_S, "a new worker")
-    assert asyncio.run(answers()) == alone
 
 
 def _has_two_nodes(nodes: LocalNodes) -> bool:
