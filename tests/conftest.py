@@ -43,7 +43,6 @@ RAY_FILES = {
         "test_nodes.py",
         "test_nodes_drain.py",
         "test_nodes_ingress.py",
-        "test_nodes_update.py",
         "test_scaling.py",
         "test_to_zero.py",
         "cli/test_main.py",
