@@ -1,9 +1,9 @@
-"""A TCP relay that misbehaves as it is told to: what a network, or a host behind it, can do.
+"""A TCP relay with faults on demand: those of a network, or of a host behind it.
 
 A `Proxy` listens on a port of its own and connects each client with `target`. Each direction has a
 `Programme`, which may be replaced while connections are open; `cut`, `finish`, `refuse` and
-`detach` act at once. Knows nothing of what it carries, except that `frames` sees whole messages of
-the token channel, each with its header (HEADER: its length, and its number).
+`detach` act at once. The relay carries any bytes; `frames` alone sees whole messages of the token
+channel, each with its header (HEADER: its length, and its number).
 
 TCP neither repeats nor reorders bytes. So a repeated or withheld message is made by `frames`, and
 a late one by `detach`: the client loses the connection, and what it had sent reaches the server

@@ -45,7 +45,7 @@ class Hand:
 
 @dataclass(eq=False)
 class Watched:
-    """One call as its client saw it: when tokens came, and who is told of them."""
+    """One call as its client saw it: when tokens came, and the callbacks for them."""
 
     core: RequestCore
     told: Told | None
