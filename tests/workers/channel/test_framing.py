@@ -85,10 +85,10 @@ def test_one_message_may_be_larger_than_the_limit():
         connection.send(MESSAGE * 16)
         received = bytearray()
         async with asyncio.timeout(60):
-            while len(received) < 4 + 16 * len(MESSAGE):
+            while len(received) < 8 + 16 * len(MESSAGE):
                 received += await loop.sock_recv(far, 1 << 18)
         connection.end("done")
         far.close()
-        return bytes(received[4:])
+        return bytes(received[8:])
 
     assert asyncio.run(scenario()) == MESSAGE * 16
