@@ -40,6 +40,7 @@ RAY_FILES = {
         "batch/test_ray_job.py",
         "test_cluster.py",
         "test_ray_data.py",
+        "test_drain_without_registry.py",
         "test_nodes.py",
         "test_nodes_drain.py",
         "test_nodes_ingress.py",
@@ -49,6 +50,7 @@ RAY_FILES = {
         "gate/test_server.py",
         "experts/test_store.py",
         "experts/test_far_store.py",
+        "experts/test_hung_store.py",
         "manifests/test_head_lost.py",
         "manifests/test_serve_commands.py",
         "manifests/test_start_commands.py",
@@ -66,17 +68,29 @@ RERUN_FILES = RAY_FILES | {
         "batch/test_lease.py",
         "gate/test_drain.py",
         "gate/test_with_workers.py",
+        "ingress/dispatch/test_continued_requests.py",
         "ingress/dispatch/test_drain.py",
+        "ingress/dispatch/test_local_queue.py",
+        "ingress/dispatch/test_partitions.py",
         "ingress/dispatch/test_pool.py",
+        "ingress/dispatch/test_slow_streams.py",
+        "ingress/dispatch/test_store_away.py",
         "ingress/http/test_console.py",
+        "ingress/journal/test_background.py",
+        "ingress/journal/test_background_kills.py",
         "ingress/journal/test_kills.py",
+        "ingress/journal/test_responses.py",
         "ingress/test_continuation.py",
+        "ingress/test_longest_wait.py",
         "ingress/test_replica.py",
         "ingress/test_slow_readers.py",
         "state/test_redis_faults.py",
     )
 }
-RERUN_FILES.add(ROOT / "benchmarks" / "faults" / "test_table.py")
+RERUN_FILES |= {
+    ROOT / "benchmarks" / "faults" / each
+    for each in ("test_cluster.py", "test_random_kills.py", "test_table.py")
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
