@@ -68,7 +68,7 @@ class Endpoint(Protocol):
     async def attached(
         self, call_id: str, principal: str, after: int, headers: Headers
     ) -> Response | None:
-        """The answer of a call that nobody may take over; None: this one may be."""
+        """The answer of a call that must not be taken over; None: this one may be."""
         ...
 
 

@@ -26,7 +26,7 @@ BUDGET_S = 0.5
 MAX_TRIES = 30  # of one change of the index, while other ingresses change it
 MAX_ADOPTED = 16  # calls at a look
 INDEX = "background/index"
-NOBODY = ""  # owner of a call that was handed over
+UNOWNED = ""  # owner of a call that was handed over
 
 
 class BackgroundWork(Protocol):
@@ -155,7 +155,7 @@ class BackgroundCalls:
 
         def change(index: dict[str, str]) -> bool:
             own = [each for each in given if index.get(each) == self._owner]
-            index.update(dict.fromkeys(own, NOBODY))
+            index.update(dict.fromkeys(own, UNOWNED))
             return bool(own)
 
         self._own -= given
@@ -188,7 +188,7 @@ class BackgroundCalls:
         return is_taken
 
     async def _is_alive(self, owner: str) -> bool:
-        if owner == NOBODY:
+        if owner == UNOWNED:
             return False
         return await self._store.get(f"ingress/{owner}", budget_s=BUDGET_S) is not None
 
