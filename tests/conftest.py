@@ -100,6 +100,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Why a test ran once more: pytest-rerunfailures names such tests, and not their errors."""
+    for report in terminalreporter.stats.get("rerun", []):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        terminalreporter.write_line(f"first try of {report.nodeid}: {crash or report.longrepr}")
+
+
 class _Groups(LoadFileScheduling):
     """A file in one process, and all files that start Ray in the same one.
 

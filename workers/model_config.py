@@ -13,6 +13,7 @@ from typing import Any
 from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import StoredScheme, read_scheme
 from penstock.workers.rope_config import RopeConfig, rope_config
+from penstock.workers.stated_config import stated_in_full
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -102,13 +103,7 @@ class ModelConfig:
         stated = read_json(folder / "config.json")
         architecture = _architecture(stated)
         scheme = _scheme(folder, stated)
-        # Importing transformers takes a second, which a command without a model can save.
-        from transformers import AutoConfig
-
-        try:
-            hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        except Exception as error:  # its validators raise many unrelated types
-            raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+        hf: Any = stated_in_full(stated) or _of_transformers(folder)
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
@@ -116,6 +111,16 @@ class ModelConfig:
             return replace(_from_transformers(architecture, hf, generation), stored_scheme=scheme)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / 'config.json'}: unusable setting: {error}") from error
+
+
+def _of_transformers(folder: Path) -> Any:
+    """With the defaults of the family for what config.json leaves out. Raises ConfigError."""
+    from transformers import AutoConfig  # takes four seconds
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # its validators raise many unrelated types
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 
 
 def read_limits(path: str | Path) -> tuple[int, int]:

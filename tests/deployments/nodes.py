@@ -72,6 +72,7 @@ class Nodes:
 @contextlib.contextmanager
 def deployed(config: ServeConfig) -> Iterator[Cluster]:
     """`config`, deployed on the cluster that it names, until all its replicas serve."""
+    ray.shutdown()  # a test that failed, and runs once more, has left its connection
     cluster = Cluster(config)
     try:
         cluster.start_ray()

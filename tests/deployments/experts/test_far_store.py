@@ -1,23 +1,37 @@
 """One expert store for two nodes: the worker elsewhere gets its experts over the network.
 
+The store is suspended, too: workers stay listed, and no stream is lost. The one on the store's node
+computes from the file that it has mapped. The other one gives its requests back within seconds, and
+they continue where the experts are.
+
 The oracle is the plain engine in this process, which has all experts in its own memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from penstock.deployments.client import AsyncClient
+from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.client import ExpertStoreClient
 from penstock.deployments.experts.spec import StoreSpec
+from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
-from tests.deployments.nodes import deployed, nodes_of
+from tests.deployments.clusters import await_view
+from tests.deployments.nodes import Nodes, deployed, nodes_of
 from tests.deployments.ports import free_port
 
 ENGINE = EngineConfig(
@@ -54,10 +68,41 @@ async def answers(target: str) -> list[list[int]]:
         return list(await asyncio.gather(*map(one, PROMPTS)))
 
 
-def test_a_worker_without_a_store_on_its_node_gives_the_same_ids(ray_nodes):
+@contextmanager
+def suspended(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class Watch:
+    """Looks at the registry all the time, and keeps the least number of workers that it listed."""
+
+    def __init__(self, cluster: Cluster):
+        self.least = 99
+        self._cluster, self._is_over = cluster, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.2):
+            self.least = min(self.least, len(self._cluster.view().workers))
+
+
+@pytest.fixture(scope="module")
+def config(ray_nodes: Nodes) -> ServeConfig:
     for _ in range(2):
         ray_nodes.add(num_cpus=1)
-    config = ServeConfig(
+    return ServeConfig(
         engine=ENGINE,
         ray_address=ray_nodes.address,
         http_port=free_port(),
@@ -67,14 +112,56 @@ def test_a_worker_without_a_store_on_its_node_gives_the_same_ids(ray_nodes):
         app_name="penstock-far-store",
         drain_s=2.0,
     )
+
+
+@pytest.fixture(scope="module")
+def cluster(config: ServeConfig) -> Iterator[Cluster]:
     with deployed(config) as cluster:
-        worker_nodes = nodes_of("Worker")
-        assert len(set(worker_nodes)) == 2
-        spec = StoreSpec(config.app_name, "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
-        store_node = ExpertStoreClient(spec).ask("node")
-        assert sum(node != store_node for node in worker_nodes) >= 1
-        assert asyncio.run(answers(f"127.0.0.1:{config.grpc_port}")) == plain_ids()
-        stats = {info.node: experts for info, s in cluster.view().workers if (experts := s.experts)}
-    far = [experts for node, experts in stats.items() if not store_node.startswith(node)]
-    assert far and all(each.num_misses > 0 and each.demand_bytes > 0 for each in far)
-    assert sum(each.num_corrupted for each in stats.values()) == 0
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def store(cluster: Cluster, config: ServeConfig) -> ExpertStoreClient:
+    spec = StoreSpec(config.app_name, "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
+    return ExpertStoreClient(spec)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return plain_ids()
+
+
+def test_a_worker_without_a_store_on_its_node_gives_the_same_ids(cluster, config, store, expected):
+    store_node = store.ask("node")
+    workers = nodes_of("Worker")
+    assert sorted(store_node == node for node in workers) == [False, True], (store_node, workers)
+    assert asyncio.run(answers(f"127.0.0.1:{config.grpc_port}")) == expected
+
+    def has_far_figures(view: ClusterView) -> bool:
+        stats = {info.node: experts for info, s in view.workers if (experts := s.experts)}
+        far = [experts for node, experts in stats.items() if not store_node.startswith(node)]
+        return bool(far) and all(each.num_misses > 0 and each.demand_bytes > 0 for each in far)
+
+    view = await_view(cluster, has_far_figures, 30)
+    assert sum(s.experts.num_corrupted for _, s in view.workers) == 0
+
+
+def test_workers_whose_store_hangs_stay_listed_and_their_streams_end_the_same(
+    cluster, config, store, expected
+):
+    target, pid = f"127.0.0.1:{config.grpc_port}", store.call_now("view").pid
+    assert asyncio.run(answers(target)) == expected
+    with Watch(cluster) as watch:
+        with suspended(pid):
+            until_s = time.monotonic() + 10.0
+            rounds = 0
+            while time.monotonic() < until_s or rounds < 2:
+                assert asyncio.run(answers(target)) == expected
+                rounds += 1
+        await_view(
+            cluster,
+            lambda view: all(s.experts and s.experts.num_misses for _, s in view.workers),
+            60,
+        )
+        assert asyncio.run(answers(target)) == expected
+    assert watch.least == 2, "a worker was no longer listed"

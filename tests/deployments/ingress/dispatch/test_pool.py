@@ -25,7 +25,7 @@ from penstock.workers.channel import framing, server
 from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
 from penstock.workers.channel.delta_size import num_bytes
 from penstock.workers.channel.framing import connected
-from penstock.workers.channel.peer import joined
+from penstock.workers.channel.peer import Outbox, joined
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
@@ -498,6 +498,13 @@ def prepare_with_little_room(connection: socket.socket) -> None:
 
 def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
     monkeypatch.setattr(framing, "_prepare", prepare_with_little_room)
+    pending, push = [0], Outbox.push
+
+    def counted_push(outbox: Outbox, deltas: list[tuple[int, Delta]]) -> None:
+        push(outbox, deltas)
+        pending.append(outbox.num_pending_bytes)
+
+    monkeypatch.setattr(Outbox, "push", counted_push)
     node = Node(model, max_pending_bytes=100_000)
     node.thread.start()
     info = node.channel.info
@@ -508,17 +515,16 @@ def test_a_reader_that_never_reads_is_cut_off(model, run, monkeypatch):
             for n in range(8):
                 submit = submit_message(request(n, max_tokens=1900, logprobs=20), n + 1, 100)
                 await loop.sock_sendall(connection, framed(n + 2, epoch=info.epoch, submit=submit))
-            most, (peer,) = 0, node.channel._peers
             async with asyncio.timeout(60):
                 while not node.thread.stats().num_finished["abort"]:
-                    most = max(most, peer.outbox.num_pending_bytes)
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.01)
             await node.is_idle()
-            return node.thread.stats(), most
+            return node.thread.stats()
 
-    stats, most = run(scenario())
+    stats = run(scenario())
     node.stop()
     token = Delta("", [5], logprobs=[TokenLogprob(5, -1.0, 1, ((5, -1.0),) * 20)])
+    most = max(pending)
     assert 0 < most <= 100_000 + 8 * num_bytes(token), "more than the limit and one step"
     assert stats.num_finished["abort"] == 8
     assert stats.num_finished["length"] == 0

@@ -1,12 +1,9 @@
-"""A server with journals, for tests that kill it: `... HTTP_PORT GRPC_PORT STATE_URL`."""
+"""A server with journals, for tests that kill it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -21,6 +18,7 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
 from penstock.deployments.state.factory import open_store
 from penstock.workers.request import Delta
+from tests.deployments.forked import Forked
 from tests.deployments.ports import free_port
 from tests.deployments.serving import EngineBackend, core_over
 
@@ -34,8 +32,8 @@ class JournalServer:
         self.http_port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
         self.target = f"127.0.0.1:{self.grpc_port}"
-        self._arguments = [str(self.http_port), str(self.grpc_port), state_url]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._state_url = state_url
+        self._process: Forked | None = None
 
     def __enter__(self) -> JournalServer:
         self.start()
@@ -50,7 +48,7 @@ class JournalServer:
         self.kill()
 
     def start(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", __spec__.name, *self._arguments])
+        self._process = Forked(serve, self.http_port, self.grpc_port, self._state_url)
 
     def wait(self) -> None:
         """Until it serves."""
@@ -61,15 +59,13 @@ class JournalServer:
                 httpx.get(f"{self.url}/ready").raise_for_status()
                 return
             except httpx.HTTPError:
-                assert self._process.poll() is None, "the server has ended"
+                assert not self._process.has_ended, "the server has ended"
                 assert time.monotonic() < deadline_s, "the server did not start"
                 time.sleep(0.05)
 
     def kill(self) -> None:
         assert self._process is not None
-        if self._process.poll() is None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.kill()
 
 
 class SlowBackend(EngineBackend):
@@ -82,7 +78,11 @@ class SlowBackend(EngineBackend):
                 await asyncio.sleep(TOKEN_S)
 
 
-async def main(http_port: int, grpc_port: int, state_url: str) -> None:
+def serve(http_port: int, grpc_port: int, state_url: str) -> None:
+    asyncio.run(_serve(http_port, grpc_port, state_url))
+
+
+async def _serve(http_port: int, grpc_port: int, state_url: str) -> None:
     core = core_over(SlowBackend())
     store = await open_store(StateOptions(state_url=state_url))
     journals = Journals(store, f"process {os.getpid()}")
@@ -91,7 +91,3 @@ async def main(http_port: int, grpc_port: int, state_url: str) -> None:
     config = uvicorn.Config(app, host="127.0.0.1", port=http_port, log_config=None, lifespan="off")
     await uvicorn.Server(config).serve()
     await over_grpc.stop()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

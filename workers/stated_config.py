@@ -1,0 +1,126 @@
+"""Reads a config.json that states all that Penstock needs, without importing transformers.
+
+Importing its configuration classes takes four seconds of CPU, at the start of each worker. They are
+needed for what a checkpoint leaves to their defaults, for scaled rotary embeddings, and for the
+families whose layers differ. Whatever is not plain here, a wrong type included, is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+Check = Callable[[Any], bool]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_int(value) and value > 0
+
+
+def _is_id(value: Any) -> bool:
+    return value is None or _is_int(value)
+
+
+def _is_ids(value: Any) -> bool:
+    return _is_id(value) or (isinstance(value, list) and all(map(_is_int, value)))
+
+
+def _is(*kinds: type) -> Check:
+    return lambda value: type(value) in kinds
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+_NEEDED: Mapping[str, Check] = MappingProxyType(
+    {
+        **dict.fromkeys(_SIZES, _is_size),
+        "model_type": _is(str),
+        "architectures": _is(list),
+        "hidden_act": _is(str),
+        "rms_norm_eps": _is(float),
+        "tie_word_embeddings": _is(bool),
+        "bos_token_id": _is_id,
+        "eos_token_id": _is_ids,
+    }
+)
+_NEEDED_BY_FAMILY: Mapping[str, Mapping[str, Check]] = MappingProxyType(
+    {
+        "llama": {"attention_bias": _is(bool), "mlp_bias": _is(bool)},
+        "mistral": {"sliding_window": _or_none(_is_size)},
+        "mixtral": {
+            "sliding_window": _or_none(_is_size),
+            "num_local_experts": _is_size,
+            "num_experts_per_tok": _is_size,
+        },
+    }
+)
+# May be left out. Those of the second half are for training and for transformers' own code.
+_OPTIONAL: Mapping[str, Check] = MappingProxyType(
+    {
+        "head_dim": _or_none(_is_size),
+        "dtype": _or_none(_is(str)),
+        "torch_dtype": _or_none(_is(str)),
+        "rope_parameters": _is(dict),
+        "rope_theta": _is(float, int),
+        "rope_scaling": lambda value: value is None,
+        "quantization_config": _is(dict),
+        "pad_token_id": _is_id,
+        "pretraining_tp": _is_int,
+        "initializer_range": _is(float),
+        "attention_dropout": _is(float, int),
+        "use_cache": _is(bool),
+        "output_router_logits": _is(bool),
+        "router_aux_loss_coef": _is(float),
+        "router_jitter_noise": _is(float),
+        "transformers_version": _or_none(_is(str)),
+        "_name_or_path": _is(str),
+    }
+)
+
+
+def stated_in_full(stated: Mapping[str, Any]) -> SimpleNamespace | None:
+    """The attributes of transformers' configuration that ModelConfig reads; None: ask transformers.
+
+    `stated`: the JSON object of config.json.
+    """
+    family = _NEEDED_BY_FAMILY.get(str(stated.get("model_type")))
+    if family is None:
+        return None
+    needed = {**_NEEDED, **family}
+    known = {**_OPTIONAL, **needed}
+    if not needed.keys() <= stated.keys() <= known.keys():
+        return None
+    if not all(known[name](value) for name, value in stated.items()):
+        return None
+    if {"dtype", "torch_dtype"} <= stated.keys():
+        return None
+    rope = _plain_rope(stated)
+    if rope is None or stated["hidden_size"] % stated["num_attention_heads"]:
+        return None
+    dtype = stated.get("dtype", stated.get("torch_dtype"))
+    values: dict[str, Any] = {**stated, "rope_parameters": rope, "dtype": dtype}
+    if "num_local_experts" in values:  # transformers has both names
+        values["num_experts"] = values["num_local_experts"]
+    return SimpleNamespace(**values)
+
+
+def _plain_rope(stated: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Rotary embedding without scaling, in the new form or in the older one; None: neither."""
+    new, theta = stated.get("rope_parameters"), stated.get("rope_theta")
+    if new is None:
+        return None if theta is None else {"rope_type": "default", "rope_theta": theta}
+    is_plain = new.keys() == {"rope_type", "rope_theta"} and new["rope_type"] == "default"
+    if theta is not None or not is_plain or type(new["rope_theta"]) not in (float, int):
+        return None
+    return dict(new)
