@@ -100,11 +100,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Why a test ran once more: pytest-rerunfailures names such tests, and not their errors."""
-    for report in terminalreporter.stats.get("rerun", []):
-        crash = getattr(report.longrepr, "reprcrash", None)
-        terminalreporter.write_line(f"first try of {report.nodeid}: {crash or report.longrepr}")
+class _Progress:
+    """Says at once why a test failed, or runs once more: else one learns it at the end, or never."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome in ("rerun", "failed"):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            print(f"\n{report.outcome}: {report.nodeid}: {crash or report.longrepr}", flush=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in xdist's processes, whose reports come here
+        config.pluginmanager.register(_Progress())
 
 
 class _Groups(LoadFileScheduling):

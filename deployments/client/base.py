@@ -66,12 +66,13 @@ class BaseClient(ABC):
     def _connect(self, target: str, credentials: grpc.ChannelCredentials | None) -> Any:
         """The gRPC channel; without credentials it is not encrypted."""
 
-    def _how(self, began_s: float | None = None) -> dict[str, Any]:
-        """Options of a call; `began_s`: when the first attempt of it began."""
+    def _how(self, began_s: float | None = None, key: str = "") -> dict[str, Any]:
+        """Options of a call. `began_s`: when its first attempt began. `key`: idempotency key."""
         timeout_s = self._timeout_s
         if timeout_s is not None and began_s is not None:
             timeout_s = max(began_s + timeout_s - time.monotonic(), 0.0)
-        return {"metadata": self._metadata, "timeout": timeout_s}
+        metadata = (*self._metadata, ("idempotency-key", key)) if key else self._metadata
+        return {"metadata": metadata, "timeout": timeout_s}
 
     def _generate(self, prompt: Prompt, name: str, sampling: Sampling) -> pb.GenerateRequest:
         request = pb.GenerateRequest(

@@ -75,30 +75,50 @@ class Client(BaseClient):
         self._channel.close()
 
     def generate(
-        self, prompt: Prompt, *, client_request_id: str = "", **sampling: Unpack[Sampling]
+        self,
+        prompt: Prompt,
+        *,
+        client_request_id: str = "",
+        idempotency_key: str = "",
+        **sampling: Unpack[Sampling],
     ) -> Generator[Piece, None, None]:
-        """Continue a prompt, piece by piece. Closing the generator ends the generation."""
+        """Continue a prompt, piece by piece. Closing the generator ends the generation.
+
+        The same request with the same `idempotency_key` gets the same answer for a day, where the
+        server keeps journals.
+        """
         request = self._generate(prompt, client_request_id, sampling)
-        return self._stream(self._stub.Generate, self._stub.ResumeGenerate, request)
+        return self._stream(
+            self._stub.Generate, self._stub.ResumeGenerate, request, idempotency_key
+        )
 
     def chat(
         self,
         messages: Sequence[Message],
         *,
         client_request_id: str = "",
+        idempotency_key: str = "",
         **sampling: Unpack[Sampling],
     ) -> Generator[Piece, None, None]:
-        """Answer a conversation, piece by piece. Closing the generator ends the generation."""
+        """Answer a conversation, piece by piece; else as `generate`."""
         request = self._chat(messages, client_request_id, sampling)
-        return self._stream(self._stub.Chat, self._stub.ResumeChat, request)
+        return self._stream(self._stub.Chat, self._stub.ResumeChat, request, idempotency_key)
 
-    def complete(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> Answer:
+    def complete(
+        self, prompt: Prompt, *, idempotency_key: str = "", **sampling: Unpack[Sampling]
+    ) -> Answer:
         """Continue a prompt, and wait for the whole answer."""
-        return answer_of(list(self.generate(prompt, **sampling)))
+        return answer_of(list(self.generate(prompt, idempotency_key=idempotency_key, **sampling)))
 
-    def reply(self, messages: Sequence[Message], **sampling: Unpack[Sampling]) -> Answer:
+    def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        idempotency_key: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> Answer:
         """Answer a conversation, and wait for the whole answer."""
-        return answer_of(list(self.chat(messages, **sampling)))
+        return answer_of(list(self.chat(messages, idempotency_key=idempotency_key, **sampling)))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(
@@ -128,9 +148,11 @@ class Client(BaseClient):
         except grpc.RpcError as error:
             raise ClientError(error) from None
 
-    def _stream(self, method: Any, resume: Any, request: Any) -> Generator[Piece, None, None]:
+    def _stream(
+        self, method: Any, resume: Any, request: Any, key: str
+    ) -> Generator[Piece, None, None]:
         stream, began_s = LostStream(self._resume_s), time.monotonic()
-        call, initial = method(request, **self._how()), ()
+        call, initial = method(request, **self._how(key=key)), ()
         try:
             while True:
                 try:
@@ -166,30 +188,62 @@ class AsyncClient(BaseClient):
         await self._channel.close()
 
     def generate(
-        self, prompt: Prompt, *, client_request_id: str = "", **sampling: Unpack[Sampling]
+        self,
+        prompt: Prompt,
+        *,
+        client_request_id: str = "",
+        idempotency_key: str = "",
+        **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Piece, None]:
-        """Continue a prompt, piece by piece. Closing the generator ends the generation."""
+        """Continue a prompt, piece by piece. Closing the generator ends the generation.
+
+        The same request with the same `idempotency_key` gets the same answer for a day, where the
+        server keeps journals.
+        """
         request = self._generate(prompt, client_request_id, sampling)
-        return self._stream(self._stub.Generate, self._stub.ResumeGenerate, request)
+        return self._stream(
+            self._stub.Generate, self._stub.ResumeGenerate, request, idempotency_key
+        )
 
     def chat(
         self,
         messages: Sequence[Message],
         *,
         client_request_id: str = "",
+        idempotency_key: str = "",
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Piece, None]:
-        """Answer a conversation, piece by piece. Closing the generator ends the generation."""
+        """Answer a conversation, piece by piece; else as `generate`."""
         request = self._chat(messages, client_request_id, sampling)
-        return self._stream(self._stub.Chat, self._stub.ResumeChat, request)
+        return self._stream(self._stub.Chat, self._stub.ResumeChat, request, idempotency_key)
 
-    async def complete(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> Answer:
+    async def complete(
+        self, prompt: Prompt, *, idempotency_key: str = "", **sampling: Unpack[Sampling]
+    ) -> Answer:
         """Continue a prompt, and wait for the whole answer."""
-        return answer_of([piece async for piece in self.generate(prompt, **sampling)])
+        return answer_of(
+            [
+                piece
+                async for piece in self.generate(
+                    prompt, idempotency_key=idempotency_key, **sampling
+                )
+            ]
+        )
 
-    async def reply(self, messages: Sequence[Message], **sampling: Unpack[Sampling]) -> Answer:
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        idempotency_key: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> Answer:
         """Answer a conversation, and wait for the whole answer."""
-        return answer_of([piece async for piece in self.chat(messages, **sampling)])
+        return answer_of(
+            [
+                piece
+                async for piece in self.chat(messages, idempotency_key=idempotency_key, **sampling)
+            ]
+        )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(
@@ -220,9 +274,11 @@ class AsyncClient(BaseClient):
         except grpc.aio.AioRpcError as error:
             raise ClientError(error) from None
 
-    async def _stream(self, method: Any, resume: Any, request: Any) -> AsyncGenerator[Piece, None]:
+    async def _stream(
+        self, method: Any, resume: Any, request: Any, key: str
+    ) -> AsyncGenerator[Piece, None]:
         stream, began_s = LostStream(self._resume_s), time.monotonic()
-        call, initial = method(request, **self._how()), ()
+        call, initial = method(request, **self._how(key=key)), ()
         try:
             while True:
                 try:

@@ -58,17 +58,19 @@ def dashboard() -> Iterator[str]:
 def submit(dashboard: str, name: str, entrypoint: list[str]) -> None:
     """`ray job submit`, without waiting for the job."""
     environment = json.dumps({"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}})
-    done = subprocess.run(
-        [
-            *(RAY, "job", "submit", "--address", dashboard, "--submission-id", name),
-            *("--entrypoint-num-cpus", "1", "--runtime-env-json", environment, "--no-wait", "--"),
-            *entrypoint,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [
+        *(RAY, "job", "submit", "--address", dashboard, "--submission-id", name),
+        *("--entrypoint-num-cpus", "1", "--runtime-env-json", environment, "--no-wait", "--"),
+        *entrypoint,
+    ]
+    deadline_s = time.monotonic() + 120
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            return
+        said = done.stdout + done.stderr
+        assert "No available agent" in said, said  # the head's agent starts after its dashboard
+        assert time.monotonic() < deadline_s, said
 
 
 def status_of(dashboard: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import grpc
 import httpx
 import pytest
 
+from penstock.deployments.client import Answer, AsyncClient, Client, ClientError
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import FinishReason
@@ -143,3 +145,23 @@ def test_a_key_gives_the_same_tokens_over_grpc(serving: Serving) -> None:
             messages=[pb.Message(role="user", content="Hello")], sampling=sampling
         )
         assert list(stub.Chat(chat, metadata=metadata))  # a key belongs to its method
+
+
+def test_the_clients_send_a_key(serving: Serving) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    sampling: Any = {"temperature": 1.0, "max_tokens": 8, "idempotency_key": "of a client"}
+    with Client(serving.grpc_target) as client:
+        first = client.complete("It was", **sampling)
+        assert client.complete("It was", **sampling) == first
+        with pytest.raises(ClientError, match="idempotency_key_reused"):
+            client.complete("It is", **sampling)
+        reply = client.reply(messages, **sampling)
+
+    async def again() -> tuple[Answer, Answer]:
+        async with AsyncClient(serving.grpc_target) as client:
+            return (
+                await client.complete("It was", **sampling),
+                await client.reply(messages, **sampling),
+            )
+
+    assert asyncio.run(again()) == (first, reply)
