@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Progress:
-    """Says at once why a test failed, or runs once more: else one learns it at the end, or never."""
+    """Says at once why a test failed or runs once more: else one learns it late, or never."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome in ("rerun", "failed"):

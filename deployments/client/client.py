@@ -149,7 +149,7 @@ class Client(BaseClient):
             raise ClientError(error) from None
 
     def _stream(
-        self, method: Any, resume: Any, request: Any, key: str
+        self, method: Any, resume: Any, request: Any, key: str = ""
     ) -> Generator[Piece, None, None]:
         stream, began_s = LostStream(self._resume_s), time.monotonic()
         call, initial = method(request, **self._how(key=key)), ()
@@ -275,7 +275,7 @@ class AsyncClient(BaseClient):
             raise ClientError(error) from None
 
     async def _stream(
-        self, method: Any, resume: Any, request: Any, key: str
+        self, method: Any, resume: Any, request: Any, key: str = ""
     ) -> AsyncGenerator[Piece, None]:
         stream, began_s = LostStream(self._resume_s), time.monotonic()
         call, initial = method(request, **self._how(key=key)), ()

@@ -129,6 +129,9 @@ class ExpertStoreClient:
                 self._spec,
                 max_concurrency=8,
                 thread_groups={LIVENESS: 1},
+                # Ray has an actor without resources placed by a random node, which under load may
+                # not know the one that is asked for, and takes any other.
+                memory=1,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=self._spec.is_single),
             )
         return self._handle

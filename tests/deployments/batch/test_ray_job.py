@@ -58,7 +58,7 @@ def dashboard() -> Iterator[str]:
 def submit(dashboard: str, name: str, entrypoint: list[str]) -> None:
     """`ray job submit`, without waiting for the job."""
     environment = json.dumps({"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}})
-    command = [
+    command: list[str | Path] = [
         *(RAY, "job", "submit", "--address", dashboard, "--submission-id", name),
         *("--entrypoint-num-cpus", "1", "--runtime-env-json", environment, "--no-wait", "--"),
         *entrypoint,

@@ -36,7 +36,12 @@ PENSTOCK = [sys.executable, "-m", "penstock.deployments.cli"]
 LINES = (
     *(r"Penstock \S+ serves builtin as 'builtin'", "starting Ray", r"loading the model \(.*\)"),
     *(r"ready after \S+ s; fp32 weights of .* a worker", r"  (HTTP|gRPC|watch|try) +\S.*"),
-    *("Ctrl-C stops", r"\d\d:\d\d:\d\d prompt .* tok/s.*", "stopped"),
+    *(
+        "Ctrl-C stops",
+        r"stopping: running requests have .*",
+        r"\d\d:\d\d:\d\d prompt .* tok/s.*",
+        "stopped",
+    ),
     r"a worker (was lost and is being replaced: 0|is ready: 1) of 1 workers serve",
 )
 PROMPT = [{"role": "user", "content": "Who was at the door?"}]
