@@ -5,7 +5,6 @@ Real servers over one data folder, and real SIGKILLs.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
@@ -13,9 +12,9 @@ import time
 import openai
 import pytest
 
-from penstock.deployments.batch.file_lock import try_lock
 from tests.deployments.batch.engine_server import EngineServer
 from tests.deployments.batch.requests import errors_of, write_input
+from tests.deployments.batch.stopping import stop_outside_its_lock
 from tests.deployments.ports import free_port
 from tests.deployments.waiting import eventually
 
@@ -51,18 +50,6 @@ def num_done(client, batch):
 def wait(client, batch):
     eventually(lambda: client.batches.retrieve(batch.id).status == "completed", 120)
     return client.batches.retrieve(batch.id)
-
-
-def stop_outside_its_lock(server, path):
-    """Stop a server, but not while it holds the lock of `path`: none else could work then."""
-    for _ in range(100):
-        server.send(signal.SIGSTOP)
-        with contextlib.suppress(AssertionError), path.open() as file:
-            eventually(lambda: try_lock(file.fileno(), path), 1.0)
-            return
-        server.send(signal.SIGCONT)
-        time.sleep(0.05)
-    raise AssertionError("the server always holds its lock")
 
 
 def test_a_batch_goes_on_after_its_server_was_killed_twice(tmp_path, given):
@@ -112,7 +99,7 @@ def test_a_server_that_is_stopped_loses_its_batches_and_does_not_disturb_them_af
     with first, second, client_of(second) as client:
         batch = start(client, given)
         eventually(lambda: num_done(client, batch) >= 20, 180)
-        stop_outside_its_lock(first, tmp_path / "data" / "executor.lock")
+        stop_outside_its_lock(first.send, tmp_path / "data" / "executor.lock")
         before = num_done(client, batch)
         eventually(lambda: num_done(client, batch) > before, 180)
         first.send(signal.SIGCONT)

@@ -25,6 +25,7 @@ from penstock.deployments.batch import file_lock
 from penstock.deployments.batch import lease as lease_module
 from penstock.deployments.batch.file_lock import LockError
 from penstock.deployments.batch.lease import LeaseHeld, LeaseLost, Owner, hold
+from tests.deployments.batch.stopping import stop_outside_its_lock
 
 POLLS = 20  # of 50 ms: an owner that does not renew the lease for a second loses it
 
@@ -94,7 +95,7 @@ def test_an_owner_that_is_stopped_is_replaced_and_changes_nothing_when_it_contin
         if first.is_silent(0):
             first, second = second, first
         assert first.says() == "has 1\n"
-        first.send(signal.SIGSTOP)
+        stop_outside_its_lock(first.send, tmp_path / "lock")
         assert second.says() == "has 2\n"
         num_before = len(fences(tmp_path))
         first.send(signal.SIGCONT)
