@@ -7,6 +7,7 @@ worker pool. Instead of the registry, the run says which workers there are.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -130,6 +131,8 @@ async def _run_ingress(
         await asyncio.sleep(0.005)
     if prepare is not None:
         prepare(parts)
+    gc.collect()
+    gc.freeze()  # as a replica does
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     threading.Thread(target=_answer, args=(pipe, parts), daemon=True).start()
     await stopping.wait()

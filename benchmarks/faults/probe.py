@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
+from benchmarks.common.priority import take_precedence
 from benchmarks.faults.child import Child, answer
 
 EVERY_S = 0.02
@@ -53,6 +54,7 @@ def _end(health: Health) -> Health:
 
 
 def _serve(pipe: Connection, url: str) -> None:
+    take_precedence()
     health = Health()
     threading.Thread(target=_probe, args=(url, health), daemon=True).start()
     pipe.send("probing")

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import psutil
 
+from benchmarks.common.priority import precedence
 from benchmarks.common.server_process import free_port
 from benchmarks.faults.probe import HealthProbe
 from benchmarks.faults.table import inside
@@ -124,12 +125,14 @@ async def overload(scale: Scale, seen: Seen) -> None:
     plan = Plan(gate=gate, settings=settings)
     async with house(plan) as made:
         first = _Load(made, LONG)
-        calm = await _closed_loop(made, first, scale.of(4, 15))
+        with precedence():
+            calm = await _closed_loop(made, first, scale.of(4, 15))
         seen.note("capacity, answers a second", calm)
         probes = await asyncio.to_thread(_Probes, made, port)
         rss = psutil.Process(made.ingresses[0].pid).memory_info().rss
         load = _Load(made, LONG)
-        goodput = await load.at_rate(10 * calm, seconds, rng)
+        with precedence():
+            goodput = await load.at_rate(10 * calm, seconds, rng)
         await asyncio.to_thread(probes.end, seen)
         grown = (psutil.Process(made.ingresses[0].pid).memory_info().rss - rss) / 2**20
         began_s = time.monotonic()
@@ -182,7 +185,8 @@ async def burst(scale: Scale, seen: Seen) -> None:
         await over_grpc(made.target, PROMPT)
         probes = await asyncio.to_thread(_Probes, made, port)
         load = _Load(made)
-        await asyncio.gather(*(load.one(n) for n in range(number)))
+        with precedence():
+            await asyncio.gather(*(load.one(n) for n in range(number)))
         await asyncio.to_thread(probes.end, seen)
         seen.note("served", len(load.first_s))
         seen.note("refused", load.refusals)
