@@ -17,7 +17,12 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, Generic, TypeVar
 
 Parts = TypeVar("Parts")
-PRELOADED = ["benchmarks.faults.worker_process", "benchmarks.faults.front_processes"]
+# The last one for random_kills: each process imports the main module once more, and what it imports.
+PRELOADED = [
+    "benchmarks.faults.worker_process",
+    "benchmarks.faults.front_processes",
+    "benchmarks.faults.cluster_kills",
+]
 
 
 class Child(Generic[Parts]):
