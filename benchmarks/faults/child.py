@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, Generic, TypeVar
 
 Parts = TypeVar("Parts")
-# The last one for random_kills: each process imports the main module once more, and what it imports.
+# The last one for random_kills, whose main module each process imports once more.
 PRELOADED = [
     "benchmarks.faults.worker_process",
     "benchmarks.faults.front_processes",

@@ -21,8 +21,9 @@ from tests.deployments.state.servers import RedisServer
 
 pytestmark = pytest.mark.timeout(400)  # each start of a server loads torch
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea and of ships."}]
-BODY: dict[str, Any] = {"temperature": 0.9, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
-SAMPLING: dict[str, Any] = {"temperature": 0.9, "max_tokens": 300, "ignore_eos": True}
+NUM = 120  # tokens of an answer, 10 ms each
+BODY: dict[str, Any] = {"temperature": 0.9, "max_tokens": NUM, "extra_body": {"ignore_eos": True}}
+SAMPLING: dict[str, Any] = {"temperature": 0.9, "max_tokens": NUM, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=["sqlite", "redis"])
@@ -94,11 +95,11 @@ def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> N
             model="builtin",
             input="Of the sea.",
             stream=True,
-            max_output_tokens=200,
+            max_output_tokens=NUM,
             extra_body={"ignore_eos": True},
         )
         messages = of_anthropic.messages.create(
-            model="builtin", messages=MESSAGES, stream=True, max_tokens=200
+            model="builtin", messages=MESSAGES, stream=True, max_tokens=NUM
         )
         # One of many types each: which of them is asserted by what they have.
         events: list[Any] = [next(responses) for _ in range(12)]
@@ -110,7 +111,7 @@ def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> N
         assert of_openai.responses.retrieve(last.id) == last
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    assert (last.status, last.usage.output_tokens) == ("incomplete", 200)
+    assert (last.status, last.usage.output_tokens) == ("incomplete", NUM)
     assert last.output_text == text
     kinds = [piece.type for piece in pieces]
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
@@ -162,7 +163,7 @@ def test_the_grpc_client_ends_with_the_same_tokens(server: JournalServer, is_cha
             if number == 5:
                 kill_and_start_again(server)
     assert tuple(token_ids) == alone.token_ids and text == alone.text
-    assert piece.usage is not None and piece.usage.completion_tokens == 300
+    assert piece.usage is not None and piece.usage.completion_tokens == NUM
 
 
 def test_the_asyncio_client_over_grpc_does_so_too(server: JournalServer) -> None:
