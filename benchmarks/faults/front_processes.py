@@ -7,7 +7,6 @@ worker pool. Instead of the registry, the run says which workers there are.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import threading
@@ -22,6 +21,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
+from penstock.deployments.ingress import garbage
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import Listeners, open_listeners
@@ -131,11 +131,13 @@ async def _run_ingress(
         await asyncio.sleep(0.005)
     if prepare is not None:
         prepare(parts)
-    gc.collect()
-    gc.freeze()  # as a replica does
+    garbage.freeze()
+    open_calls = listeners.core.open_calls
+    collecting = asyncio.ensure_future(garbage.collect_in_quiet(lambda: open_calls.num))
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     threading.Thread(target=_answer, args=(pipe, parts), daemon=True).start()
     await stopping.wait()
+    collecting.cancel()
     await listeners.close(config.drain_notice_s, config.drain_s)
     await pool.close()
     if asking is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -21,6 +20,7 @@ from ray import serve
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.actor import GateActor
 from penstock.deployments.gate.types import GateSetup
+from penstock.deployments.ingress import garbage
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import open_listeners
@@ -86,10 +86,9 @@ class IngressReplica:
             message = start_failure("an ingress", error)
             await asyncio.to_thread(self._registry.call_now, "failed", message)
             raise
-        # Objects made so far stay until the process ends: without a freeze, the collector would
-        # traverse them at each full collection, which costs a few percent.
-        gc.collect()
-        gc.freeze()
+        garbage.freeze()
+        open_calls = self._listeners.core.open_calls
+        self._collecting = asyncio.ensure_future(garbage.collect_in_quiet(lambda: open_calls.num))
         self._heartbeat = asyncio.ensure_future(self._beat_forever())
 
     async def _connect_workers(self) -> None:
@@ -174,6 +173,7 @@ class IngressReplica:
         closing_pool.cancel()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+            self._collecting.cancel()
         await self._pool.close()
         if self._gate_task is not None:
             self._gate_task.cancel()
