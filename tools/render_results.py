@@ -74,6 +74,8 @@ TABLES: dict[str, Table] = {
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
     "fault-table": Table(["faults/epyc-table"], faults.fault_table),
+    "random-kills": Table(["faults/random-kills"], faults.kills),
+    "overload": Table(["faults/overload"], faults.overload),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
     "ablation": Table(["ablation/xeon-avx512"], serving.ablation),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),
