@@ -226,7 +226,7 @@ def test_a_stream_that_ends_with_its_ingress_says_whether_it_can_be_continued(
             pieces = client.generate("It was", max_tokens=450, ignore_eos=True)
             await anext(pieces)
             whole = asyncio.ensure_future(ingress.complete(450))
-            await until(lambda: ingress.listeners.core.num_running == 3)
+            await until(lambda: node.channel.num_requests == 3)
             ingress.listeners.core.is_stopping = True  # as Listeners.close does
             await pool.close()
             errors = [json.loads(line[6:]) async for line in lines if '"error"' in line]
