@@ -1,8 +1,9 @@
 """Reads a config.json that states all that Penstock needs, without importing transformers.
 
-Importing its configuration classes takes four seconds of CPU, at the start of each worker. They are
-needed for what a checkpoint leaves to their defaults, for scaled rotary embeddings, and for the
-families whose layers differ. Whatever is not plain here, a wrong type included, is left to them.
+Importing the configuration classes of transformers takes four seconds of CPU, at the start of each
+worker. They are needed for what a checkpoint leaves to their defaults, for scaled rotary
+embeddings, and for the families whose layers differ. Whatever is not plain here, a wrong type
+included, is left to them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ def _is_ids(value: Any) -> bool:
 
 def _is(*kinds: type) -> Check:
     return lambda value: type(value) in kinds
+
+
+def _is_dtype(value: Any) -> bool:
+    return value in (None, "float32", "bfloat16", "float16")  # torch has further names of them
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) is float and 0.0 <= value <= 1.0
 
 
 def _or_none(check: Check) -> Check:
@@ -65,19 +74,19 @@ _NEEDED_BY_FAMILY: Mapping[str, Mapping[str, Check]] = MappingProxyType(
         },
     }
 )
-# May be left out. Those of the second half are for training and for transformers' own code.
+# May be left out. From pad_token_id on they are for training and for transformers' own code.
 _OPTIONAL: Mapping[str, Check] = MappingProxyType(
     {
         "head_dim": _or_none(_is_size),
-        "dtype": _or_none(_is(str)),
-        "torch_dtype": _or_none(_is(str)),
+        "dtype": _is_dtype,
+        "torch_dtype": _is_dtype,
         "rope_parameters": _is(dict),
         "rope_theta": _is(float, int),
         "rope_scaling": lambda value: value is None,
         "quantization_config": _is(dict),
         "pad_token_id": _is_id,
         "pretraining_tp": _is_int,
-        "initializer_range": _is(float),
+        "initializer_range": _is_share,
         "attention_dropout": _is(float, int),
         "use_cache": _is(bool),
         "output_router_logits": _is(bool),

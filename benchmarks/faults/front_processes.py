@@ -131,9 +131,7 @@ async def _run_ingress(
         await asyncio.sleep(0.005)
     if prepare is not None:
         prepare(parts)
-    garbage.freeze()
-    open_calls = listeners.core.open_calls
-    collecting = asyncio.ensure_future(garbage.collect_in_quiet(lambda: open_calls.num))
+    collecting = garbage.begin(lambda: listeners.core.open_calls.num)
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     threading.Thread(target=_answer, args=(pipe, parts), daemon=True).start()
     await stopping.wait()

@@ -18,6 +18,12 @@ LONGEST_S = 120.0  # without a collection: under lasting load one is due, too
 _NEVER = 1_000_000  # collections of the middle generation, before Python begins a full one
 
 
+def begin(num_open: Callable[[], int]) -> asyncio.Task[None]:
+    """Freeze what there is, and collect in quiet moments from now on: a task to be cancelled."""
+    freeze()
+    return asyncio.ensure_future(collect_in_quiet(num_open))
+
+
 def freeze() -> None:
     """Objects made so far stay until the process ends; no collection looks at them again."""
     gc.collect()

@@ -86,9 +86,8 @@ class IngressReplica:
             message = start_failure("an ingress", error)
             await asyncio.to_thread(self._registry.call_now, "failed", message)
             raise
-        garbage.freeze()
         open_calls = self._listeners.core.open_calls
-        self._collecting = asyncio.ensure_future(garbage.collect_in_quiet(lambda: open_calls.num))
+        self._collecting = garbage.begin(lambda: open_calls.num)
         self._heartbeat = asyncio.ensure_future(self._beat_forever())
 
     async def _connect_workers(self) -> None:

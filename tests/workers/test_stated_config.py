@@ -33,6 +33,7 @@ MISTRAL = {
 BASES = [*BUILTIN.values(), MISTRAL]
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 4, 64, 512, 0.5, 1e-6, "", "4", "silu", "gelu", "float16"),
+    *(10**6, -0.5, 5.0, "float", "half", "double", "auto", "torch.float16", "swish"),
     *("no_such_thing", [], [3], [3, 7], [True], ["x"], {}, {"rope_type": "default"}),
     {"rope_type": "default", "rope_theta": 500.0},
     {"rope_type": "default", "rope_theta": "500"},

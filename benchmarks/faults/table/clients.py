@@ -215,7 +215,8 @@ async def deadline(scale: Scale, seen: Seen) -> None:
 @row(
     12,
     "Slow reader",
-    injected="streams with 20 logprobs a token that nobody reads, beside streams that are read",
+    injected="streams with 20 logprobs a token whose clients do not read, beside streams whose "
+    "clients do",
     promised="what is buffered is bounded (at most 64 MiB for all of them); the readers' ids are "
     "equal, and their time between tokens grows by less than 10 %; nothing is held in the end",
 )

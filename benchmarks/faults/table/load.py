@@ -97,9 +97,10 @@ class _Probes:
     def end(self, seen: Seen) -> None:
         aside, beside = (probe.end() for probe in self._probes)
         seen.note("/health answers", aside.num_answers)
-        seen.note("longest /health s", aside.longest_s)
+        seen.note("longest /health of the metrics port s", aside.longest_s)
         seen.note("longest /health of the clients' port s", beside.longest_s)
-        seen.check(aside.longest_s <= HEALTH_S, f"/health took {aside.longest_s:.2f} s")
+        longest_s = max(aside.longest_s, beside.longest_s)
+        seen.check(longest_s <= HEALTH_S, f"/health took {longest_s:.2f} s")
         failed = aside.num_failed + beside.num_failed
         seen.check(not failed, f"/health failed {failed} times")
 
@@ -113,8 +114,8 @@ def _p99(values: list[float]) -> float:
     "Overload ×10",
     injected="ten times the measured capacity, open loop, for 60 s; longest_wait_s at 2 s",
     promised="p99 TTFT of what is admitted <= 3 s; the rest is refused with Retry-After <= 120 s; "
-    "nothing admitted is dropped; memory flat; /health of the metrics port within 100 ms; goodput "
-    "holds; recovery <= 5 s",
+    "nothing admitted is dropped; memory flat; /health within 100 ms on both ports; goodput holds; "
+    "recovery <= 5 s",
 )
 async def overload(scale: Scale, seen: Seen) -> None:
     rng = random.Random(scale.seed)
@@ -172,8 +173,8 @@ async def _closed_loop(made: House, load: _Load, seconds: float) -> float:
     9,
     "Burst of 1,280",
     injected="1,280 requests at once over HTTP",
-    promised="/health of the metrics port answers within 100 ms throughout; every request ends: "
-    "served, or refused with Retry-After",
+    promised="/health answers within 100 ms throughout, on both ports; every request ends: served, "
+    "or refused with Retry-After",
 )
 async def burst(scale: Scale, seen: Seen) -> None:
     number = scale.of(320, BURST)

@@ -26,20 +26,25 @@ class Cycle:
 
 
 def full_collections(passed_s: float, num_open: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Within a tenth of a second, by a clock that passes `passed_s` at each look."""
-    monkeypatch.setattr(garbage, "LOOK_S", 0.005)
-    now, found = [0.0], [0]
+    """Within five looks, by a clock that passes `passed_s` each time that it is read."""
+    monkeypatch.setattr(garbage, "LOOK_S", 0.0)
+    now, found, num_looks = [0.0], [0], [0]
 
     def clock() -> float:
         now[0] += passed_s
         return now[0]
 
+    def opened() -> int:
+        num_looks[0] += 1
+        return num_open
+
     def count(phase: str, info: dict[str, int]) -> None:
         found[0] += phase == "start" and info["generation"] == 2
 
     async def scenario() -> None:
-        task = asyncio.ensure_future(garbage.collect_in_quiet(lambda: num_open, clock))
-        await asyncio.sleep(0.1)
+        task = asyncio.ensure_future(garbage.collect_in_quiet(opened, clock))
+        while num_looks[0] < 5:
+            await asyncio.sleep(0)
         task.cancel()
 
     gc.callbacks.append(count)
@@ -53,14 +58,14 @@ def full_collections(passed_s: float, num_open: int, monkeypatch: pytest.MonkeyP
 def test_in_quiet_cycles_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     garbage.freeze()
     gone = weakref.ref(Cycle())
-    assert full_collections(0.0, garbage.FEW_CALLS, monkeypatch) >= 3
+    assert full_collections(0.0, garbage.FEW_CALLS, monkeypatch) == 5
     assert gone() is None
 
 
 def test_none_under_load_but_after_the_longest_time(monkeypatch: pytest.MonkeyPatch) -> None:
     garbage.freeze()
     assert full_collections(0.0, garbage.FEW_CALLS + 1, monkeypatch) == 0
-    assert full_collections(garbage.LONGEST_S, garbage.FEW_CALLS + 1, monkeypatch) >= 3
+    assert full_collections(garbage.LONGEST_S, garbage.FEW_CALLS + 1, monkeypatch) == 5
 
 
 def test_many_objects_begin_no_full_collection() -> None:
