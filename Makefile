@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.penstock-setup
 MODEL  ?= builtin
 JOBS   ?= 2
 
-.PHONY: setup serve test check bench protos docs client
+.PHONY: setup serve test fuzz check bench protos docs client
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ test: setup
 	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
 	@command -v systemd-analyze >/dev/null || { echo "installing systemd (for the test of the unit)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends systemd; }
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Property tests with new random examples: `make test` draws the same ones each time.
+fuzz: setup
+	@$(BIN)/python -m pytest -n $(JOBS) -m hypothesis --hypothesis-profile=fuzz
 
 check: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -19,9 +19,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two spinning OpenMP threads a process slow the whole machine as soon as another process runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The default deadline of 200 ms an example fails tests that write files on a busy machine.
-hypothesis.settings.register_profile("no-deadline", deadline=None)
-hypothesis.settings.load_profile("no-deadline")
+# The same examples in every run: what the gate says depends on the change alone. `make fuzz` draws
+# new ones. The default deadline of 200 ms an example fails tests that write files where the machine
+# is busy.
+hypothesis.settings.register_profile("gate", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("gate")
 
 # Ray reads these once, when it is first imported. Its ports are open on every interface: a token
 # keeps others out. Replicas run at nice 15 by default.

@@ -109,7 +109,9 @@ class ModelConfig:
             generation = read_json(folder / "generation_config.json")
         try:
             return replace(_from_transformers(architecture, hf, generation), stored_scheme=scheme)
-        except (AttributeError, KeyError, TypeError) as error:
+        except ConfigError:
+            raise
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder / 'config.json'}: unusable setting: {error}") from error
 
 

@@ -166,7 +166,7 @@ class BatchRun:
                 "discard that run with --restart"
             )
         if state.finished is not None:
-            files.part.unlink(missing_ok=True)
+            self._remove_part_files()  # of an owner that was killed before it had removed them
         return run_seed
 
     def _own_part(self) -> PartFile:
@@ -202,9 +202,7 @@ class BatchRun:
                 for folder in {files.output.parent, files.errors.parent}:
                     sync_folder(folder)
                 state.finish(**asdict(figures))
-                for path in (files.part, *self._left_unfinished()):
-                    path.unlink(missing_ok=True)
-                sync_folder(files.part.parent)
+                self._remove_part_files()
         except LeaseLost:
             output.unlink(missing_ok=True)
             errors.unlink(missing_ok=True)
@@ -214,11 +212,11 @@ class BatchRun:
         """The name of a file until it is complete, different for each owner."""
         return path.with_name(f"{path.name}.{self._lease.owner.token}.tmp")
 
-    def _left_unfinished(self) -> list[Path]:
-        """Unfinished files of this owner, and of earlier ones that were killed."""
-        paths = (self.files.output, self.files.errors, self.files.part)
-        return [
-            found
-            for path in paths
-            for found in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp")
-        ]
+    def _remove_part_files(self) -> None:
+        """Remove the part file and unfinished files, also of earlier owners that were killed."""
+        files = self.files
+        files.part.unlink(missing_ok=True)
+        for path in (files.output, files.errors, files.part):
+            for found in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+                found.unlink(missing_ok=True)
+        sync_folder(files.part.parent)

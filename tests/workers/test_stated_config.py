@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.workers import model_config
@@ -62,6 +62,7 @@ def by_transformers(folder: Path) -> ModelConfig | type[ConfigError]:
 
 
 @given(st.sampled_from(BASES), CHANGES, DROPPED)
+@example(BUILTIN["builtin"], {"partial_rotary_factor": ""}, [])
 def test_any_change_is_read_as_by_transformers_or_refused_by_both(
     tmp_path_factory: Any, base: Any, changes: Any, dropped: Any
 ) -> None:

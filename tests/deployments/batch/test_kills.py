@@ -82,9 +82,9 @@ def run_until(output: Path, num_lines: int, arguments: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_runner_that_is_killed_again_and_again(server, folder, given, reference, seed):
+def test_a_runner_that_is_killed_again_and_again(server, tmp_path, given, reference, seed):
     draw = random.Random(seed)
-    output = folder / f"killed-{seed}.jsonl"
+    output = tmp_path / f"killed-{seed}.jsonl"
     arguments = [str(given), str(output), "--url", server.url, *SEED, "--max-in-flight", "16"]
     num_kills = 0
     while run_until(output, num_records(output) + draw.randrange(10, 50), arguments):
@@ -95,8 +95,8 @@ def test_a_runner_that_is_killed_again_and_again(server, folder, given, referenc
     assert ids == reference
 
 
-def test_a_server_that_is_killed_and_returns(folder, given, reference):
-    output = folder / "server-killed.jsonl"
+def test_a_server_that_is_killed_and_returns(tmp_path, given, reference):
+    output = tmp_path / "server-killed.jsonl"
     with EngineServer(free_port()) as server:
         process = subprocess.Popen(
             [*QUICK, given, output, "--url", server.url, *SEED, "--max-in-flight", "16"]
@@ -112,23 +112,23 @@ def test_a_server_that_is_killed_and_returns(folder, given, reference):
         finally:
             process.kill()
             process.wait()
-    ids = check_complete(output, folder / "server-killed.errors.jsonl", NUM_LINES)
+    ids = check_complete(output, tmp_path / "server-killed.errors.jsonl", NUM_LINES)
     assert ids == reference
 
 
-def test_an_engine_in_the_process_of_the_runner_killed_and_resumed(folder, given, reference):
-    output = folder / "local.jsonl"
+def test_an_engine_in_the_process_of_the_runner_killed_and_resumed(tmp_path, given, reference):
+    output = tmp_path / "local.jsonl"
     arguments = [str(given), str(output), "--model", "builtin", *SEED, "--config"]
-    (folder / "engine.yaml").write_text("weights: fp32\nthreads: 1\n")
-    arguments.append(str(folder / "engine.yaml"))
+    (tmp_path / "engine.yaml").write_text("weights: fp32\nthreads: 1\n")
+    arguments.append(str(tmp_path / "engine.yaml"))
     assert run_until(output, 30, arguments)
     assert run_until(output, 10**9, arguments) is False
-    ids = check_complete(output, folder / "local.errors.jsonl", NUM_LINES)
+    ids = check_complete(output, tmp_path / "local.errors.jsonl", NUM_LINES)
     assert ids == reference
 
 
-def test_a_second_runner_of_the_same_output_is_refused(server, folder, given):
-    output = folder / "twice.jsonl"
+def test_a_second_runner_of_the_same_output_is_refused(server, tmp_path, given):
+    output = tmp_path / "twice.jsonl"
     arguments = [*BATCH, given, output, "--url", server.url, "--max-in-flight", "1"]
     first = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
     try:
@@ -147,7 +147,7 @@ def test_a_second_runner_of_the_same_output_is_refused(server, folder, given):
     assert 3 <= num_done < NUM_LINES
     third = subprocess.run(arguments[:-2], capture_output=True, text=True, timeout=200)
     assert third.returncode == 0
-    check_complete(output, folder / "twice.errors.jsonl", NUM_LINES)
+    check_complete(output, tmp_path / "twice.errors.jsonl", NUM_LINES)
 
 
 def owner_of(output: Path) -> int | None:
@@ -159,9 +159,9 @@ def owner_of(output: Path) -> int | None:
 
 
 def test_a_runner_that_is_stopped_is_replaced_and_writes_nothing_when_it_continues(
-    server, folder, given, reference
+    server, tmp_path, given, reference
 ):
-    output = folder / "stopped.jsonl"
+    output = tmp_path / "stopped.jsonl"
     arguments = [*QUICK, given, output, "--url", server.url, *SEED, "--max-in-flight", "1"]
     first = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     second = None
@@ -188,24 +188,27 @@ def test_a_runner_that_is_stopped_is_replaced_and_writes_nothing_when_it_continu
             if process is not None:
                 process.kill()
                 process.wait()
-    assert check_complete(output, folder / "stopped.errors.jsonl", NUM_LINES) == reference
+    assert check_complete(output, tmp_path / "stopped.errors.jsonl", NUM_LINES) == reference
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_two_runners_of_the_same_output_that_are_stopped_and_killed_in_turn(
-    server, folder, given, reference, seed
+    server, tmp_path, given, reference, seed
 ):
     """One that is refused or has lost the batch begins anew."""
     draw = random.Random(seed)
-    output = folder / f"race-{seed}.jsonl"
+    output = tmp_path / f"race-{seed}.jsonl"
     arguments = [*QUICK, given, output, "--url", server.url, *SEED, "--max-in-flight", "2"]
     running: list[subprocess.Popen[bytes]] = []
     killed: list[int] = []
+    has_ended_well: list[int] = []
 
     def check_end(process: subprocess.Popen[bytes]) -> None:
         # A killed one may have ended by itself just before.
         ends = (0, 1, -signal.SIGKILL) if process.pid in killed else (0, 1)
         assert process.returncode in ends
+        if process.returncode == 0:
+            has_ended_well.append(process.pid)
 
     def renew() -> None:
         for process in [each for each in running if each.poll() is not None]:
@@ -230,20 +233,21 @@ def test_two_runners_of_the_same_output_that_are_stopped_and_killed_in_turn(
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(draw.uniform(1.5, 4.0))
                 os.kill(pid, signal.SIGCONT)
-        while not output.exists():
+        # The output alone does not say that all is done: its owner may have been killed just then.
+        while not has_ended_well:
             renew()
             time.sleep(0.01)
         for process in running:
-            process.wait(timeout=100)  # the last one may have been killed when all was done
+            process.wait(timeout=100)
             check_end(process)
     finally:
         for process in running:
             process.kill()
             process.wait()
-    assert check_complete(output, folder / f"race-{seed}.errors.jsonl", NUM_LINES) == reference
+    assert check_complete(output, tmp_path / f"race-{seed}.errors.jsonl", NUM_LINES) == reference
 
 
-def test_bad_input_names_the_line_and_the_field(folder, tmp_path):
+def test_bad_input_names_the_line_and_the_field(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/chat", "body": {}}\n{\n')
     done = subprocess.run(

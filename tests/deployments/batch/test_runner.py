@@ -304,6 +304,8 @@ def test_a_run_that_ends_at_any_step_of_its_finish_is_finished_by_the_next(
         finish(self, ended)
 
     monkeypatch.setattr(BatchRun, "_finish", finish_counted)
+    of_an_earlier_owner = files.output.with_name(f"{files.output.name}.0123abcd.tmp")
+    of_an_earlier_owner.write_text("its first line")
     with pytest.raises(KeyboardInterrupt):
         run(files, ScriptedTarget(refusals))
     monkeypatch.undo()
@@ -313,3 +315,4 @@ def test_a_run_that_ends_at_any_step_of_its_finish_is_finished_by_the_next(
     assert ids_of(files.output) == ids_of(whole.output)
     assert errors_of(files.errors) == errors_of(whole.errors)
     assert not files.part.exists()
+    assert not [*files.output.parent.glob("*.tmp")]
