@@ -129,8 +129,8 @@ class AdmissionOptions:
     )
     longest_wait_s: float | None = option(
         None,
-        "refuse a request at once if it would wait longer than this many seconds; none: only its "
-        "own deadline counts",
+        "refuse a request at once if it would wait longer than this many seconds, and one that has "
+        "waited as long all the same; none: only its own deadline counts",
         above=0,
     )
     wait_timeout_s: float | None = option(

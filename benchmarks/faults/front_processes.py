@@ -16,6 +16,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import uvloop
+
 from benchmarks.faults.child import Child, answer
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.server import GateServer
@@ -101,7 +103,8 @@ def _serve_ingress(
     gate: GateAddress | None,
     prepare: Callable[[IngressParts], None] | None,
 ) -> None:
-    asyncio.run(_run_ingress(pipe, config, workers, gate, prepare))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a replica of Ray
+        runner.run(_run_ingress(pipe, config, workers, gate, prepare))
     os._exit(0)
 
 

@@ -135,12 +135,15 @@ class QueueAdmission:
         tokens = entry.demand.prompt_tokens + round(entry.expected)
         self._placement.sent(entry.prefix, tokens, ledger)
         waited = now - entry.arrived
-        fixed, ahead = entry.predicted_wait
-        if ahead > 0:
-            ratio = min(max((waited - fixed) / ahead, 0.1), 10.0)
-            self.wait_factor += QueueAdmission.STEP * (ratio - self.wait_factor)
+        self._learn_wait(entry, waited)
         epoch = ledger.spec.epoch
         return Ticket(entry.request_id, worker, epoch, waited, until, entry.quoted_wait_s)
+
+    def _learn_wait(self, entry: Waiting, waited_s: float) -> None:
+        fixed, ahead = entry.predicted_wait
+        if ahead > 0:
+            ratio = min(max((waited_s - fixed) / ahead, 0.1), 10.0)
+            self.wait_factor += QueueAdmission.STEP * (ratio - self.wait_factor)
 
     @property
     def must_wake(self) -> bool:
@@ -194,6 +197,23 @@ class QueueAdmission:
         least_s = self.settings.retry_s[0]
         after_s = least_s if own in specs else self._starts.predicted_s
         return Refusal(entry.request_id, "no_worker", text, max(after_s, least_s))
+
+    def refuse_overlong(self, now: float) -> list[Refusal]:
+        """Those that have waited longer than they may: their waits were predicted too short.
+
+        Their answers would be late whatever happens; their room serves others in time.
+        """
+        refusals = []
+        limit_s = self.settings.longest_wait_s
+        for entry in self.queue.overlong(now, limit_s):
+            if self._placement.lacks_tokenizer(entry.demand):
+                continue  # refused with its own text, when that has lasted too long
+            self.queue.remove(entry.request_id)
+            self._learn_wait(entry, now - entry.arrived)  # the least that it would have been
+            text = f"it has waited {now - entry.arrived:.1f} s, the limit is {limit_s:.1f} s"
+            after_s = self.would_wait(entry, now) - limit_s / 2
+            refusals.append(self.refuse(entry, "too_long", text, after_s))
+        return refusals
 
     def refuse(
         self,

@@ -257,6 +257,7 @@ class Gate:
         self._admission.retry_after.update(now)
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
+        outcomes.extend(self._admission.refuse_overlong(now))
         self.running.expire(now)
         if not len(self.queue):
             self._placement.first_fits_at = None

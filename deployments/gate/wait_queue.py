@@ -167,6 +167,14 @@ class GateQueue:
             self.remove(entry.request_id)
         return late
 
+    def overlong(self, now: float, longest_wait_s: float) -> list[Waiting]:
+        """New requests that have waited longer; those of LOWEST_PRIORITY may wait for ever."""
+        return [
+            e
+            for e in self._waiting.values()
+            if now - e.arrived > longest_wait_s and not e.returned and e.priority > LOWEST_PRIORITY
+        ]
+
     def order(self, now: float) -> Iterator[Waiting]:
         """All waiting requests in order of service: each is charged before the next is chosen.
 

@@ -2,12 +2,18 @@
 
 The last bound of memory, in front of all parsing and tokenising: calls of every connection and of
 both front ends count, also while their bodies arrive. What waits at the gate is bounded there.
+
+Turns spread a burst of calls over many passes of the event loop. To check a call and to ask for its
+admission takes the loop about a millisecond: a thousand calls at once would hold up all streams,
+and /health, for a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -16,6 +22,7 @@ from penstock.deployments.ingress.core.errors import ServiceError
 MAX_OPEN_CALLS = 4096
 MAX_OPEN_BYTES = 256 << 20
 RETRY_S = (1.0, 60.0)  # least and most
+CALLS_PER_PASS = 4
 
 
 class OpenCalls:
@@ -100,3 +107,40 @@ class OpenCall:
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         self.leave()
+
+
+class Turns:
+    """At most `CALLS_PER_PASS` calls begin in one pass of the event loop; the others, in order of
+    arrival, in later ones. Lives on one event loop."""
+
+    def __init__(self, calls_per_pass: int = CALLS_PER_PASS):
+        self._calls_per_pass = calls_per_pass
+        self._left = calls_per_pass
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None  # while a next pass is awaited
+
+    async def wait(self) -> None:
+        """Until this call may begin: at once, unless many do."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._next_pass)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn  # if it is cancelled, its turn passes
+
+    def _next_pass(self) -> None:
+        assert self._loop is not None
+        self._left = self._calls_per_pass
+        if not self._waiting:
+            self._loop = None
+            return
+        while self._left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._left -= 1
+        self._loop.call_soon(self._next_pass)

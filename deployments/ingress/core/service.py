@@ -17,7 +17,7 @@ from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBa
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.limits import OpenCalls
+from penstock.deployments.ingress.core.limits import OpenCalls, Turns
 from penstock.deployments.ingress.core.reasoning import ReasoningSplit, split_of
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
@@ -85,6 +85,7 @@ class RequestCore:
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
+        self.turns = Turns()
         self._backend = backend
         self._model = ServedModel(
             model_name, vocab_size, max_model_len, tokenizer.has_chat_template

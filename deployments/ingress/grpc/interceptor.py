@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
-from penstock.deployments.ingress.core.limits import OpenCalls
+from penstock.deployments.ingress.core.limits import OpenCalls, Turns
 from penstock.deployments.ingress.grpc import health
 from penstock.deployments.ingress.grpc.calls import Context, abort, metadata_value
 from penstock.deployments.security.api_keys import ApiKeys
@@ -28,13 +28,20 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Counts the calls that run, since grpc.aio does not say how many connections a server has.
 
-    `open_calls` bounds all calls but those of health and reflection.
+    `open_calls` bounds all calls but those of health, and they begin in `turns`.
     """
 
-    def __init__(self, keys: ApiKeys, num_errors_returned: Counter[str], open_calls: OpenCalls):
+    def __init__(
+        self,
+        keys: ApiKeys,
+        num_errors_returned: Counter[str],
+        open_calls: OpenCalls,
+        turns: Turns,
+    ):
         self._keys = keys
         self._errors = num_errors_returned
         self._open_calls = open_calls
+        self._turns = turns
         self.num_calls = 0  # that run now, each of them a stream of some connection
 
     async def intercept_service(
@@ -43,12 +50,12 @@ class Guard(grpc.aio.ServerInterceptor):
         offered = metadata_value(details.invocation_metadata, "authorization")
         is_open = details.method.startswith(f"/{health.SERVICE}/")
         if is_open:
-            return _reading(await continuation(details), self._errors, self._enter_freely)
+            return _reading(await continuation(details), self._errors, self._enter_freely, None)
         refusal: RequestError | ServiceError = _error("invalid_api_key")
         if self._keys.principal(offered) is not None:
             try:
                 self._open_calls.check_room()  # before the message is read
-                return _reading(await continuation(details), self._errors, self._enter)
+                return _reading(await continuation(details), self._errors, self._enter, self._turns)
             except ServiceError as overloaded:
                 refusal = overloaded
 
@@ -81,11 +88,12 @@ def _reading(
     handler: Handler | None,
     errors: Counter[str],
     enter: Callable[[int], AbstractContextManager[object]],
+    turns: Turns | None,
 ) -> Handler | None:
     """`handler`, but an unreadable message ends in INVALID_ARGUMENT; gRPC alone says UNKNOWN.
 
     `enter`: makes the context that a call with a message of so many bytes runs in. It raises
-    ServiceError where there is no room for the call.
+    ServiceError where there is no room for the call. `turns`: in which calls begin.
     """
     if handler is None or handler.request_streaming:
         return handler
@@ -107,10 +115,14 @@ def _reading(
 
     async def one(request: Any, context: Context) -> Any:
         with await entered(request, context):
+            if turns is not None:
+                await turns.wait()
             return await handler.unary_unary(request, context)
 
     async def many(request: Any, context: Context) -> None:
         with await entered(request, context):
+            if turns is not None:
+                await turns.wait()
             answers = handler.unary_stream(request, context)
             if not isinstance(answers, AsyncGenerator):  # it writes by itself
                 await answers

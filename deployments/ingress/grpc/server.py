@@ -68,7 +68,7 @@ async def start_server(
     RuntimeError if the address cannot be bound.
     """
     keys = ApiKeys(api_keys)
-    guard = Guard(keys, core.metrics.num_errors_returned, core.open_calls)
+    guard = Guard(keys, core.metrics.num_errors_returned, core.open_calls, core.turns)
     server = grpc.aio.server(
         interceptors=[guard],
         options=SERVER_OPTIONS,

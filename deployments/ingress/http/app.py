@@ -88,6 +88,7 @@ def build_app(
         keys=ApiKeys(api_keys),
         num_errors_returned=core.metrics.num_errors_returned,
         open_calls=core.open_calls,
+        turns=core.turns,
         public_paths=PUBLIC_PATHS,
         fast_paths=openai.fast_paths(core, calls),
     )

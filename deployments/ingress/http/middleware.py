@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import describe
-from penstock.deployments.ingress.core.limits import OpenCall, OpenCalls
+from penstock.deployments.ingress.core.limits import OpenCall, OpenCalls, Turns
 from penstock.deployments.ingress.http.asgi import (
     App,
     ClientGone,
@@ -39,6 +39,7 @@ class EdgeMiddleware:
     """The outermost app: gives each request an id, checks its key, and answers errors.
 
     `open_calls` bounds the requests that may cost much: POSTs, and streams that are continued.
+    `turns`: these begin in turns, so that many at once hold no others up.
 
     Sets `request_id`, `client_id` and `principal` in the scope's state, and echoes the ids. Access
     is denied by default: a path is open without a key only if it is one of `public_paths` exactly.
@@ -53,6 +54,7 @@ class EdgeMiddleware:
         keys: ApiKeys,
         num_errors_returned: Counter[str],
         open_calls: OpenCalls,
+        turns: Turns,
         public_paths: Collection[str] = (),
         fast_paths: Mapping[str, App] | None = None,
     ):
@@ -60,6 +62,7 @@ class EdgeMiddleware:
         self._keys = keys
         self._num_errors_returned = num_errors_returned
         self._open_calls = open_calls
+        self._turns = turns
         self._public_paths = frozenset(public_paths)
         self._fast_paths = fast_paths or {}
 
@@ -102,6 +105,7 @@ class EdgeMiddleware:
         try:
             if is_work:  # health, status and the like are answered also under overload
                 open_call = scope["state"]["open_call"] = self._open_calls.enter()
+                await self._turns.wait()
             await (fast_path or self._app)(scope, receive, send_with_ids)
         except ClientGone:
             return

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.deployments.gate.controller import Gate
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED
 from penstock.deployments.gate.types import (
+    LOWEST_PRIORITY,
     Expiry,
     GateRequest,
     GateSettings,
@@ -177,10 +178,9 @@ def check_tickets(gate, held, tickets, level):
         there.append(new)
 
 
-def drive(seed, seconds=40):
-    gate = gate_with(
-        200, 120, block_size=4, slots=6, seed=seed, queue={"max_waiting": 12, "max_wait_s": 15.0}
-    )
+def drive(seed, seconds=40, **changes):
+    queue = {"max_waiting": 12, "max_wait_s": 15.0}
+    gate = gate_with(200, 120, block_size=4, slots=6, seed=seed, queue=queue, **changes)
     gate.ledgers["w1"].headroom.share = 0.1
     world = World(gate, seed)
     for second in range(seconds):
@@ -207,7 +207,9 @@ def gate_tick(gate, now):
             not (e.lease_until is not None and e.lease_until <= now) for e in ledger._held.values()
         ]
         held[name] = [each for each, kept in zip(held[name], keep) if kept]
-    came = [e.arrived for e in gate.queue._waiting.values() if (e.deadline or math.inf) > now]
+    overlong = gate.queue.overlong(now, gate.settings.longest_wait_s)
+    staying = [e for e in gate.queue._waiting.values() if e not in overlong]
+    came = [e.arrived for e in staying if (e.deadline or math.inf) > now]
     level = gate.settings.level_after(now - min(came, default=now))
     outcomes = gate.tick(now)
     check_tickets(gate, held, [each for each in outcomes if isinstance(each, Ticket)], level)
@@ -215,10 +217,10 @@ def gate_tick(gate, now):
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 10**6))
-def test_lives(seed):
+@given(st.integers(0, 10**6), st.sampled_from([math.inf, 6.0]))
+def test_lives(seed, longest_wait_s):
     """No request is admitted against the rule, and each ends in exactly one way."""
-    gate, world = drive(seed)
+    gate, world = drive(seed, longest_wait_s=longest_wait_s)
     for second in range(40, 400):  # no more come: all leave
         for outcome in gate_tick(gate, float(second)):
             world.note(outcome)
@@ -421,6 +423,30 @@ def test_retry_after_rises_with_the_queue():
             patient.offer(ask(f"x{number}", 20), distribution(40), 0.0)
     assert len(quoted_s) > 15 and quoted_s == sorted(quoted_s) and quoted_s[0] > 0.0
     assert quoted_s[-1] > 3 * quoted_s[0]
+
+
+def test_what_has_waited_longer_than_it_may_is_refused():
+    """Its wait was predicted too short: the answer before it is longer than any known one."""
+    gate = gate_with(100, longest_wait_s=5.0)
+    gate.offer(ask("long", 60), distribution(40), 0.0)
+    assert [each.request_id for each in gate.tick(0.0)] == ["long"]
+    gate.started("long", 0.0)
+    gate.offer(ask("new", 60), distribution(40), 1.0)
+    gate.offer(ask("back", 60, generated=1), distribution(40), 1.0)  # a client reads its answer
+    gate.offer(ask("batch", 60, priority=LOWEST_PRIORITY), distribution(40), 1.0)
+    factor = gate._admission.wait_factor
+    assert gate.tick(6.0) == []
+    (refusal,) = gate.tick(6.5)
+    assert isinstance(refusal, Refusal) and refusal.request_id == "new"
+    assert refusal.reason == "too_long" and "it has waited 5.5 s, the limit is 5.0 s" in str(
+        refusal
+    )
+    assert refusal.retry_after_s is not None and refusal.retry_after_s > 0.0
+    assert "new" not in gate.queue and len(gate.queue) == 2
+    assert gate._admission.wait_factor >= factor  # the next prediction is no shorter
+    assert gate.tick(600.0) == []
+    gate.finished("long", 1, 601.0)
+    assert [each.request_id for each in gate.tick(601.0)] == ["back"]
 
 
 def test_never_fits():
