@@ -20,6 +20,7 @@ from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
 from penstock.workers.weights.hub import BUILTIN
 
+RAY_ANSWERS_S = 10.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -37,9 +38,28 @@ def check_before_start(config: ServeConfig) -> None:
     if config.data_dir is not None:
         check_data_dir(Path(config.data_dir).expanduser())
     if config.ray_address is not None:
+        check_ray_address(config.ray_address)
         return  # the ports are those of the cluster's machines; in an update they serve already
     for name in ("http_port", "grpc_port"):
         check_port_free(name, config.host, getattr(config, name))
+
+
+def check_ray_address(address: str) -> None:
+    """Raise ConfigError if nothing listens at HOST:PORT. Ray would try for minutes.
+
+    Other forms ("auto", "ray://...") are left to Ray, which answers at once.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not (port.isascii() and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), RAY_ANSWERS_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray_address {address}: no Ray cluster answers there "
+            f"({getattr(error, 'strerror', None) or error}); start one with `ray start --head`, "
+            "whose output names its address, or use auto for the one on this machine"
+        ) from None
 
 
 def check_data_dir(folder: Path) -> None:

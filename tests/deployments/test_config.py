@@ -173,6 +173,16 @@ def test_a_port_in_use_is_named_with_the_flag_that_moves_it():
         check_before_start(ServeConfig(http_port=port, grpc_port=port + 1, ray_address="auto"))
 
 
+def test_a_cluster_that_does_not_answer_is_named_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        check_before_start(ServeConfig(ray_address=address))
+    with pytest.raises(ConfigError, match=f"ray_address {address}: no Ray cluster.*ray start"):
+        check_before_start(ServeConfig(ray_address=address))
+    with pytest.raises(ConfigError, match="no-such-host.invalid:6379: no Ray cluster answers"):
+        check_before_start(ServeConfig(ray_address="no-such-host.invalid:6379"))
+
+
 def test_api_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\nfirst\n\n  second \n")

@@ -203,12 +203,11 @@ def _again(cluster: LiveCluster, model: str, flags: tuple[str, ...]) -> int:
     with open(f"/proc/{cluster.pid}/environ", "rb") as file:
         pairs = (part.partition(b"=") for part in file.read().split(b"\0") if part)
         environment = {name.decode(): value.decode() for name, _, value in pairs}
-    gcs = psutil.Process(cluster.pids("gcs")[0]).cmdline()
-    port = next(part.partition("=")[2] for part in gcs if part.startswith("--gcs_server_port"))
-    host = next(part.partition("=")[2] for part in gcs if part.startswith("--node-ip-address"))
+    raylet = psutil.Process(cluster.pids("raylet")[0]).cmdline()
+    address = next(part.partition("=")[2] for part in raylet if part.startswith("--gcs-address"))
     command = cluster.setup.command(cluster.ports, cluster.state_url)
     command[4] = model
-    command += ["--ray-address", f"{host}:{port}", *flags]
+    command += ["--ray-address", address, *flags]
     log = cluster.folder / f"again-{time.monotonic_ns()}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
