@@ -179,7 +179,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once():
         check_before_start(ServeConfig(ray_address=address))
     with pytest.raises(ConfigError, match=f"ray_address {address}: no Ray cluster.*ray start"):
         check_before_start(ServeConfig(ray_address=address))
-    with pytest.raises(ConfigError, match="no-such-host.invalid:6379: no Ray cluster answers"):
+    with pytest.raises(ConfigError, match=r"no-such-host\.invalid:6379: no Ray cluster answers"):
         check_before_start(ServeConfig(ray_address="no-such-host.invalid:6379"))
 
 
