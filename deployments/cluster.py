@@ -136,20 +136,26 @@ class Cluster:
     def wait_until_up(self, report: Callable[[ClusterView], None]) -> None:
         """Return once every ingress is connected to every worker; calls `report` with each view.
 
-        Raises StartError with the cause as soon as a replica cannot start.
+        On a cluster that exists: of this deployment, so once Serve has replaced the replicas of an
+        earlier one. Raises StartError with the cause as soon as a replica cannot start.
         """
         config, next_status_s, healthy_s = self._config, 0.0, time.monotonic()
+        is_new = self._is_local
         while True:
             view = self.view()
             report(view)
             if view.failures:
                 raise StartError(view.failures[0])
             reach = [ingress.num_workers for ingress in view.ingresses]
-            if len(reach) >= config.min_ingress and min(reach) >= config.min_workers:
+            is_up = len(reach) >= config.min_ingress and min(reach) >= config.min_workers
+            if is_up and is_new:
                 return
             if time.monotonic() >= next_status_s:
                 next_status_s = time.monotonic() + STATUS_EVERY_S
                 application = serve.status().applications.get(config.app_name)
+                is_new = self._is_local or (
+                    application is not None and application.status == "RUNNING"
+                )
                 if application is None or application.status != "UNHEALTHY":
                     healthy_s = time.monotonic()
                 is_over = time.monotonic() > healthy_s + UNHEALTHY_S

@@ -57,7 +57,10 @@ def run_serve(config: ServeConfig) -> int:
         signals.take_over()
         _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
-        cluster.wait_until_up(_WorkerProgress(config.min_workers).report)
+        earlier = frozenset(info.address for info, _ in cluster.view().workers)
+        if earlier:
+            _say("an earlier deployment serves until its replicas are replaced, in turn")
+        cluster.wait_until_up(_WorkerProgress(config.min_workers, earlier).report)
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
         _say(_welcome(config, cluster.view()))
@@ -111,14 +114,18 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
 
 
 class _WorkerProgress:
-    """Prints a line for each worker that has loaded the model."""
+    """Prints a line for each worker that has loaded the model, but those of `earlier` addresses."""
 
-    def __init__(self, num_workers: int):
+    def __init__(self, num_workers: int, earlier: frozenset[str] = frozenset()):
         self._num_workers = num_workers
+        self._known = set(earlier)
         self._num_seen = 0
 
     def report(self, view: ClusterView) -> None:
-        while self._num_seen < len(view.workers):
+        for info, _ in view.workers:
+            if info.address in self._known:
+                continue
+            self._known.add(info.address)
             self._num_seen += 1
             if self._num_workers > 1:
                 _say(f"worker {self._num_seen} of {self._num_workers} is ready")
