@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from penstock.deployments.client import ClientError
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.supervision.view import ClusterView
-from tests.deployments.clusters import prompt
+from tests.deployments.clusters import await_view, prompt
 from tests.deployments.nodes import ClientOfOneConnection
 
 NUM = 24  # prompts, and requests at once
 NUM_CLIENTS = 4  # during an update
 UPDATE_S = 240.0
+LISTED_S = 10.0  # after its last heartbeat the registry lists a replica for 3 s
 Ended = tuple[int, list[int], Any]  # number of the prompt, ids, and the error if there was one
 
 
@@ -48,36 +50,36 @@ def answers(config: ServeConfig, num: int, max_tokens: int) -> list[tuple[list[i
 
 def updated_under_load(
     cluster: Cluster, before: ServeConfig, after: ServeConfig, max_tokens: int = 60
-) -> tuple[list[Ended], list[ClusterView]]:
-    """Deploy `after`, with requests until all replicas of `before` are replaced; all views seen."""
+) -> list[Ended]:
+    """Deploy `after`, with requests until it is up: then no replica of `before` is left."""
     first = cluster.view()
-    old_workers = {info.epoch for info, _ in first.workers}
-    old_ingresses = {each.ingress_id for each in first.ingresses}
-    views = [first]
+    updated = Cluster(after)
+    updated.deploy()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(updated.wait_until_up, lambda _: None)
 
-    def is_over() -> bool:
-        view = cluster.view()
-        views.append(view)
-        return (
-            not old_workers & {info.epoch for info, _ in view.workers}
-            and not old_ingresses & {each.ingress_id for each in view.ingresses}
-            and [each.num_workers for each in view.ingresses]
-            == [after.num_workers] * after.max_ingress
-        )
+        async def load() -> list[Ended]:
+            target, deadline_s = f"127.0.0.1:{before.grpc_port}", time.monotonic() + UPDATE_S
+            ended: list[Ended] = []
 
-    async def load() -> list[Ended]:
-        target, deadline_s = f"127.0.0.1:{before.grpc_port}", time.monotonic() + UPDATE_S
-        ended: list[Ended] = []
+            async def one_after_another(first: int) -> None:
+                number = first
+                while not waiting.done():
+                    assert time.monotonic() < deadline_s, cluster.view()
+                    ended.append((number % NUM, *await answer(target, number % NUM, max_tokens)))
+                    number += NUM_CLIENTS
 
-        async def one_after_another(first: int) -> None:
-            number = first
-            while not await asyncio.to_thread(is_over):
-                assert time.monotonic() < deadline_s, cluster.view()
-                ended.append((number % NUM, *await answer(target, number % NUM, max_tokens)))
-                number += NUM_CLIENTS
+            await asyncio.gather(*(one_after_another(n) for n in range(NUM_CLIENTS)))
+            return ended
 
-        await asyncio.gather(*(one_after_another(n) for n in range(NUM_CLIENTS)))
-        return ended
+        ended = asyncio.run(load())
+        waiting.result()
+    old = {each.epoch for each, _ in first.workers}, {each.ingress_id for each in first.ingresses}
 
-    Cluster(after).deploy()
-    return asyncio.run(load()), views
+    def has_none_of_before(view: ClusterView) -> bool:
+        workers = {each.epoch for each, _ in view.workers}
+        ingresses = {each.ingress_id for each in view.ingresses}
+        return not (workers & old[0] or ingresses & old[1])
+
+    await_view(cluster, has_none_of_before, LISTED_S)
+    return ended

@@ -71,7 +71,7 @@ def test_both_nodes_serve(cluster, config):
 def test_a_rolling_update_fails_no_request(cluster, config):
     """Another setting restarts all replicas, a few at a time."""
     alone = [ids for ids, _ in answers(config, NUM, 60)]
-    ended, _ = updated_under_load(cluster, config, dataclasses.replace(config, max_queued=77))
+    ended = updated_under_load(cluster, config, dataclasses.replace(config, max_queued=77))
     assert len(ended) > 20
     for number, ids, error in ended:
         assert error is None
