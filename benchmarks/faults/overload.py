@@ -32,7 +32,7 @@ from benchmarks.common import record
 from benchmarks.common.priority import precedence
 from benchmarks.faults import figures
 from benchmarks.faults.cluster import ClusterSetup, LiveCluster, live_cluster
-from benchmarks.faults.watch import Probe, Sampler, health_probe, largest
+from benchmarks.faults.watch import Probe, Sampler, cores_used, health_probe, largest
 from penstock.deployments.bench.figures import Outcome
 from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
@@ -175,13 +175,11 @@ def run(cluster: LiveCluster, args: argparse.Namespace) -> dict[str, Any]:
         rate, phases = asyncio.run(load(cluster, args))
     calm, overload, after = phases
     # The parts of a run by one clock: on Linux perf_counter and monotonic are the same.
-    memory = {
-        phase.name: largest(
-            [each for each in sampler.samples if phase.began_s <= each.at_s < phase.ended_s],
-            "rss_mib",
-        )
+    samples = {
+        phase.name: [s for s in sampler.samples if phase.began_s <= s.at_s < phase.ended_s]
         for phase in phases
     }
+    memory = {name: largest(each, "rss_mib") for name, each in samples.items()}
     calm_ttft = [each.ttft_s for each in calm.outcomes if each.error is None and each.chunks]
     limit_s = 2.0 * (figures.quantile(calm_ttft, 0.99) or args.slo_ttft_s)
     during = about(overload, args.slo_ttft_s)
@@ -194,6 +192,7 @@ def run(cluster: LiveCluster, args: argparse.Namespace) -> dict[str, Any]:
         "loads": {each.name: about(each, args.slo_ttft_s) for each in phases},
         "health": {each.name: health(probes, each) for each in phases},
         "largest RSS by role MiB": memory,
+        "cores used by role": {name: cores_used(each) for name, each in samples.items()},
         "blocks held at the end": cluster.held_blocks(),
     }
 

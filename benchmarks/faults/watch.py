@@ -36,6 +36,7 @@ def sample_cluster(cluster: LiveCluster, *, with_blocks: bool = True) -> list[Sa
                 process = psutil.Process(pid)
                 values = {
                     "rss_mib": process.memory_info().rss / MIB,
+                    "cpu_s": sum(process.cpu_times()[:2]),
                     "descriptors": float(process.num_fds()),
                     "threads": float(process.num_threads()),
                 }
@@ -66,6 +67,19 @@ def largest(samples: list[Sample], name: str) -> dict[str, float]:
     for (role, _), value in sums.items():
         found[role] = max(found.get(role, 0.0), value)
     return {role: round(value, 1) for role, value in found.items() if value}
+
+
+def cores_used(samples: list[Sample]) -> dict[str, float]:
+    """By role: seconds of CPU a second, from the first to the last sample of each process."""
+    by_process: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if "cpu_s" in sample.values:
+            by_process[sample.role, sample.pid].append(sample)
+    used: dict[str, float] = defaultdict(float)
+    seconds = max(each.at_s for each in samples) - min(each.at_s for each in samples)
+    for (role, _), mine in by_process.items():
+        used[role] += (mine[-1].values["cpu_s"] - mine[0].values["cpu_s"]) / seconds
+    return {role: round(value, 2) for role, value in used.items() if value >= 0.005}
 
 
 @dataclass
