@@ -125,7 +125,9 @@ async def _run_ingress(
             return parts.gate_address
 
         client = GateClient(name, where, answer_s=ANSWER_S)
-    pool = WorkerPool(name, client, lost_wait_s=config.lost_wait_s)
+    pool = WorkerPool(
+        name, client, lost_wait_s=config.lost_wait_s, longest_wait_s=config.longest_wait_s
+    )
     listeners = await open_listeners(config, pool, client, ClusterView, name)
     parts = IngressParts(config, pool, listeners, loop, client, found[0])
     asking = None if client is None else asyncio.ensure_future(client.run())

@@ -76,6 +76,7 @@ class IngressReplica:
             may_wake=may_wake,
             tokenizer_digest=tokenizer,
             lost_wait_s=config.lost_wait_s,
+            longest_wait_s=config.longest_wait_s,
         )
         await self._connect_workers()
         try:

@@ -22,7 +22,7 @@ from penstock.deployments.ingress.core.errors import ServiceError
 MAX_OPEN_CALLS = 4096
 MAX_OPEN_BYTES = 256 << 20
 RETRY_S = (1.0, 60.0)  # least and most
-CALLS_PER_PASS = 4
+CALLS_PER_PASS = 8
 
 
 class OpenCalls:

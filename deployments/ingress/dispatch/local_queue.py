@@ -3,7 +3,7 @@
 An ingress knows neither the requests of others nor the memory that is free, so it sends each worker
 only its share of what the worker runs at a time, and a few more. What exceeds that waits here:
 bounded in requests and in bytes, one tenant after the other in turn. When the gate answers again,
-the waiting requests go there.
+the waiting requests go there, a few at a time: all at once would be more than it answers in time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MAX_QUEUED_BYTES = 64 << 20
 TOKEN_BYTES = 36  # of a prompt: an integer, and its place
 FURTHER = 4  # requests of a worker beyond its share, so that a slot that is free is filled at once
 LOOK_S = 0.25  # from one look at the gate to the next
+RELEASED, RELEASE_S = 16, 0.05  # requests that go to the gate at a time, and until the next ones
 RETRY_S = (1.0, 60.0)  # least and most
 
 
@@ -126,12 +127,22 @@ class LocalQueue:
                 self._end_turn(seat, False)
 
     def _look(self) -> None:
-        self._timer = None
-        if self._gate_answers():
-            self.release()
-        elif self._waiting:
+        self._timer, is_there = None, self._gate_answers()
+        if is_there:
+            self._release_some()
+        else:
             self.place_next()
-            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        if self._waiting:
+            again_s = RELEASE_S if is_there else LOOK_S
+            self._timer = asyncio.get_running_loop().call_later(again_s, self._look)
+
+    def _release_some(self) -> None:
+        for _ in range(RELEASED):
+            if not self._waiting:
+                return
+            tenant, seats = next(iter(self._waiting.items()))
+            self._waiting.move_to_end(tenant)
+            self._end_turn(seats[0], False)
 
     def _end_turn(self, seat: Seat, is_placed: bool) -> None:
         self._forget(seat)
@@ -156,16 +167,16 @@ class LocalQueue:
             raise ServiceError(
                 "overloaded",
                 "too many requests wait at this server, which cannot reach its gate",
-                retry_after_s=self._retry_after_s(len(self._seats)),
+                retry_after_s=self.retry_after_s(len(self._seats)),
             )
         leaves = self._waiting[most][-1]
         self._forget(leaves)
         self.leave(leaves)
         if leaves.turn is not None and not leaves.turn.done():
-            after_s = self._retry_after_s(counts[most] * len(counts))
+            after_s = self.retry_after_s(counts[most] * len(counts))
             leaves.turn.set_exception(ServiceError("over_share", retry_after_s=after_s))
 
-    def _retry_after_s(self, num_ahead: int) -> float:
+    def retry_after_s(self, num_ahead: int) -> float:
         """When so many requests will have been sent to workers, at the pace of the last ones."""
         now_s = asyncio.get_running_loop().time()
         gap_s = max(self._gap_s, min(now_s - self._placed_s, 1.0)) if self._placed_s else 0.1

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.call import MAX_PRIORITY
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.admission_gate import (
     ANY_WORKER,
@@ -40,6 +42,7 @@ RETRY_S = 0.25
 FIRST_GUESS_TOKENS = 128  # length of an answer, before any was seen
 LOST_WAIT_S = 30.0  # longest that a request waits for another worker after its own was lost
 STORE_RETRY_S = 0.5  # before a request whose worker could not get its experts is sent again
+PATIENCE_SLACK_S = 0.5  # the gate refuses what has waited too long by then, with its reasons
 LIVES_S = 1.0  # a worker that lives connects again by then, after its connection broke
 
 
@@ -54,15 +57,18 @@ class WorkerPool:
         may_wake: bool = False,
         tokenizer_digest: str = "",
         lost_wait_s: float = LOST_WAIT_S,
+        longest_wait_s: float | None = None,
     ):
         """Without a gate, requests go to the worker with the least to do, and wait there.
 
         `may_wake`: while there is no worker, requests wait at the gate for one to be started.
         `tokenizer_digest`: requests go to workers of that one only; empty: to any.
         `lost_wait_s`: longest wait for another worker, of requests whose worker was lost.
+        `longest_wait_s`: longest wait to be admitted; then a request is refused. The gate does
+        that, too: here it holds while the gate does not answer.
         """
         self.lost_requests = LostRequests()
-        self._lost_wait_s = lost_wait_s
+        self._lost_wait_s, self._longest_wait_s = lost_wait_s, longest_wait_s
         self._is_closed = False
         self._gate = gate or NoGate()
         self._may_wake = may_wake and self._gate.decides
@@ -185,12 +191,25 @@ class WorkerPool:
             await asyncio.sleep(0.02)
 
     async def _enter_in_time(self, call: InFlightRequest, returned: Returned | None = None) -> None:
-        """`_enter`; raises ServiceError deadline_exceeded if that takes longer than it may."""
+        """`_enter`; raises ServiceError deadline_exceeded or overloaded if that takes longer than
+        it may."""
+        until_s, patience_s = call.request.wait_until_s or math.inf, self._longest_wait_s
+        is_new = returned is None and not call.request.is_continued
+        if patience_s is None or not is_new or call.request.priority >= MAX_PRIORITY:
+            patience_s = math.inf
+        gives_up_s = asyncio.get_running_loop().time() + patience_s + PATIENCE_SLACK_S
+        first_s = min(until_s, gives_up_s)
         try:
-            async with asyncio.timeout_at(call.request.wait_until_s):
+            async with asyncio.timeout_at(None if first_s == math.inf else first_s):
                 await self._enter(call, returned)
         except TimeoutError:
-            raise ServiceError("deadline_exceeded") from None
+            if until_s <= gives_up_s:
+                raise ServiceError("deadline_exceeded") from None
+            raise ServiceError(
+                "overloaded",
+                f"no worker took this request in {patience_s:g} s, and it may wait no longer",
+                retry_after_s=self._local.retry_after_s(len(self._local)),
+            ) from None
 
     async def _enter(self, call: InFlightRequest, returned: Returned | None = None) -> None:
         """Have the gate admit `call`, which may take long, and send it to the worker it names."""

@@ -18,9 +18,10 @@ from penstock.deployments.batch.target import Reply, Verdict, judge
 from penstock.deployments.client import Client, ClientError
 from penstock.deployments.config import WAIT_FROM_ZERO_S, WAIT_S, ServeConfig
 from penstock.deployments.gate.types import LOWEST_PRIORITY, Refusal
-from penstock.deployments.ingress.core.call import Call
+from penstock.deployments.ingress.core.call import Call, CallOptions
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.dispatch import local_queue
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.workers.channel.codec import request_from, submit_message
@@ -55,7 +56,12 @@ def core_over(pool: WorkerPool, node: Node, wait_s: float = WAIT, **options: Any
 
 
 @contextlib.asynccontextmanager
-async def connected(node: Node, gate: ScriptedGate | None = None) -> AsyncIterator[WorkerPool]:
+async def connected(
+    node: Node,
+    gate: ScriptedGate | None = None,
+    longest_wait_s: float | None = None,
+    answer_s: float = 5.0,
+) -> AsyncIterator[WorkerPool]:
     async with contextlib.AsyncExitStack() as opened:
         client = None
         if gate is not None:
@@ -64,11 +70,11 @@ async def connected(node: Node, gate: ScriptedGate | None = None) -> AsyncIterat
             async def where() -> Any:
                 return address
 
-            client = GateClient("test", where, answer_s=5.0)
+            client = GateClient("test", where, answer_s=answer_s)
             asking = asyncio.ensure_future(client.run())
             opened.callback(asking.cancel)
             await until(lambda: client.is_connected, 20)
-        pool = WorkerPool("test", client)
+        pool = WorkerPool("test", client, longest_wait_s=longest_wait_s)
         pool.update([node.channel.info])
         await until(lambda: pool.num_connected == 1, 20)
         yield pool
@@ -108,6 +114,35 @@ def test_a_gate_that_never_decides(run, node):
 
     run(scenario())
     assert node.engine.stats().num_prompt_tokens == 0
+
+
+def test_longest_wait_s_holds_while_the_gate_is_silent(run, node, monkeypatch):
+    """What has no room at a worker waits at the ingress: also for no longer than that."""
+    gate = ScriptedGate()
+    gate.queues = False
+    monkeypatch.setattr(local_queue, "FURTHER", 0)
+    longest_s = 0.5
+
+    async def ends(pool: WorkerPool, priority: int) -> tuple[str, float, float | None]:
+        core = core_over(pool, node, wait_s=2.0, learner=pool._gate)
+        asked, began_s = replace(call(), options=CallOptions(priority=priority)), time.monotonic()
+        with pytest.raises(ServiceError) as raised:
+            async for _ in generated(core, asked):
+                pass
+        return raised.value.code, time.monotonic() - began_s, raised.value.retry_after_s
+
+    async def scenario():
+        async with connected(node, gate, longest_s, answer_s=0.02) as pool:
+            core = core_over(pool, node, wait_s=60.0, learner=pool._gate)
+            running = generated(core, call(1900))
+            await anext(running)
+            new, batch = await asyncio.gather(ends(pool, 0), ends(pool, 100))
+            assert new[0] == "overloaded" and (new[2] or 0.0) >= 1.0
+            assert longest_s <= new[1] < 1.9
+            assert batch[0] == "deadline_exceeded" and batch[1] >= 2.0
+            await running.aclose()
+
+    run(scenario())
 
 
 def test_a_worker_whose_queue_does_not_move(run, node):

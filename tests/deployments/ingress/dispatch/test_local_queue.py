@@ -12,7 +12,13 @@ from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch import local_queue
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest
-from penstock.deployments.ingress.dispatch.local_queue import FURTHER, MAX_QUEUED, LocalQueue
+from penstock.deployments.ingress.dispatch.local_queue import (
+    FURTHER,
+    MAX_QUEUED,
+    RELEASE_S,
+    RELEASED,
+    LocalQueue,
+)
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.prediction.features import Features
 from penstock.workers.request import FinishReason, Request, SamplingParams
@@ -143,6 +149,27 @@ def test_when_the_gate_answers_again_all_go_there_and_keep_their_seats(run):
         return driven.placed
 
     assert run(scenario()) == ["r0", "r1", "r2"]
+
+
+def test_a_few_at_a_time_go_to_a_gate_that_answers_again(run):
+    async def scenario():
+        driven = Driven()
+        tasks = await begun(
+            [driven.wait(call(f"f{n}", "flood")) for n in range(100)]
+            + [driven.wait(call(f"a{n}", "a")) for n in range(2)]
+        )
+        driven.gate_answers = True
+        num_before = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(RELEASE_S / 10)
+            num_done = sum(task.done() for task in tasks)
+            assert num_done - num_before <= RELEASED
+            if num_before == 0 < num_done:
+                assert tasks[100].done() and tasks[101].done()  # the tenants in turn
+            num_before = num_done
+        assert await asyncio.gather(*tasks) == [False] * 102
+
+    run(scenario())
 
 
 def test_three_thousand_requests_while_the_gate_is_silent(run, model):
