@@ -41,7 +41,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], l
                 stdout=out,
                 stderr=out,
                 env={**os.environ, "TMPDIR": folder},
-                start_new_session=True,
+                process_group=0,
             )
         before = signal.signal(signal.SIGTERM, _end)  # or the server would outlive the benchmark
         try:

@@ -229,13 +229,15 @@ def live_cluster(setup: ClusterSetup) -> Iterator[LiveCluster]:
 
 
 def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    """With a token for Ray of its own: a killed cluster must not let other processes in."""
+    """With a token for Ray of its own: a killed cluster must not let other processes in.
+
+    A process group of its own, so that Ctrl-C does not end it, but no new session: kernels with
+    sched_autogroup_enabled share the cores out by sessions, and let one wait for up to a second.
+    """
     environment = {**os.environ, "TMPDIR": str(folder), "RAY_AUTH_MODE": "token"}
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     with (folder / "serve.log").open("wb") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)
 
 
 def _await_start(process: subprocess.Popen[bytes], cluster: LiveCluster) -> None:

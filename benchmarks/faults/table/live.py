@@ -143,7 +143,7 @@ def _end_while_loading(after_s: float, seen: Seen) -> None:
             stdout=out,
             stderr=out,
             env={**os.environ, "TMPDIR": folder},
-            start_new_session=True,
+            process_group=0,
         )
         time.sleep(after_s)
         children = descendants(process.pid)

@@ -54,7 +54,7 @@ class Served:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            process_group=0,
             env={**os.environ, "TMPDIR": str(folder)},
         )
         self.lines: list[str] = []

@@ -57,7 +57,7 @@ def started(nodes: LocalNodes, command: str) -> Iterator[subprocess.Popen[bytes]
             cwd=nodes.home,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
             # A shell starts what runs in its background, and so these tests, with SIGINT ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
