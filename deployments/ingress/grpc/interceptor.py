@@ -28,7 +28,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Counts the calls that run, since grpc.aio does not say how many connections a server has.
 
-    `open_calls` bounds all calls but those of health, and they begin in `turns`.
+    `open_calls` bounds all calls but those of health and reflection; they begin in `turns`.
     """
 
     def __init__(
