@@ -12,6 +12,17 @@ async def passes(number: int) -> None:
         await asyncio.sleep(0)
 
 
+def calls_of(turns: Turns, number: int) -> tuple[list[asyncio.Future[None]], list[int]]:
+    """Calls that wait for their turns, and the numbers of those that have begun."""
+    begun: list[int] = []
+
+    async def call(number: int) -> None:
+        await turns.wait()
+        begun.append(number)
+
+    return [asyncio.ensure_future(call(each)) for each in range(number)], begun
+
+
 def test_a_call_alone_does_not_wait() -> None:
     async def run() -> None:
         turns = Turns(2)
@@ -32,13 +43,7 @@ def test_a_call_alone_does_not_wait() -> None:
 def test_many_begin_in_order_and_few_in_each_pass() -> None:
     async def run() -> None:
         turns = Turns(3)
-        begun: list[int] = []
-
-        async def call(number: int) -> None:
-            await turns.wait()
-            begun.append(number)
-
-        calls = [asyncio.ensure_future(call(number)) for number in range(50)]
+        calls, begun = calls_of(turns, 50)
         num_before = 0
         for _ in range(60):
             await passes(1)
@@ -54,13 +59,7 @@ def test_many_begin_in_order_and_few_in_each_pass() -> None:
 def test_a_call_that_is_cancelled_takes_no_turn() -> None:
     async def run() -> None:
         turns = Turns(1)
-        begun: list[int] = []
-
-        async def call(number: int) -> None:
-            await turns.wait()
-            begun.append(number)
-
-        calls = [asyncio.ensure_future(call(number)) for number in range(12)]
+        calls, begun = calls_of(turns, 12)
         await passes(2)
         for each in calls[4:8]:
             each.cancel()
