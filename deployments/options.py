@@ -43,6 +43,18 @@ class ListenOptions:
         None,
         "file with one API key a line; none: every client that can reach the ports is served",
     )
+    max_connections: int | None = option(
+        None,
+        "maximum HTTP connections of one ingress; at this number the connection that has been idle "
+        "for longest is closed for a new one; none: the limit of open files less 256",
+        min=8,
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        "maximum HTTP connections from one address (IPv6: one /64 network); raise it where a proxy "
+        "brings all clients; none: half of max_connections",
+        min=1,
+    )
     metrics_port: int = option(
         9400,
         "port of the Prometheus metrics; further ingress replicas on a machine use the next free "

@@ -16,7 +16,9 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress.core.connections import connections_for
 from penstock.deployments.ingress.core.limits import OpenCalls
+from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.reasoning import find_marks
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
@@ -26,6 +28,7 @@ from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.jobs import JobBoard
+from penstock.deployments.ingress.http.protocol import bounded_protocol
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes
@@ -65,6 +68,7 @@ class Listeners:
     journals: Journals | None  # None: no state store is configured
     jobs: JobBoard
     noting: asyncio.Task[None]  # for the probes of the metrics port
+    watching: asyncio.Task[None]  # the event loop
 
     @property
     def num_connections(self) -> int:
@@ -96,6 +100,7 @@ class Listeners:
         if self.journals is not None:
             await self.journals.close()
         self.noting.cancel()
+        self.watching.cancel()
 
     async def _idle(self, within_s: float) -> None:
         """Until nothing runs: responses in the background have no connection that waits."""
@@ -141,9 +146,12 @@ async def open_listeners(
         journals=journals,
         jobs=jobs,
     )
+    connections = connections_for(config.max_connections, config.max_connections_per_address)
     http = uvicorn.Server(
         uvicorn.Config(
             app,
+            http=bounded_protocol(connections, core.metrics.num_errors_returned),
+            ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -156,7 +164,7 @@ async def open_listeners(
     grpc = await start_server(
         core, config.address(config.grpc_port), api_keys=api_keys, journals=journals
     )
-    metrics, probes = None, Probes(core.ready)
+    metrics, probes, watch = None, Probes(core.ready), LoopWatch(pool.beat)
     if config.metrics_port:
         collector = PenstockCollector(
             core.metrics,
@@ -164,6 +172,8 @@ async def open_listeners(
             gate,
             pool.lost_requests,
             None if journals is None else journals.counts,
+            connections,
+            watch,
         )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
@@ -172,8 +182,10 @@ async def open_listeners(
     batches = None
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
-    noting = asyncio.ensure_future(probes.run())
-    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs, noting)
+    noting, watching = asyncio.ensure_future(probes.run()), asyncio.ensure_future(watch.run())
+    return Listeners(
+        app, http, http_task, grpc, metrics, core, batches, journals, jobs, noting, watching
+    )
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:

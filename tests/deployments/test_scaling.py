@@ -24,7 +24,7 @@ from tests.deployments.ports import free_port
 # fp32, so that ids do not depend on what else is in the batch; few slots, so that requests wait
 ENGINE = EngineConfig(weights="fp32", device="cpu", num_blocks=600, max_num_seqs=4, threads=1)
 NUM_CYCLES = 5
-NUM_REQUESTS = 60  # at once: far more than one worker has slots for
+NUM_REQUESTS = 36  # at once: far more than one worker has slots for
 NUM_PROMPTS = 12
 MAX_TOKENS = 80
 CYCLE_S = 300.0  # two processes load torch, beside whatever else the machine does

@@ -70,6 +70,16 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "request_too_large": CatalogueEntry(
         413, "RESOURCE_EXHAUSTED", _BAD, "the body exceeds the size limit of this server"
     ),
+    "head_too_large": CatalogueEntry(
+        431, "INVALID_ARGUMENT", _BAD, "the headers exceed 100 fields or 16 KiB"
+    ),
+    "url_too_long": CatalogueEntry(414, "INVALID_ARGUMENT", _BAD, "the URL exceeds 8 KiB"),
+    "request_timeout": CatalogueEntry(
+        408, "DEADLINE_EXCEEDED", _BAD, "the request arrived too slowly; send it without pauses"
+    ),
+    "invalid_http": CatalogueEntry(
+        400, "INVALID_ARGUMENT", _BAD, "this is not valid HTTP/1.1, or not served here"
+    ),
     "unsupported_media_type": CatalogueEntry(
         415,
         "INVALID_ARGUMENT",

@@ -89,6 +89,11 @@ class WorkerPool:
     def num_connected(self) -> int:
         return self._workers.num_connected
 
+    def beat(self) -> None:
+        """Send a heartbeat to each worker; from any thread, while the event loop is late."""
+        for link in list(self._links.values()):
+            link.beat()
+
     async def generate(self, admission: AdmissionRequest) -> AsyncGenerator[Delta, None]:
         """Run a request on some worker. Closing the generator cancels it there.
 

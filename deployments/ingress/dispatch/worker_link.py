@@ -170,9 +170,17 @@ class WorkerLink:
         return self._num_sent
 
     def _send(self, message: pb.UpMessage) -> None:
-        if self._messages is not None:
+        messages = self._messages
+        if messages is None:
+            return
+        with messages.lock:  # numbers must be in the order of sending
             message.epoch, message.number = self.info.epoch, self._next_number()
-            self._messages.send(message.SerializeToString())
+            messages.send(message.SerializeToString())
+
+    def beat(self) -> None:
+        """Send the ingress's heartbeat; from any thread, while the loop cannot."""
+        if self.is_connected:
+            self._send(pb.UpMessage())
 
     def _take_message(self, data: bytes) -> None:
         message = pb.DownMessage.FromString(data)

@@ -7,7 +7,6 @@ docs/reference/metrics.md says what each means.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import inf
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -17,11 +16,20 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.errors import CATALOGUE
+from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
+from penstock.deployments.ingress.metrics.families import (
+    add,
+    of_connections,
+    of_journals,
+    of_loop,
+    of_lost,
+)
 from penstock.deployments.ingress.metrics.gate_tables import (
     ADMISSIONS,
     GATE_COUNTERS,
@@ -37,7 +45,7 @@ from penstock.deployments.ingress.metrics.tables import (
     WORKER_COUNTERS,
     WORKER_GAUGES,
 )
-from penstock.workers.stats import Distribution, EngineStats, WorkerInfo
+from penstock.workers.stats import EngineStats, WorkerInfo
 
 Workers = Iterable[tuple[WorkerInfo, EngineStats]]
 
@@ -55,7 +63,11 @@ class PenstockCollector(Collector):
         gate: GateClient | None = None,
         lost: LostRequests | None = None,
         journals: JournalCounts | None = None,
+        connections: Connections | None = None,
+        watch: LoopWatch | None = None,
     ):
+        self._connections = connections
+        self._watch = watch
         self._lost = lost
         self._journals = journals
         self._requests = requests
@@ -69,9 +81,13 @@ class PenstockCollector(Collector):
         if self._gate is not None:
             yield from self._of_gate(self._gate)
         if self._lost is not None:
-            yield from _of_lost(self._lost)
+            yield from of_lost(self._lost)
         if self._journals is not None:
-            yield from _of_journals(self._journals)
+            yield from of_journals(self._journals)
+        if self._connections is not None:
+            yield from of_connections(self._connections)
+        if self._watch is not None:
+            yield from of_loop(self._watch)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not collect."""
@@ -85,7 +101,7 @@ class PenstockCollector(Collector):
         for attribute, name, text in REQUEST_HISTOGRAMS:
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
             for labels, counts in engines:
-                _add(histogram, labels, getattr(counts, attribute).snapshot())
+                add(histogram, labels, getattr(counts, attribute).snapshot())
             yield histogram
         for attribute, name, text in REQUEST_COUNTERS:
             counter = CounterMetricFamily(name, text, labels=LABELS)
@@ -124,7 +140,7 @@ class PenstockCollector(Collector):
         )
         for labels, stats in named:
             if stats.step_tokens is not None:
-                _add(tokens, labels, stats.step_tokens)
+                add(tokens, labels, stats.step_tokens)
             for phase, total in stats.step_seconds.items():
                 seconds.add_metric((*labels, phase), total)
         weights = GaugeMetricFamily(
@@ -201,44 +217,8 @@ class PenstockCollector(Collector):
         waits = HistogramMetricFamily(
             WAIT_HISTOGRAM, "From the question to the gate to its ticket.", labels=()
         )
-        _add(waits, (), gate.waits.snapshot())
+        add(waits, (), gate.waits.snapshot())
         yield waits
-
-
-def _of_lost(lost: LostRequests) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "penstock_requests_continued",
-        "Times that a request continued on another worker, after its own was lost.",
-        value=lost.num_continued,
-    )
-    yield CounterMetricFamily(
-        "penstock_requests_fatal",
-        "Requests that were refused because three workers ended while they computed them.",
-        value=lost.num_refused,
-    )
-    pause = HistogramMetricFamily(
-        "penstock_continuation_pause_seconds",
-        "From the loss of a request's worker to its next token.",
-    )
-    _add(pause, (), lost.pauses.snapshot())
-    yield pause
-
-
-def _of_journals(counts: JournalCounts) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "penstock_journals_begun", "Streams that have a journal.", value=counts.begun
-    )
-    yield CounterMetricFamily(
-        "penstock_journals_resumed",
-        "Times that a call was continued here: a lost stream, a request that came again with its "
-        "key, or a response in the background.",
-        value=counts.resumed,
-    )
-    yield CounterMetricFamily(
-        "penstock_journals_incomplete",
-        "Journals that the state store could not take whole; what they lack is computed again.",
-        value=counts.incomplete,
-    )
 
 
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
@@ -280,12 +260,3 @@ def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterato
             foreseen.add_metric((*labels, layer, "true"), each.num_right)
             foreseen.add_metric((*labels, layer, "false"), wrong)
     yield from (lookups, moved, foreseen)
-
-
-def _add(histogram: HistogramMetricFamily, labels: Sequence[str], observed: Distribution) -> None:
-    """Add one series. Prometheus buckets are cumulative: each counts all values up to its bound."""
-    buckets, num = [], 0
-    for bound, count in zip((*observed.bounds, inf), observed.counts, strict=True):
-        num += count
-        buckets.append(("+Inf" if bound == inf else str(float(bound)), num))
-    histogram.add_metric(labels, buckets=buckets, sum_value=observed.total)

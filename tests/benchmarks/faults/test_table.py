@@ -20,7 +20,7 @@ from penstock.deployments.ingress.dispatch import worker_link
 
 pytestmark = pytest.mark.timeout(400)  # the first row loads torch and the model
 QUICK = Scale(is_quick=True)
-QUICK_ROWS = (1, 2, 11, 17, 18, 19, 22, 25)
+QUICK_ROWS = (1, 2, 11, 17, 18, 19)
 SEEDED = 1  # its random numbers and its place count
 
 
@@ -62,7 +62,7 @@ def test_a_missing_fence_is_found_by_a_partition_that_heals(monkeypatch: Any) ->
     monkeypatch.setattr(worker_link, "SILENCE_TICKS", 3)
 
     async def scenario(seen: Seen) -> None:
-        call = plain("The sea was", seed=5, max_tokens=1200)
+        call = plain("The sea was", seed=5, max_tokens=400)
         async with desk(2) as made:
             expected = await made.alone("sea", call)
             held: list[Hand] = []

@@ -26,7 +26,12 @@ BODY: dict[str, Any] = {"temperature": 0.9, "max_tokens": NUM, "extra_body": {"i
 SAMPLING: dict[str, Any] = {"temperature": 0.9, "max_tokens": NUM, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["sqlite", "redis"])
+# What clients do depends on no store: one test of each front end runs on both.
+on_both_stores = pytest.mark.parametrize("server", ["sqlite", "redis"], indirect=True)
+on_sqlite = pytest.mark.parametrize("server", ["sqlite"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JournalServer]:
     folder = tmp_path_factory.mktemp("state")
     folder.chmod(0o700)
@@ -62,6 +67,7 @@ def text_of(server: JournalServer, call_id: str) -> str:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+@on_both_stores
 def test_the_openai_client_ends_with_the_whole_text(server: JournalServer) -> None:
     http_client = openai.DefaultHttpxClient(transport=ResumingTransport())
     with openai.OpenAI(
@@ -80,6 +86,7 @@ def test_the_openai_client_ends_with_the_whole_text(server: JournalServer) -> No
     assert "".join(texts) == text_of(server, call_id)
 
 
+@on_sqlite
 def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> None:
     http_client = openai.DefaultHttpxClient(transport=ResumingTransport())
     other_client = anthropic.DefaultHttpxClient(transport=ResumingTransport())
@@ -125,6 +132,7 @@ def test_streams_of_responses_and_messages_do_so_too(server: JournalServer) -> N
     )
 
 
+@on_sqlite
 def test_the_asyncio_client_of_openai_does_so_too(server: JournalServer) -> None:
     async def main() -> None:
         http_client = openai.DefaultAsyncHttpxClient(transport=AsyncResumingTransport())
@@ -145,6 +153,7 @@ def test_the_asyncio_client_of_openai_does_so_too(server: JournalServer) -> None
     asyncio.run(main())
 
 
+@on_both_stores
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_grpc_client_ends_with_the_same_tokens(server: JournalServer, is_chat: bool) -> None:
     with Client(server.target) as client:
@@ -166,6 +175,7 @@ def test_the_grpc_client_ends_with_the_same_tokens(server: JournalServer, is_cha
     assert piece.usage is not None and piece.usage.completion_tokens == NUM
 
 
+@on_sqlite
 def test_the_asyncio_client_over_grpc_does_so_too(server: JournalServer) -> None:
     async def main() -> None:
         async with AsyncClient(server.target) as client:

@@ -1,0 +1,254 @@
+"""HTTP/1.1 under uvicorn with bounds: sizes of heads, times of heads and bodies, connections.
+
+Everything here is decided before the API key is looked at, since it protects from clients that have
+none. httptools and uvicorn alone keep heads of any size, and wait for the rest of them for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.errors import CATALOGUE
+
+HEAD_PIECE = 16 << 10  # bytes of a head that are parsed at once: the parser copies what it has
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Of one connection. Sizes in bytes, times in seconds."""
+
+    head_bytes: int = 16 << 10  # names and values of all headers, and the URL
+    num_headers: int = 100
+    url_bytes: int = 8 << 10
+    num_pipelined: int = 8  # requests that were sent before the answer to an earlier one
+    head_s: float = 10.0  # for a whole head, from its first byte or from the connection's begin
+    body_gap_s: float = 30.0  # without a byte of the body
+    body_s: float = 300.0  # for a whole body
+    write_s: float = 60.0  # in which a client reads nothing of its answer
+
+
+class _Refused(Exception):
+    """Raised in a callback of the parser, which ends the parsing."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. uvicorn is given this class, with `limits`, `counted` and `errors` bound.
+
+    `counted`: the connections of this ingress. `errors` counts refusals by their code.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: HttpLimits,
+        counted: Connections,
+        errors: Counter[str],
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._counted = counted
+        self._errors = errors
+        self._is_in_head = True
+        self._num_fed = 0  # bytes of this head, given to the parser
+        self._num_head = 0  # bytes of its names and values
+        self._refusal: str | None = None  # a code of the catalogue
+        self._timer: asyncio.TimerHandle | None = None  # of the head or of the body
+        self._slow_timer: asyncio.TimerHandle | None = None
+        self._body_left_s = 0.0
+        self._has_new_body = False
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self._counted.enter(self, address, self._evict):
+            self.transport.abort()  # without an answer, which would cost more than it helps
+            return
+        self._arm(self._limits.head_s, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._counted.leave(self)
+        self._disarm()
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+        super().connection_lost(exc)
+
+    def _evict(self) -> None:
+        self.transport.abort()
+
+    # What arrives.
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._is_in_head and self._timer is None:
+            self._arm(self._limits.head_s, self._head_is_late)
+        self._has_new_body = True
+        while data and self._refusal is None and not self.transport.is_closing():
+            was_in_head = self._is_in_head
+            piece = data[:HEAD_PIECE] if was_in_head else data
+            data = data[len(piece) :]
+            try:
+                self.parser.feed_data(piece)
+                if was_in_head and self._is_in_head:
+                    self._count_fed(len(piece))
+            except _Refused:
+                pass
+            except httptools.HttpParserUpgrade:
+                return  # answered as if it had asked for none
+            except httptools.HttpParserError:
+                self._refusal = self._refusal or "invalid_http"
+            if self._refusal is not None:
+                self._refuse()
+
+    def _count_fed(self, num_bytes: int) -> None:
+        """An endless header calls nothing back: the bytes that the parser has are counted, too."""
+        self._num_fed += num_bytes
+        if self._num_fed > self._limits.head_bytes + HEAD_PIECE:
+            self._stop("head_too_large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._num_head = True, 0
+        if len(self.pipeline) >= self._limits.num_pipelined:
+            self._stop("invalid_http")
+
+    def on_url(self, url: bytes) -> None:
+        if len(self.url) + len(url) > self._limits.url_bytes:
+            self._stop("url_too_long")
+        self._num_head += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            self._stop("invalid_http")  # after the body: a trailer, which no client of ours sends
+        self._num_head += len(name) + len(value)
+        if (
+            self._num_head > self._limits.head_bytes
+            or len(self.headers) >= self._limits.num_headers
+        ):
+            self._stop("head_too_large")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head, self._num_fed = False, 0
+        self._counted.busy(self)
+        self._body_left_s = self._limits.body_s
+        self._arm(self._limits.body_gap_s, self._body_is_late)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_head = True  # what follows is the next one
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self._counted.idle(self, self._evict)
+
+    # Time.
+
+    def _arm(self, seconds: float, late: Any) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        self._refusal = "request_timeout"
+        self._refuse()
+
+    def _body_is_late(self) -> None:
+        """Each `body_gap_s`; the time in which this server reads nothing does not count."""
+        self._timer = None
+        gap_s = self._limits.body_gap_s
+        if not self.flow.read_paused:
+            self._body_left_s -= gap_s
+            if not self._has_new_body or self._body_left_s <= 0:
+                self._refusal = "request_timeout"
+                self._refuse()
+                return
+            self._has_new_body = False
+        self._arm(gap_s, self._body_is_late)
+
+    def pause_writing(self) -> None:
+        """The client does not read: what waits for it is bounded, and so is the time."""
+        super().pause_writing()
+        if self._slow_timer is None:
+            self._slow_timer = self.loop.call_later(self._limits.write_s, self._reads_nothing)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+
+    def _reads_nothing(self) -> None:
+        self._errors["client_too_slow"] += 1
+        self.transport.abort()
+
+    # Refusals.
+
+    def _stop(self, code: str) -> None:
+        self._refusal = code
+        raise _Refused
+
+    def _refuse(self) -> None:
+        """Answer with the refusal and close; while another answer is on its way, close only."""
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        code = self._refusal or "invalid_http"
+        self._errors[code] += 1
+        if self._may_answer() and not (code == "request_timeout" and self._is_silent()):
+            self.transport.write(_answer(code, self.server_state.default_headers))
+        self.transport.close()
+
+    def _is_silent(self) -> bool:
+        """Nothing of a request has arrived: there is nothing to answer."""
+        return self._is_in_head and not self._num_fed
+
+    def _may_answer(self) -> bool:
+        """Whether the client takes what is written now for the answer to what it sent last."""
+        if self.cycle is None:
+            return True
+        if self._is_in_head:
+            return self.cycle.response_complete
+        return not self.cycle.response_started and not self.pipeline
+
+
+def bounded_protocol(
+    counted: Connections, errors: Counter[str], limits: HttpLimits | None = None
+) -> Any:
+    """What uvicorn.Config takes as `http`: the protocol with these bounds."""
+    return functools.partial(
+        BoundedProtocol, limits=limits or HttpLimits(), counted=counted, errors=errors
+    )
+
+
+def _answer(code: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    entry = CATALOGUE[code]
+    error = {"message": entry.message, "type": entry.openai_type, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    lines = [
+        *(name + b": " + value for name, value in headers),
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"connection: close",
+    ]
+    return STATUS_LINE[entry.http_status] + b"\r\n".join(lines) + b"\r\n\r\n" + body

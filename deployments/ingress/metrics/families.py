@@ -1,0 +1,98 @@
+"""The metrics of an ingress itself: lost requests, journals, connections, its event loop.
+
+collector.py collects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.loop_watch import LoopWatch
+from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
+from penstock.deployments.ingress.journal.journals import JournalCounts
+from penstock.workers.stats import Distribution
+
+
+def of_lost(lost: LostRequests) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "penstock_requests_continued",
+        "Times that a request continued on another worker, after its own was lost.",
+        value=lost.num_continued,
+    )
+    yield CounterMetricFamily(
+        "penstock_requests_fatal",
+        "Requests that were refused because three workers ended while they computed them.",
+        value=lost.num_refused,
+    )
+    pause = HistogramMetricFamily(
+        "penstock_continuation_pause_seconds",
+        "From the loss of a request's worker to its next token.",
+    )
+    add(pause, (), lost.pauses.snapshot())
+    yield pause
+
+
+def of_journals(counts: JournalCounts) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "penstock_journals_begun", "Streams that have a journal.", value=counts.begun
+    )
+    yield CounterMetricFamily(
+        "penstock_journals_resumed",
+        "Times that a call was continued here: a lost stream, a request that came again with its "
+        "key, or a response in the background.",
+        value=counts.resumed,
+    )
+    yield CounterMetricFamily(
+        "penstock_journals_incomplete",
+        "Journals that the state store could not take whole; what they lack is computed again.",
+        value=counts.incomplete,
+    )
+
+
+def of_connections(connections: Connections) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "penstock_http_connections", "HTTP connections that are open.", value=connections.num
+    )
+    yield CounterMetricFamily(
+        "penstock_http_connections_refused",
+        "HTTP connections that were closed at once: there was no room, or too many of the address.",
+        value=connections.num_refused,
+    )
+    yield CounterMetricFamily(
+        "penstock_http_connections_evicted",
+        "Idle HTTP connections that were closed for newer ones.",
+        value=connections.num_evicted,
+    )
+
+
+def of_loop(watch: LoopWatch) -> Iterator[Metric]:
+    lag = HistogramMetricFamily(
+        "penstock_event_loop_lag_seconds",
+        "By how much the ingress's event loop was late, each 0.1 s.",
+        labels=(),
+    )
+    add(lag, (), watch.lags())
+    yield lag
+    yield GaugeMetricFamily(
+        "penstock_event_loop_lag_now_seconds",
+        "By how much the ingress's event loop is late now.",
+        value=watch.lag_s(),
+    )
+
+
+def add(histogram: HistogramMetricFamily, labels: Sequence[str], observed: Distribution) -> None:
+    """Add one series. Prometheus buckets are cumulative: each counts all values up to its bound."""
+    buckets, num = [], 0
+    for bound, count in zip((*observed.bounds, inf), observed.counts, strict=True):
+        num += count
+        buckets.append(("+Inf" if bound == inf else str(float(bound)), num))
+    histogram.add_metric(labels, buckets=buckets, sum_value=observed.total)
