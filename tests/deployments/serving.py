@@ -24,6 +24,7 @@ import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
+from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
@@ -31,6 +32,7 @@ from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.openapi import document_of
+from penstock.deployments.ingress.http.protocol import bounded_protocol
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
 from penstock.deployments.state.factory import open_store
@@ -273,7 +275,10 @@ class Serving:
         listener = socket.create_server(("127.0.0.1", 0))
         self.http_port: int = listener.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{self.http_port}"
-        self._http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        errors = self.core.metrics.num_errors_returned
+        protocol = bounded_protocol(Connections(1024), errors)
+        config = uvicorn.Config(app, http=protocol, ws="none", log_config=None, lifespan="off")
+        self._http = uvicorn.Server(config)
         grpc_server = await start_server(
             self.core, "127.0.0.1:0", api_keys=self._api_keys, journals=self.journals
         )

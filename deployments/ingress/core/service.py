@@ -30,9 +30,11 @@ from penstock.deployments.ingress.core.streams import (
     merged,
     run_off_loop_if_large,
 )
+from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.validation import (
     PromptReader,
     check_ids,
+    check_num_ids,
     check_text,
     checked_params,
     nth_choice,
@@ -95,7 +97,8 @@ class RequestCore:
         self._seeds = random.Random(seed)
         self._longest_wait_s = longest_wait_s
         self._has_state_store = has_state_store
-        self._prompts = PromptReader(tokenizer)
+        self.texts = TextPool()
+        self._prompts = PromptReader(tokenizer, self.texts)
         self._marks = marks
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
@@ -235,13 +238,22 @@ class RequestCore:
         return True
 
     async def tokenize(
-        self, text: str, *, model: str | None = None, add_special_tokens: bool = True
+        self,
+        text: str,
+        *,
+        model: str | None = None,
+        add_special_tokens: bool = True,
+        principal: str = "",
     ) -> list[int]:
-        """Token ids of `text`. Raises RequestError."""
+        """Token ids of `text`. Raises RequestError or ServiceError."""
         self.model(model)
         check_text(text, "text")
-        return await run_off_loop_if_large(
-            len(text), self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        return await self.texts.run(
+            principal,
+            len(text),
+            self.tokenizer.encode,
+            text,
+            add_special_tokens=add_special_tokens,
         )
 
     async def prompt_ids(self, call: Call) -> tuple[int, ...]:
@@ -250,11 +262,19 @@ class RequestCore:
         return await self._prompts.ids(call, model, model.max_model_len)
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str | None = None,
+        skip_special_tokens: bool,
+        principal: str = "",
     ) -> str:
-        """The text of `token_ids`. Raises RequestError."""
-        check_ids(token_ids, self.model(model).vocab_size, "token_ids")
-        return await run_off_loop_if_large(
+        """The text of `token_ids`. Raises RequestError or ServiceError."""
+        served = self.model(model)
+        check_num_ids(token_ids, served.max_model_len, "token_ids")
+        check_ids(token_ids, served.vocab_size, "token_ids")
+        return await self.texts.run(
+            principal,
             len(token_ids),
             self.tokenizer.decode,
             token_ids,
@@ -278,7 +298,7 @@ class RequestCore:
         if split is not None:
             params = split.params(params, self.tokenizer)
         if call.options.bad_words:
-            words = await self._prompts.bad_words_ids(call.options.bad_words)
+            words = await self._prompts.bad_words_ids(call)
             params = replace(params, bad_words_ids=params.bad_words_ids + words)
             params.check(model.vocab_size)
         if params.seed is None and params.temperature > 0:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
-from penstock.deployments.ingress.core.streams import run_off_loop_if_large
+from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.tools import as_plain_messages
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.request import MAX_BAD_WORDS, MAX_STOP_CHARS, RequestError, SamplingParams
@@ -26,6 +26,7 @@ MAX_VARIABLE_CHARS = 256
 MAX_CHOICES = 8
 MAX_BAD_WORD_STRINGS = MAX_BAD_WORDS // 2  # each is forbidden in two spellings
 MAX_TRUNCATE = 2**31 - 1
+VALUE_SIZE = 16  # characters: to render a value or a message takes as long as so much of text
 TEXT_SLACK = 4  # normalising may shrink a text by this factor before it becomes tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -42,6 +43,16 @@ def check_text(text: str, param: str) -> None:
 def check_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         raise RequestError(f"token ids must lie in [0, {vocab_size})", param=param)
+
+
+def check_num_ids(token_ids: Sequence[Any], most: int, param: str) -> None:
+    """Raise RequestError if there are more than a context holds; looks at none of them."""
+    if len(token_ids) > most:
+        raise RequestError(
+            f"{param} has {len(token_ids)} token ids; this model takes at most {most}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def check_variables(variables: Mapping[str, Any], known: Collection[str]) -> None:
@@ -154,8 +165,8 @@ def bad_words_ids(
 class PromptReader:
     """Reads prompts as one model's tokenizer does. Lives on one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, texts: TextPool):
+        self._tokenizer, self._texts = tokenizer, texts
 
     async def ids(self, call: Call, model: ServedModel, max_tokens: int) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it. Raises RequestError, also for a text
@@ -168,13 +179,15 @@ class PromptReader:
             check_text(prompt, "prompt")
             if not prompt:  # a tokenizer may begin even that with a mark
                 raise RequestError("the prompt is empty", param="prompt")
-            num_chars = len(prompt)
+            num_chars = size = len(prompt)
         else:
             check_messages(prompt.messages)
             if prompt.variables:
                 check_variables(prompt.variables, self._tokenizer.template_variables)
             num_chars = sum(len(message["content"]) for message in prompt.messages)
             num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
+            # All of it is rendered, or may be: names, reasoning, and arguments of calls, too.
+            size = num_chars + sum(map(_size_of, prompt.messages)) + _size_of(prompt.variables)
         if num_chars > max_tokens * self._tokenizer.max_token_bytes * TEXT_SLACK:
             raise RequestError(
                 f"a prompt of {num_chars} characters cannot fit the {max_tokens} tokens "
@@ -182,7 +195,7 @@ class PromptReader:
                 param="prompt" if isinstance(prompt, str) else "messages",
                 code="context_length_exceeded",
             )
-        return await run_off_loop_if_large(num_chars, self._encode, call)
+        return await self._texts.run(call.context.principal, size, self._encode, call)
 
     async def fitting_ids(
         self, call: Call, model: ServedModel, params: SamplingParams, max_tokens: int
@@ -194,12 +207,14 @@ class PromptReader:
         _check_length(len(prompt_ids), params, max_tokens)
         return prompt_ids
 
-    async def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that spell `words`. Raises RequestError."""
+    async def bad_words_ids(self, call: Call) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell the call's `bad_words`. Raises RequestError."""
+        words = call.options.bad_words
         for word in words:
             check_text(word, "bad_words")
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        return await run_off_loop_if_large(sum(map(len, words)), bad_words_ids, words, encode)
+        size = sum(map(len, words))
+        return await self._texts.run(call.context.principal, size, bad_words_ids, words, encode)
 
     def _encode(self, call: Call) -> tuple[int, ...]:
         if isinstance(call.prompt, ChatPrompt):
@@ -221,6 +236,19 @@ class PromptReader:
             call.prompt, add_special_tokens=call.options.add_special_tokens
         )
         return tuple(ids)
+
+
+def _size_of(part: Any) -> int:
+    """Characters of all texts in a part of a conversation, and a few for each value."""
+    size, left = 0, [part]
+    while left:
+        value = left.pop()
+        size += len(value) if isinstance(value, str) else VALUE_SIZE
+        if isinstance(value, Mapping):
+            left += (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple):
+            left += value
+    return size
 
 
 def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -83,6 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request.text,
                 model=request.model,
                 add_special_tokens=flag(request, "add_special_tokens", True),
+                principal=principal(context, self._keys),
             )
             max_model_len = self._core.model(request.model).max_model_len
             return pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
@@ -95,6 +96,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request.token_ids,
                 model=request.model,
                 skip_special_tokens=request.skip_special_tokens,
+                principal=principal(context, self._keys),
             )
             return pb.DetokenizeResponse(text=text)
 

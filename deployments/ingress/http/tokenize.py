@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.validation import check_num_ids
 from penstock.deployments.ingress.http.asgi import read_json_body
 from penstock.deployments.ingress.http.body import (
     Strict,
@@ -15,6 +16,7 @@ from penstock.deployments.ingress.http.body import (
     json_object,
     validated,
 )
+from penstock.deployments.ingress.http.events import json_bytes
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
@@ -70,11 +72,11 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a conversation as the model would read it."""
         body = await read_json_body(request.scope, request.receive)
-        values = json_object(body)
+        values, context = json_object(body), context_of(request.scope)
         asked: TokenizeRequest | TokenizeChatRequest
         if "messages" in values:
             asked = parse(TokenizeChatRequest, body)
-            call = Call(asked.prompt(), options=asked.options(), context=context_of(request.scope))
+            call = Call(asked.prompt(), options=asked.options(), context=context)
             token_ids = list(await core.prompt_ids(call))
         else:
             fields = TokenizeRequest.model_fields
@@ -83,16 +85,22 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
                 asked.prompt,
                 model=asked.model,
                 add_special_tokens=asked.add_special_tokens is not False,
+                principal=context.principal,
             )
-        pieces = core.tokenizer.pieces(token_ids) if asked.return_token_strs else None
-        return JSONResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": core.model(asked.model).max_model_len,
-                "tokens": token_ids,
-                "token_strs": pieces,
-            }
-        )
+
+        def answer() -> bytes:
+            pieces = core.tokenizer.pieces(token_ids) if asked.return_token_strs else None
+            return json_bytes(
+                {
+                    "count": len(token_ids),
+                    "max_model_len": core.model(asked.model).max_model_len,
+                    "tokens": token_ids,
+                    "token_strs": pieces,
+                }
+            )
+
+        content = await core.texts.run(context.principal, len(token_ids), answer)
+        return Response(content, media_type="application/json")
 
     @app.post(
         "/detokenize",
@@ -103,6 +111,10 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         values = json_object(await read_json_body(request.scope, request.receive))
+        model, tokens = values.get("model"), values.get("tokens")
+        if isinstance(tokens, list):  # before all of them are looked at
+            most = core.model(model if isinstance(model, str) else None).max_model_len
+            check_num_ids(tokens, most, "tokens")
         fields = DetokenizeRequest.model_fields
         asked = validated(DetokenizeRequest, drop_ignored_fields(values, fields, {}, ()))
         try:
@@ -110,6 +122,7 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
                 asked.tokens,
                 model=asked.model,
                 skip_special_tokens=asked.skip_special_tokens is True,
+                principal=context_of(request.scope).principal,
             )
         except RequestError as error:
             param = "tokens" if error.param == "token_ids" else error.param
