@@ -18,6 +18,7 @@ from penstock.deployments.options import (
     ClusterOptions,
     ListenOptions,
     ReplicaOptions,
+    SecurityOptions,
     ServedModelOptions,
     StateOptions,
 )
@@ -46,6 +47,7 @@ _PATHS = (
 class ServeConfig(
     ServedModelOptions,
     ListenOptions,
+    SecurityOptions,
     ReplicaOptions,
     AdmissionOptions,
     BatchOptions,

@@ -68,6 +68,19 @@ class ListenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecurityOptions:
+    """Who may connect, and what tenants share."""
+
+    GROUP: ClassVar[str] = "security"
+
+    prefix_sharing: Literal["tenant", "all"] = option(
+        "tenant",
+        "who shares the prefix cache; tenant: requests with the same API key; all: every request, "
+        "so that a client can find out by the time of an answer what others have asked",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
     """How many replicas there are."""
 

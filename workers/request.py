@@ -239,6 +239,7 @@ class Request:
     # bounded by what that worker had admitted.
     is_continued: bool = False
     num_expected: int = 0  # predicted tokens of prompt and answer; 0: no prediction
+    cache_domain: bytes = b""  # cached prefixes are shared within a domain only
 
 
 @dataclass(frozen=True, slots=True)

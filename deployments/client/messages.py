@@ -34,7 +34,7 @@ _MODES = {
     "required": pb.TOOL_CHOICE_MODE_REQUIRED,
 }
 _NOT_SAMPLING = (
-    *("n", "truncate_prompt_tokens", "echo", "return_timings", "priority"),
+    *("n", "truncate_prompt_tokens", "echo", "return_timings", "priority", "cache_salt"),
     *("tools", "tool_choice", "parallel_tool_calls"),
 )
 

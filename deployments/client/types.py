@@ -57,6 +57,7 @@ class Sampling(TypedDict, total=False):
     truncate_prompt_tokens: int
     return_timings: bool
     priority: int  # 0 to 100; of those that wait, lower goes first
+    cache_salt: str  # computed prompts are shared only with requests of the same salt
     echo: bool  # not for a conversation
     # For a conversation only. `tool_choice` is "auto", "none", "required" or a tool's name; its
     # answer's `tool_calls` go back in a message of the assistant, the result in one of role "tool"

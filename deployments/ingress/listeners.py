@@ -225,6 +225,7 @@ async def _request_core(
         seed=config.engine.seed,
         longest_wait_s=config.longest_possible_wait_s,
         has_state_store=config.state_url is not None,
+        shares_prefixes=config.prefix_sharing == "all",
         open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
     )
 

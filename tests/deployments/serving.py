@@ -181,6 +181,7 @@ def core_over(
     marks: Marks | None = None,
     longest_wait_s: float | None = None,
     open_calls: OpenCalls | None = None,
+    shares_prefixes: bool = False,
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
@@ -191,6 +192,7 @@ def core_over(
         marks=marks,
         longest_wait_s=longest_wait_s,
         open_calls=open_calls,
+        shares_prefixes=shares_prefixes,
     )
 
 

@@ -58,6 +58,7 @@ def submit_message(
         may_decline=may_decline,
         priority=request.priority,
         is_continued=request.is_continued,
+        cache_domain=request.cache_domain,
     )
 
 
@@ -91,6 +92,7 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         may_decline=submit.may_decline,
         is_continued=submit.is_continued,
         num_expected=submit.expected_tokens,
+        cache_domain=submit.cache_domain,
     )
 
 

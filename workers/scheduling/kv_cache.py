@@ -179,9 +179,14 @@ class KVCache:
             self.pool.index.forget(block_id)
 
     def _root_of(self, seq: Sequence) -> bytes:
-        """First key of the chain of `seq`. Inexact experts have another: their K and V differ."""
-        mode = seq.moe_mode
-        return self._root if mode == "exact" else self._key(self._root, mode.encode())
+        """First key of the chain of `seq`: by its domain, so that no tenant finds another's blocks.
+
+        Inexact experts have another key, too: their K and V differ.
+        """
+        mode, domain = seq.moe_mode, seq.request.cache_domain
+        if mode == "exact" and not domain:
+            return self._root
+        return self._key(self._root, mode.encode() + b"\0" + domain)
 
     def _find_prefix(self, seq: Sequence) -> Hit:
         hit = Hit([], [], [])

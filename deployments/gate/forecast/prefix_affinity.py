@@ -24,14 +24,16 @@ MAX_MARKS = 10  # of a prompt: the last is of 16,384 tokens
 Place = TypeVar("Place", bound=Hashable)
 
 
-def prefix_marks(token_ids: Sequence[int]) -> tuple[int, ...]:
+def prefix_marks(token_ids: Sequence[int], domain: bytes = b"") -> tuple[int, ...]:
     """64-bit hashes of the first 32, 64, 128... tokens, up to the prompt's length.
+
+    Prompts of different `domain`s have no mark in common: their blocks are not shared either.
 
     Some 10 us for 1,000 tokens. Collisions are expected only among 2^32 different prompts, and
     would send a prompt to a worker that is no worse than others.
     """
     marks: list[int] = []
-    hashed, done, length = hashlib.blake2b(digest_size=8), 0, SHORTEST
+    hashed, done, length = hashlib.blake2b(digest_size=8, key=domain), 0, SHORTEST
     while length <= len(token_ids) and len(marks) < MAX_MARKS:
         hashed.update(array("q", token_ids[done:length]).tobytes())
         marks.append(int.from_bytes(hashed.copy().digest(), "little"))

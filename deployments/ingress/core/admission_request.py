@@ -80,7 +80,7 @@ def admission_request(
         text=_last_text(chat.messages) if chat else _plain(call.prompt),
         ceiling=None if full_tokens is None else full_tokens + contexts.block_size,
         has_limit=params.max_tokens is not None,
-        prefix=prefix_marks(request.prompt_ids),
+        prefix=prefix_marks(request.prompt_ids, request.cache_domain),
         longest_wait_s=longest_wait_s,
     )
 

@@ -55,6 +55,7 @@ class CallOptions:
     prompt is scored and not answered. `bad_words` are added to `SamplingParams.bad_words_ids`.
     Of waiting requests the lowest `priority` is admitted first. `tenant` is the end user that the
     client names: waiting requests share by principal, or without API keys by tenant.
+    `cache_salt` separates cached prefixes further than by principal; "": it does not.
     With `splits_reasoning` a chat answer's reasoning is kept apart, where the model marks it.
     """
 
@@ -67,6 +68,7 @@ class CallOptions:
     include_stop_str_in_output: bool = False
     tenant: str = ""
     priority: int = 0
+    cache_salt: str = ""
     splits_reasoning: bool = False
 
 

@@ -33,6 +33,7 @@ from penstock.deployments.ingress.core.streams import (
 from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.validation import (
     PromptReader,
+    cache_domain,
     check_ids,
     check_num_ids,
     check_text,
@@ -76,6 +77,7 @@ class RequestCore:
         longest_wait_s: float | None = None,
         open_calls: OpenCalls | None = None,
         has_state_store: bool = False,
+        shares_prefixes: bool = False,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
@@ -83,7 +85,7 @@ class RequestCore:
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
         what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
-        continued after the end of this server."""
+        continued after the end of this server. `shares_prefixes`: tenants share cached prompts."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
@@ -97,6 +99,7 @@ class RequestCore:
         self._seeds = random.Random(seed)
         self._longest_wait_s = longest_wait_s
         self._has_state_store = has_state_store
+        self._shares_prefixes = shares_prefixes
         self.texts = TextPool()
         self._prompts = PromptReader(tokenizer, self.texts)
         self._marks = marks
@@ -315,6 +318,9 @@ class RequestCore:
             deadline_s=context.deadline_s,
             wait_until_s=None if wait_s is None else now_s + wait_s,
             priority=call.options.priority,
+            cache_domain=cache_domain(
+                "" if self._shares_prefixes else context.principal, call.options.cache_salt
+            ),
         )
         if self._learner is None:
             return AdmissionRequest(request, longest_wait_s=wait_s), split

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ MAX_VARIABLE_CHARS = 256
 MAX_CHOICES = 8
 MAX_BAD_WORD_STRINGS = MAX_BAD_WORDS // 2  # each is forbidden in two spellings
 MAX_TRUNCATE = 2**31 - 1
+_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 VALUE_SIZE = 16  # characters: to render a value or a message takes as long as so much of text
 TEXT_SLACK = 4  # normalising may shrink a text by this factor before it becomes tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -115,6 +117,15 @@ def checked_params(
     return params, contexts.max_total_tokens(params)
 
 
+def cache_domain(principal: str, salt: str) -> bytes:
+    """Names, in 16 bytes, who shares cached prefixes: empty for callers without key and salt."""
+    if not principal and not salt:
+        return b""
+    # The length comes first, so that no other principal and salt give the same bytes.
+    content = f"{len(principal)}:{principal}:{salt}".encode()
+    return hashlib.blake2b(content, digest_size=16, person=b"cache domain").digest()
+
+
 def is_scoring_only(call: Call) -> bool:
     """Whether the prompt is to be scored and echoed, with no answer to it."""
     return call.options.echo and call.params.max_tokens == 0
@@ -132,6 +143,11 @@ def _check_options(call: Call) -> None:
                 f"each of bad_words has 1 to {MAX_STOP_CHARS} characters, and not only spaces",
                 param="bad_words",
             )
+    salt = call.options.cache_salt
+    if salt and not _SALT.fullmatch(salt):
+        raise RequestError(
+            "cache_salt has 1 to 128 of the characters A-Z, a-z, 0-9, _ and -", param="cache_salt"
+        )
     kept = call.options.truncate_prompt_tokens
     if kept is not None and not 1 <= kept <= MAX_TRUNCATE:
         raise RequestError(

@@ -281,6 +281,7 @@ def _options(request: pb.GenerateRequest | pb.ChatRequest) -> CallOptions:
     return CallOptions(
         model=request.model,
         priority=priority(request),
+        cache_salt=request.cache_salt,
         skip_special_tokens=flag(request, "skip_special_tokens", True),
         bad_words=bad_words(request.sampling),
         include_stop_str_in_output=request.sampling.include_stop_str_in_output,

@@ -53,7 +53,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
     "reasoning_effort": (None, "none"),
     **dict.fromkeys(("suffix",), (None, "")),
-    **dict.fromkeys(("cache_salt", "kv_transfer_params", "thinking_token_budget"), (None,)),
+    **dict.fromkeys(("kv_transfer_params", "thinking_token_budget"), (None,)),
     "stream_interval": (None, 1),
 }
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy endpoint
@@ -93,6 +93,11 @@ class _GenerationRequest(ShapeFields):
     priority: int | None = Field(
         None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        description="share computed prompts only with requests that have the same salt",
+    )
     user: str | None = Field(
         None, description="whom it is for: without API keys, those that wait share by it"
     )
@@ -122,6 +127,7 @@ class _GenerationRequest(ShapeFields):
         return CallOptions(
             model=self.model,
             priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
             tenant=self.user or "",
             skip_special_tokens=self.skip_special_tokens is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,

@@ -119,6 +119,11 @@ class ResponsesRequest(Strict):
     priority: int | None = Field(
         None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        description="share computed prompts only with requests that have the same salt",
+    )
     stream: bool | None = Field(None, description="send server-sent events; default false")
     background: bool | None = Field(None, description="answer at once and go on without a client")
     store: bool | None = Field(None, description="keep the response for a while; default true")
@@ -176,7 +181,12 @@ class ResponsesRequest(Strict):
         )
 
     def options(self) -> CallOptions:
-        return CallOptions(model=self.model, priority=self.priority or 0, splits_reasoning=True)
+        return CallOptions(
+            model=self.model,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            splits_reasoning=True,
+        )
 
     def messages(self, before: tuple[Message, ...]) -> tuple[Message, ...]:
         """The conversation without the instructions, which no later response inherits."""
