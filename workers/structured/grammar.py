@@ -18,6 +18,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,13 +169,14 @@ class GrammarCompiler:
             return verdict
 
     def _tried(self, spec: StructuredSpec) -> dict[str, str]:
-        """The helper's verdict on `spec`, cached so that each grammar is tried once."""
+        """The helper's verdict on `spec`, cached so that each grammar is tried once.
+
+        Raises RequestError overloaded, and remembers nothing, if the helper had no chance.
+        """
         question = {"kind": spec.kind.value, "text": spec.text, "lenient": spec.lenient}
         helper = self._idle.get()
         try:
-            verdict: dict[str, str] = helper.ask(question)
-        except HelperFailed:
-            verdict = {"error": "this takes too much time or memory to compile"}
+            verdict = _asked(helper, question, spec.param)
         finally:
             self._idle.put(helper)
         with self._lock:
@@ -184,6 +186,24 @@ class GrammarCompiler:
             while len(self._verdicts) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 self._num_bytes -= _size(*self._verdicts.popitem(last=False))
         return verdict
+
+
+def _asked(helper: Helper, question: dict[str, Any], param: str) -> dict[str, str]:
+    """The answer of a helper, which may end once without the question being to blame."""
+    for attempt in range(2):
+        try:
+            verdict: dict[str, str] = helper.ask(question)
+            return verdict
+        except HelperFailed as failure:
+            if failure.is_verdict or (failure.has_ended and attempt):
+                break
+            if not failure.has_ended:
+                raise RequestError(
+                    "this server has no time to compile a grammar now; try again shortly",
+                    param=param,
+                    code="overloaded",
+                ) from failure
+    return {"error": "this takes too much time or memory to compile"}
 
 
 def _size(spec: StructuredSpec, verdict: dict[str, str]) -> int:

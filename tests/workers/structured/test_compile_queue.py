@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from penstock.workers.engine.thread import EngineThread
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from penstock.workers.structured.compile_queue import (
     MAX_WAITING,
+    MAX_WAITING_OF_TENANT,
     CompiledRequest,
     GrammarCompileQueue,
 )
@@ -128,3 +131,30 @@ def test_a_tokenizer_that_cannot_be_used_is_said_so() -> None:
     intake.close()
     assert refusal is not None
     assert (refusal.code, refusal.param) == ("unsupported_parameter", "p")
+
+
+def of_tenant(name: str, tenant: bytes) -> Request:
+    return replace(request(name), cache_domain=tenant)
+
+
+def test_tenants_take_turns_and_one_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.workers.structured.compile_queue.NUM_HELPERS", 1)
+    slow, done = SlowTokenizer(), queue.SimpleQueue[CompiledRequest]()
+    intake = GrammarCompileQueue(new_compiler(slow), done.put)
+    first = request("first")
+    intake.submit(first)
+    while intake._turns:  # until it has begun, and holds the thread
+        time.sleep(0.01)
+    for number in range(MAX_WAITING_OF_TENANT):
+        intake.submit(of_tenant(f"a{number}", b"a" * 16))
+    intake.submit(of_tenant("too much", b"a" * 16))
+    refused = done.get(timeout=30)
+    assert refused.request.request_id == "too much"
+    assert refused.refusal is not None and refused.refusal.code == "overloaded"
+    for number in range(2):
+        intake.submit(of_tenant(f"b{number}", b"b" * 16))
+    intake.submit(request("c0"))
+    slow.go.set()
+    order = [done.get(timeout=30).request.request_id for _ in range(8)]
+    assert order == ["first", "a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+    intake.close()

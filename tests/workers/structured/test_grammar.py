@@ -10,7 +10,9 @@ import json
 import os
 import random
 import re
+import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,7 +23,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
-from penstock.workers.structured.grammar import GrammarCompiler
+from penstock.workers.structured.grammar import NUM_HELPERS, GrammarCompiler
 from penstock.workers.structured.sandbox import Helper, HelperFailed
 from penstock.workers.structured_spec import (
     MAX_CHOICES,
@@ -450,7 +452,7 @@ def test_what_a_schema_cannot_enforce_is_passed_over_if_lenient(compiler: Gramma
 
 
 def test_a_helper_that_hangs_or_ends_is_replaced() -> None:
-    helper = Helper(limit_s=0.5)
+    helper = Helper(limit_s=0.1)  # of CPU time; 1 s by the clock
     easy = {"kind": "regex", "text": "a", "lenient": False}
     try:
         assert "grammar" in helper.ask(easy)
@@ -468,6 +470,71 @@ def test_a_helper_that_hangs_or_ends_is_replaced() -> None:
         with pytest.raises(HelperFailed):
             helper.ask(easy)
         assert "grammar" in helper.ask(easy)
+    finally:
+        helper.close()
+
+
+COSTLY = '{"type":"integer","minimum":0,"maximum":%d,"multipleOf":999983}'
+
+
+def costly(number: int) -> StructuredSpec:
+    """A schema that takes more CPU time than the helper has."""
+    return json_schema(json.loads(COSTLY % (10**18 - number)), param="p")
+
+
+def test_what_takes_too_long_is_remembered_as_such(compiler: GrammarCompiler) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="too much time or memory") as refusal:
+            compiler.matcher(costly(1))
+        assert refusal.value.code == "invalid_value"
+    with compiler._lock:
+        assert costly(1) in compiler._verdicts
+
+
+def test_a_busy_moment_is_not_held_against_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers that stood still had a good schema refused for hours."""
+    made = GrammarCompiler(lambda: tokenizer().to_json(), vocab_size=8192, eos_token_ids=(0,))
+    helpers = [made._idle.get() for _ in range(NUM_HELPERS)]
+    try:
+        for helper in helpers:
+            helper.ask({"kind": "regex", "text": "a", "lenient": False})
+            helper._limit_s = 0.05  # 0.5 s by the clock
+            assert helper._process is not None
+            helper._process.send_signal(signal.SIGSTOP)
+            made._idle.put(helper)
+        for _ in range(NUM_HELPERS):
+            with pytest.raises(RequestError, match="no time") as refusal:
+                made.matcher(regex("b{3}"))
+            assert refusal.value.code == "overloaded"
+        for helper in helpers:
+            helper._limit_s = 1.0
+        made.matcher(regex("b{3}"))  # new helpers have started
+    finally:
+        made.close()
+
+
+def test_a_helper_that_was_killed_once_is_no_verdict_either() -> None:
+    made = GrammarCompiler(lambda: tokenizer().to_json(), vocab_size=8192, eos_token_ids=(0,))
+    try:
+        made.matcher(regex("c{3}"))
+        helpers = [made._idle.get() for _ in range(NUM_HELPERS)]
+        for helper in helpers:
+            if helper._process is not None:
+                helper._process.kill()
+            made._idle.put(helper)
+        made.matcher(regex("c{4}"))
+    finally:
+        made.close()
+
+
+def test_the_helper_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a secret")
+    helper = Helper()
+    try:
+        helper.ask({"kind": "regex", "text": "a", "lenient": False})
+        assert helper._process is not None
+        environment = Path(f"/proc/{helper._process.pid}/environ").read_bytes()
+        assert b"secret" not in environment and b"PATH=" in environment
     finally:
         helper.close()
 
