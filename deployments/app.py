@@ -18,7 +18,7 @@ from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.ingress.replica import IngressReplica
 from penstock.deployments.placement import ClusterResources, resolve
 from penstock.deployments.state.url import redis_options
-from penstock.deployments.supervision.ray_workarounds import one_event_loop
+from penstock.deployments.supervision.ray_workarounds import one_event_loop, require_token_auth
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.replica import WorkerReplica
@@ -68,6 +68,9 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
 
     `channel_host`: address on which workers and gate listen; None: their node's in the cluster.
     """
+    config.check_access()
+    if not config.insecure:
+        require_token_auth()
     cluster = cluster_resources()
     resolved = resolve(config, cluster)
     config, setup = resolved.config, gate_setup(resolved.config, channel_host)

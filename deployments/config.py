@@ -121,6 +121,15 @@ class ServeConfig(
         """Whether other machines can use this server without a key."""
         return self.api_keys_file is None and self.host not in LOOPBACK
 
+    def check_access(self) -> None:
+        """Raise ConfigError if other machines could use this server without a key, unasked."""
+        if self.is_open and not self.insecure:
+            raise ConfigError(
+                f"host {self.host}: without API keys every machine that can reach it could use "
+                "this server; write keys into a file and pass it as --api-keys-file "
+                "(api_keys_file), or say --insecure (insecure: true)"
+            )
+
     def address(self, port: int) -> str:
         """host:port, as URLs and gRPC write it."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"

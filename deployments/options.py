@@ -73,6 +73,17 @@ class SecurityOptions:
 
     GROUP: ClassVar[str] = "security"
 
+    insecure: bool = option(
+        False,
+        "serve without API keys also where other machines can connect (host), and on a Ray cluster "
+        "without token authentication; else such a server does not start",
+    )
+    allowed_hosts: str | None = option(
+        None,
+        "with loopback as host and no API keys: further names, with commas between them, under "
+        "which clients reach this server (a tunnel, a proxy); others are refused, because a web "
+        "page can give itself a name that leads here",
+    )
     prefix_sharing: Literal["tenant", "all"] = option(
         "tenant",
         "who shares the prefix cache; tenant: requests with the same API key; all: every request, "

@@ -26,6 +26,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 def check_before_start(config: ServeConfig) -> None:
     """Raise ConfigError for the first setting that cannot work on this machine."""
+    config.check_access()
     check_model(config.engine.model)
     folder = Path(config.engine.model).expanduser()
     if folder.is_dir():

@@ -20,6 +20,7 @@ from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.text_digest import TextDigest
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 
+STEP_S = (1e-5, 60.0)  # least and most that is believed of a step's duration
 _SAME = (
     *("model", "tenant", "template", "prompt_tokens", "max_tokens", "min_tokens", "temperature"),
     *("top_p", "ignore_eos", "num_stop", "structured", "num_messages", "has_tools"),
@@ -107,7 +108,7 @@ def report_from(message: pb.WorkerReport) -> Report:
             Running(name, generated, prompt, limit or None)
             for name, generated, prompt, limit in zip(*columns, strict=True)
         ),
-        report.step_s,
+        min(max(report.step_s, STEP_S[0]), STEP_S[1]) if report.step_s > 0 else 0.0,
         report.num_preemptions,
         report.is_draining,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.deployments.config import ServeConfig
+from penstock.deployments.config import LOOPBACK, ServeConfig
 from penstock.deployments.ingress.core.connections import connections_for
 from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.loop_watch import LoopWatch
@@ -26,6 +26,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
 from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
+from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.jobs import JobBoard
 from penstock.deployments.ingress.http.protocol import bounded_protocol
@@ -145,6 +146,7 @@ async def open_listeners(
         data_dir=data_dir,
         journals=journals,
         jobs=jobs,
+        hosts=_allowed_hosts(config),
     )
     connections = connections_for(config.max_connections, config.max_connections_per_address)
     http = uvicorn.Server(
@@ -186,6 +188,13 @@ async def open_listeners(
     return Listeners(
         app, http, http_task, grpc, metrics, core, batches, journals, jobs, noting, watching
     )
+
+
+def _allowed_hosts(config: ServeConfig) -> AllowedHosts | None:
+    """Of a server that any web page of this machine's browsers could use; None: all names."""
+    if config.api_keys_file is not None or config.host not in LOOPBACK:
+        return None
+    return AllowedHosts(name.strip() for name in (config.allowed_hosts or "").split(",") if name)
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:

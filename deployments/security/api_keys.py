@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.workers.errors import ConfigError
+
+log = logging.getLogger("penstock.security")
 
 DIGEST_PREFIX = "sha256:"
 
@@ -39,18 +43,44 @@ class ApiKeys:
 
 
 def _digest(key: str) -> bytes:
+    """Raises ConfigError for a digest that is none."""
     if key.startswith(DIGEST_PREFIX):
-        return bytes.fromhex(key.removeprefix(DIGEST_PREFIX))
+        digits = key.removeprefix(DIGEST_PREFIX)
+        try:
+            digest = bytes.fromhex(digits)
+        except ValueError:
+            digest = b""
+        if len(digest) != hashlib.sha256().digest_size:
+            raise ConfigError(
+                f"an API key begins with {DIGEST_PREFIX}, and 64 hexadecimal digits must follow; "
+                "'printf %s KEY | sha256sum' makes them"
+            )
+        return digest
     return hashlib.sha256(key.encode()).digest()
 
 
 def read_api_keys(path: str) -> tuple[str, ...]:
-    """The keys in a file, one a line, without blank lines and '#' comments. Raises ConfigError."""
+    """The keys in a file, one a line, without blank lines and '#' comments. Raises ConfigError.
+
+    Also for a file that every user may write.
+    """
     try:
+        mode = Path(path).stat().st_mode
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read api_keys_file {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"cannot read api_keys_file {path}: {why}") from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"api_keys_file {path} has no key; write one a line")
+    for key in keys:
+        _digest(key)
+    if mode & stat.S_IWOTH:
+        raise ConfigError(f"api_keys_file {path} can be written by every user: chmod o-w {path}")
+    if mode & stat.S_IROTH and not all(key.startswith(DIGEST_PREFIX) for key in keys):
+        log.warning(
+            "api_keys_file %s can be read by every user of this machine: chmod o-r, or keep "
+            "'sha256:' and the digests of the keys there",
+            path,
+        )
     return keys

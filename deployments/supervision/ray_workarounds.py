@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.workers.errors import ConfigError
+
 log = logging.getLogger("penstock.ray")
 
 SEEN_ON = "2.60"  # the version of Ray for which all of this was found to be needed
@@ -35,6 +37,23 @@ def one_event_loop() -> dict[str, str]:
     for every message. Internal: look in serve/_private/constants.py whether the name is still read.
     """
     return {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+
+
+def require_token_auth() -> None:
+    """Raise ConfigError if the Ray cluster that this process is connected to asks for no token.
+
+    Its ports then run the code of anyone who reaches them: Ray unpickles what it receives. Ray has
+    no public way to ask. Look for one, or for the release in which tokens cannot be switched off.
+    """
+    import ray
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    if ray.is_initialized() and not is_token_auth_enabled():
+        raise ConfigError(
+            "this Ray cluster asks for no token, so that everyone who reaches its ports can run "
+            "code on it; start Ray with RAY_AUTH_MODE=token on every node, or say --insecure "
+            "(insecure: true)"
+        )
 
 
 def is_start_timeout(error: Exception) -> bool:

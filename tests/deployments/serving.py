@@ -30,6 +30,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
+from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.http.protocol import bounded_protocol
@@ -223,11 +224,13 @@ class Serving:
         api_keys: Sequence[str] = (),
         data_dir: Path | None = None,
         state_url: str | None = None,
+        hosts: AllowedHosts | None = None,
         **of_core: Any,
     ):
         """`state_url`: of the store for journals; None: there are none."""
         self.backend = backend
         self._state_url = state_url
+        self._hosts = hosts
         self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
         self._api_keys = api_keys
@@ -270,6 +273,7 @@ class Serving:
             workers=workers,
             view=getattr(self.backend, "view", None),
             data_dir=self._data_dir,
+            hosts=self._hosts,
         )
         batches = None
         if self._data_dir is not None:

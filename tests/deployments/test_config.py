@@ -16,6 +16,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 import penstock.deployments
+from penstock.deployments.app import build_app
 from penstock.deployments.config import (
     ServeConfig,
     config_from,
@@ -192,12 +193,41 @@ def test_api_keys(tmp_path):
         read_api_keys(str(file))
     with pytest.raises(ConfigError, match="cannot read"):
         read_api_keys(str(tmp_path / "missing"))
+    for digest in ("sha256:12", "sha256:" + "x" * 64, "sha256:"):
+        file.write_text(f"{digest}\n")
+        with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+            read_api_keys(str(file))
+    file.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_api_keys(str(file))
+
+
+def test_a_file_of_keys_that_every_user_may_write_is_refused(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("first\n")
+    file.chmod(0o600)
+    assert read_api_keys(str(file)) == ("first",) and not caplog.text
+    file.chmod(0o644)
+    assert read_api_keys(str(file)) == ("first",) and "can be read by every user" in caplog.text
+    file.chmod(0o666)
+    with pytest.raises(ConfigError, match="can be written by every user: chmod o-w"):
+        read_api_keys(str(file))
 
 
 def test_open_means_reachable_by_strangers():
     assert not ServeConfig().is_open
     assert ServeConfig(host="0.0.0.0").is_open
     assert not ServeConfig(host="0.0.0.0", api_keys_file="keys").is_open
+
+
+def test_an_open_server_starts_only_if_asked_to():
+    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0.*--api-keys-file.*--insecure"):
+        check_before_start(ServeConfig(host="0.0.0.0"))
+    with pytest.raises(ConfigError, match="--insecure"):
+        build_app({"host": "10.0.0.1"})  # as `serve deploy` and KubeRay call it
+    ServeConfig(host="0.0.0.0", insecure=True).check_access()
+    ServeConfig(host="0.0.0.0", api_keys_file="keys").check_access()
+    ServeConfig().check_access()
 
 
 def test_the_serve_config_deploys_what_it_says():

@@ -70,6 +70,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "request_too_large": CatalogueEntry(
         413, "RESOURCE_EXHAUSTED", _BAD, "the body exceeds the size limit of this server"
     ),
+    "host_not_allowed": CatalogueEntry(
+        421,
+        "PERMISSION_DENIED",
+        _BAD,
+        "a server without API keys answers to its own names only; see the setting allowed_hosts",
+    ),
     "head_too_large": CatalogueEntry(
         431, "INVALID_ARGUMENT", _BAD, "the headers exceed 100 fields or 16 KiB"
     ),

@@ -14,6 +14,7 @@ from penstock.deployments.ingress.grpc.calls import Context
 
 SERVICE = "grpc.health.v1.Health"
 POLL_S = 0.25
+MAX_WATCHERS = 64  # no key is asked for, and each of them wakes the event loop four times a second
 
 
 class Health(health_pb2_grpc.HealthServicer):
@@ -23,6 +24,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._core = core
         self._names = names
         self.is_stopping = False
+        self.num_watchers = 0
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: Context
@@ -34,13 +36,20 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        sent = None
-        while True:
-            status = self._status(request.service)
-            if status != sent:
-                sent = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            await asyncio.sleep(POLL_S)
+        if self.num_watchers >= MAX_WATCHERS:
+            why = f"{MAX_WATCHERS} clients watch already; use Check, or try again"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        self.num_watchers += 1
+        try:
+            sent = None
+            while True:
+                status = self._status(request.service)
+                if status != sent:
+                    sent = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.num_watchers -= 1
 
     def _status(self, service: str) -> int:
         statuses = health_pb2.HealthCheckResponse

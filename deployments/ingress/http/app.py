@@ -23,6 +23,7 @@ from penstock.deployments.ingress.http import tokenize
 from penstock.deployments.ingress.http.anthropic import routes as anthropic
 from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
+from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
@@ -62,6 +63,7 @@ def build_app(
     data_dir: Path | None = None,
     journals: Journals | None = None,
     jobs: JobBoard | None = None,
+    hosts: AllowedHosts | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -70,7 +72,8 @@ def build_app(
     `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
     gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
     `journals`: of streams; None: none can be continued. `jobs`: reports of batches that run
-    elsewhere, where other ingresses get them, too.
+    elsewhere, where other ingresses get them, too. `hosts`: the names to which this answers; None:
+    any.
     """
     calls = None if journals is None else JournalledCalls(journals)
     jobs = jobs or JobBoard()
@@ -91,6 +94,7 @@ def build_app(
         turns=core.turns,
         public_paths=PUBLIC_PATHS,
         fast_paths=openai.fast_paths(core, calls),
+        hosts=hosts,
     )
     app.add_exception_handler(HTTPException, _on_http_exception)
     openai.add_openai_routes(app, core, calls)
@@ -102,7 +106,7 @@ def build_app(
     add_console_routes(app)
     add_job_route(app, jobs)
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
-    add_queue_route(app, gate, admission)
+    add_queue_route(app, gate, admission, is_open=not api_keys)
     _add_service_routes(app, core)
     return app
 

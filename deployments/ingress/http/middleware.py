@@ -25,10 +25,12 @@ from penstock.deployments.ingress.http.asgi import (
     send_error,
 )
 from penstock.deployments.ingress.http.events import error_format_of
+from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
 STREAMS_PATH = "/v1/penstock/streams/"
+_NO_SNIFF = (b"x-content-type-options", b"nosniff")  # no browser takes an answer for a page
 CLIENT_ID_HEADERS = (b"x-client-request-id", b"x-request-id")
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 TIMINGS_HEADER = b"x-penstock-timings"  # 1: have `usage.timings` in the answer
@@ -44,6 +46,8 @@ class EdgeMiddleware:
     Sets `request_id`, `client_id` and `principal` in the scope's state, and echoes the ids. Access
     is denied by default: a path is open without a key only if it is one of `public_paths` exactly.
 
+    `hosts`: the names to which a server without keys answers; None: any.
+
     A POST to one of `fast_paths` calls that endpoint and not `app`, whose routing, dependencies and
     wrappers around each chunk cost as much as the rest of a short request.
     """
@@ -57,6 +61,7 @@ class EdgeMiddleware:
         turns: Turns,
         public_paths: Collection[str] = (),
         fast_paths: Mapping[str, App] | None = None,
+        hosts: AllowedHosts | None = None,
     ):
         self._app = app
         self._keys = keys
@@ -65,6 +70,7 @@ class EdgeMiddleware:
         self._turns = turns
         self._public_paths = frozenset(public_paths)
         self._fast_paths = fast_paths or {}
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,6 +85,7 @@ class EdgeMiddleware:
         client_id = next((each for each in ids if each and is_client_id(each)), None)
         request_id = new_request_id()
         id_headers: Headers = [(name, request_id.encode()) for name in error_format.id_headers]
+        id_headers.append(_NO_SNIFF)
         if client_id is not None:
             id_headers.append((b"x-client-request-id", client_id.encode()))
 
@@ -92,8 +99,13 @@ class EdgeMiddleware:
             await send(message)
 
         principal = self._keys.principal(_offered_key(scope))
-        if principal is None and path not in self._public_paths:
-            refusal = describe(_missing_key(), request_id, self._num_errors_returned)
+        try:
+            if self._hosts is not None:
+                self._hosts.check(scope)
+            if principal is None and path not in self._public_paths:
+                raise _missing_key()
+        except RequestError as error:
+            refusal = describe(error, request_id, self._num_errors_returned)
             await send_error(send_with_ids, refusal, request_id, error_format)
             return
         scope.setdefault("state", {}).update(

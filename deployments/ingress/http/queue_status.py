@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
+from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.request import RequestError
@@ -56,14 +57,21 @@ class QueueBody(BaseModel):
     workers: list[WorkerAccountBody]
 
 
-def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> None:
+def add_queue_route(
+    app: FastAPI, gate: GateClient | None, admission: str, *, is_open: bool
+) -> None:
     refusals: dict[int | str, dict[str, Any]] = {401: {"model": ErrorBody}}
 
     @app.get("/v1/penstock/queue", response_model=QueueBody, responses=refusals)
     async def queue(request: Request) -> QueueBody:
         """The requests that wait at the gate, each with its predicted wait and the reason: the
-        first 50, or the first `limit`."""
-        reply = None if gate is None else await gate.explain(_limit(request))
+        first 50, or the first `limit`. With API keys: those of the caller's key."""
+        limit = _limit(request)
+        reply = None if gate is None else await gate.explain(limit if is_open else MAX_LISTED)
+        waits = [] if reply is None else list(reply.waits)
+        if not is_open:
+            principal = context_of(request.scope).principal
+            waits = [each for each in waits if each.tenant == principal][:limit]
         return QueueBody(
             gate=reply is not None,
             admission=admission,
@@ -73,14 +81,14 @@ def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> No
             num_asked=0 if gate is None else gate.num_asked,
             num_fallback=0 if gate is None else gate.num_fallback,
             num_learnt=0 if gate is None else gate.figures.num_learnt,
-            waiting=[] if reply is None else [_wait(each) for each in reply.waits],
+            waiting=[_wait(each) for each in waits],
             workers=[] if reply is None else [_account(each) for each in reply.workers],
         )
 
 
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", "50")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LISTED):
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= MAX_LISTED):
         raise RequestError(f"limit must lie in [1, {MAX_LISTED}]", param="limit")
     return int(text)
 

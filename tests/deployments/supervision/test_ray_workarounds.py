@@ -8,17 +8,30 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import ray
 from ray import JobID
 from ray._private import node, state, worker
+from ray._private.authentication import authentication_utils
 from ray.serve import context, schema
 from ray.serve._private import constants, logging_utils, replica
 
 from penstock.deployments.supervision import ray_workarounds
+from penstock.workers.errors import ConfigError
 
 
 def test_the_version_of_ray_is_the_one_that_was_looked_at():
     assert ray.__version__.startswith(f"{ray_workarounds.SEEN_ON}.")
+
+
+def test_a_cluster_without_tokens_is_refused(monkeypatch):
+    ray_workarounds.require_token_auth()  # not connected: there is nothing to refuse
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert authentication_utils.is_token_auth_enabled()  # so conftest.py has it, for this process
+    ray_workarounds.require_token_auth()
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: False)
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE=token on every node.*--insecure"):
+        ray_workarounds.require_token_auth()
 
 
 def test_the_port_of_a_replica_is_bound_to_loopback(monkeypatch):

@@ -291,7 +291,8 @@ def list_query(query: Mapping[str, str]) -> ListQuery:
         if name not in ("limit", "order", "after"):
             refuse_unless_neutral(ascii(name[:100])[1:-1], value, ())
     limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
+    is_number = limit.isascii() and limit.isdigit() and len(limit) < 9
+    if not (is_number and 1 <= int(limit) <= MAX_LISTED):
         raise RequestError(f"limit must lie in [1, {MAX_LISTED}]", param="limit")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 import penstock.protos as generated
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
+from penstock.deployments.ingress.grpc.health import MAX_WATCHERS
 from penstock.deployments.ingress.grpc.inference import SERVICE
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -321,6 +322,31 @@ def test_large_and_broken_messages(serving, channel, stub):
 
 
 # Health, reflection, keys
+
+
+def test_the_watchers_of_health_have_a_bound():
+    """They need no key, and each wakes the event loop."""
+    with Scripted([5]) as scripted:
+        health = health_pb2_grpc.HealthStub(scripted.channel)
+        request = health_pb2.HealthCheckRequest()
+        watchers = [health.Watch(request) for _ in range(MAX_WATCHERS)]
+        for each in watchers:
+            next(each)
+        with pytest.raises(grpc.RpcError) as refusal:
+            next(health.Watch(request))
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert health.Check(request).status == health_pb2.HealthCheckResponse.SERVING
+        watchers[0].cancel()
+
+        def watches() -> bool:
+            try:
+                return bool(next(health.Watch(request)))
+            except grpc.RpcError:
+                return False
+
+        eventually(watches, 10)
+        for each in watchers:
+            each.cancel()
 
 
 def test_health_follows_the_backend():
