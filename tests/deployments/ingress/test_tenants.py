@@ -95,14 +95,14 @@ def test_over_grpc_the_same(serving: Serving) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize("salt", ["", "a b", "x" * 129, "é", "a\n", 5])
 def test_a_salt_of_other_characters_is_refused(serving: Serving, path: str, salt: Any) -> None:
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
         "/v1/completions": {"prompt": "hi"},
         "/v1/responses": {"input": "hi"},
-    }[path]
+    }
     answer = httpx.post(
         serving.base_url + path,
-        json={**body, "cache_salt": salt},
+        json={**bodies[path], "cache_salt": salt},
         headers={"authorization": f"Bearer {BOB}"},
         timeout=60,
     )
