@@ -22,9 +22,12 @@ def driver_environment() -> dict[str, str]:
 
     `RAY_worker_niceness` is internal: Ray starts its workers at nice 15, so every other process of
     the machine takes precedence over replicas. Look for a documented setting, or another default.
+    `RAY_task_events_report_interval_ms`, internal too: at 0 the GCS keeps no record of each call of
+    an actor. Heartbeats are such calls: in an hour it grew by 133 MB.
     """
     return {
         "RAY_worker_niceness": "0",
+        "RAY_task_events_report_interval_ms": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
     }
