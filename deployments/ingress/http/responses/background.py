@@ -65,7 +65,9 @@ class BackgroundResponses:
         self, prepared: PreparedResponse, journal: CallJournal | None, headers: Headers
     ) -> Response:
         """Begin a response; its first state, or its stream. Raises ServiceError."""
-        self._keeper.local.check_room(self._num_starting)
+        self._keeper.local.check_room(
+            self._num_starting, prepared.generation.call.context.principal
+        )
         entry = prepared.entry(journal)
         numbered = NumberedEvents.of(journal, prepared.generation)
         self._num_starting += 1

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.http.responses.draft import ResponseBuilder
@@ -19,6 +21,7 @@ from penstock.deployments.ingress.http.responses.items import Message
 MAX_ENTRIES = 1024
 MAX_BYTES = 64 << 20
 MAX_RUNNING = 64  # responses that run in the background, without a client
+MAX_RUNNING_OF_PRINCIPAL = 32  # where callers have keys
 TTL_S = 3600.0
 ENTRY_BYTES = 8 << 10  # what an entry takes in addition to its texts
 
@@ -41,6 +44,7 @@ class StoredResponse:
     is_lost: bool = False  # another ingress goes on with it
     expires_s: float = 0.0
     num_bytes: int = ENTRY_BYTES
+    count_growth: Callable[[int], None] | None = None  # the store's, while it has this entry
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -58,6 +62,8 @@ class StoredResponse:
         that is, for a stream in the background."""
         if self.frames is not None:
             self.frames += frames
+            if self.count_growth is not None:
+                self.count_growth(sum(map(len, frames)))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -89,7 +95,10 @@ def _text(message: Message) -> str:
 
 
 class ResponseStore:
-    """Keeps the newest responses within all three bounds; none that still runs is dropped."""
+    """Keeps the newest responses within all bounds; none that still runs is dropped.
+
+    Without room the oldest goes of the principal that has most, so that none drops another's.
+    """
 
     def __init__(
         self,
@@ -106,7 +115,12 @@ class ResponseStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._entries: dict[str, StoredResponse] = {}  # oldest first
-        self.num_bytes = 0
+        self._bytes_of: Counter[str] = Counter()  # by principal
+        self._num_of: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes_of.total()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -121,13 +135,22 @@ class ResponseStore:
         """Those that run in the background."""
         return [entry for entry in self._entries.values() if entry.is_running]
 
-    def check_room(self, num_starting: int = 0) -> None:
-        """Raise ServiceError overloaded if no further response may run in the background.
+    def check_room(self, num_starting: int = 0, principal: str = "") -> None:
+        """Raise ServiceError if no further response may run in the background.
 
         `num_starting`: responses that will run, and are not here yet.
         """
-        if len(self.running()) + num_starting >= self._max_running:
+        running = self.running()
+        if len(running) + num_starting >= self._max_running:
             raise ServiceError("overloaded")
+        own = sum(each.principal == principal for each in running)
+        if principal and own >= MAX_RUNNING_OF_PRINCIPAL:
+            raise ServiceError(
+                "over_share",
+                f"{own} responses of this API key run in the background, as many as may; "
+                "wait for one to end",
+                retry_after_s=5.0,
+            )
 
     def put(self, entry: StoredResponse) -> None:
         """Keep `entry`, or count it again after it has grown."""
@@ -135,9 +158,12 @@ class ResponseStore:
         if known is None:
             entry.expires_s = self._clock() + self._ttl_s
             self._entries[entry.draft.id] = entry
-        self.num_bytes -= 0 if known is None else entry.num_bytes
+            self._num_of[entry.principal] += 1
+        else:
+            self._bytes_of[entry.principal] -= entry.num_bytes
         entry.num_bytes = entry.measure()
-        self.num_bytes += entry.num_bytes
+        self._bytes_of[entry.principal] += entry.num_bytes
+        entry.count_growth = partial(self._grown, entry)
         self._drop_old()
 
     def has(self, entry: StoredResponse) -> bool:
@@ -146,13 +172,36 @@ class ResponseStore:
     def remove(self, entry: StoredResponse) -> None:
         if self.has(entry):
             del self._entries[entry.draft.id]
-            self.num_bytes -= entry.num_bytes
+            entry.count_growth = None
+            self._bytes_of[entry.principal] -= entry.num_bytes
+            self._num_of[entry.principal] -= 1
+            if not self._num_of[entry.principal]:
+                del self._num_of[entry.principal], self._bytes_of[entry.principal]
+
+    def _grown(self, entry: StoredResponse, num_bytes: int) -> None:
+        entry.num_bytes += num_bytes
+        self._bytes_of[entry.principal] += num_bytes
+        if self.num_bytes > self._max_bytes:
+            self._drop_old()
 
     def _drop_old(self) -> None:
         now_s = self._clock()
         for entry in list(self._entries.values()):
-            is_full = len(self) > self._max_entries or self.num_bytes > self._max_bytes
-            if not is_full and entry.expires_s > now_s:
-                return  # the rest is newer, and there is room
+            if entry.expires_s > now_s:
+                break  # the rest is newer
             if not entry.is_running:
                 self.remove(entry)
+        while self._is_full() and (victim := self._victim()) is not None:
+            self.remove(victim)
+
+    def _is_full(self) -> bool:
+        return len(self) > self._max_entries or self.num_bytes > self._max_bytes
+
+    def _victim(self) -> StoredResponse | None:
+        """The oldest that does not run, of the principal that has most of what is short."""
+        held = self._num_of if len(self) > self._max_entries else self._bytes_of
+        idle = [entry for entry in self._entries.values() if not entry.is_running]
+        if not idle:
+            return None
+        heaviest = max({entry.principal for entry in idle}, key=held.__getitem__)
+        return next(entry for entry in idle if entry.principal == heaviest)

@@ -12,6 +12,7 @@ from penstock.deployments.ingress.http.responses.draft import ResponseBuilder
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.deployments.ingress.http.responses.store import (
     ENTRY_BYTES,
+    MAX_RUNNING_OF_PRINCIPAL,
     ResponseStore,
     StoredResponse,
 )
@@ -87,6 +88,52 @@ def test_what_grows_is_counted_again():
     assert (len(store), store.num_bytes) == (0, 0)
     store.remove(second)
     assert store.num_bytes == 0
+
+
+def test_one_principal_drops_its_own_and_not_anothers():
+    """18 requests of one key had pushed out the conversations of all others."""
+    store = ResponseStore(max_entries=10, max_bytes=10 * ENTRY_BYTES + 100_000)
+    mine = entry("mine", principal="me")
+    store.put(mine)
+    for number in range(50):
+        store.put(entry(f"you{number}", principal="you"))
+    assert store.get("resp_mine", "me") is mine and len(store) == 10
+    for number in range(9):
+        store.put(entry(f"large{number}", principal="you", text="x" * 60_000))
+        assert store.get("resp_mine", "me") is mine
+    assert store.num_bytes <= 10 * ENTRY_BYTES + 100_000
+    store.remove(mine)
+    assert set(store._num_of) == set(store._bytes_of) == {"you"}
+
+
+def test_frames_are_counted_as_they_come():
+    store = ResponseStore(max_bytes=5 * ENTRY_BYTES)
+    old, stream = entry("old"), entry("stream", frames=[])
+    store.put(old)
+    store.put(stream)
+    before = store.num_bytes
+    stream.tell([b"x" * 1000])
+    assert store.num_bytes == before + 1000
+    stream.tell([b"x" * 3 * ENTRY_BYTES])
+    assert kept(store, "old") == []  # there is room for one of them
+    store.put(stream)
+    assert store.num_bytes == stream.measure()
+
+
+def test_responses_in_the_background_have_a_bound_for_each_key():
+    async def scenario():
+        store = ResponseStore()
+        entries = [running(f"r{n}", principal="me") for n in range(MAX_RUNNING_OF_PRINCIPAL)]
+        for each in entries:
+            store.check_room(0, "me")
+            store.put(each)
+        with pytest.raises(ServiceError, match="over_share"):
+            store.check_room(0, "me")
+        store.check_room(0, "you")
+        for each in entries:
+            each.task.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_entries_expire():
