@@ -75,6 +75,7 @@ TABLES: dict[str, Table] = {
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
     "fault-table": Table(["faults/epyc-table"], faults.fault_table),
     "random-kills": Table(["faults/random-kills"], faults.kills),
+    "cluster-kills": Table(["faults/cluster-kills"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
     "overload": Table(["faults/overload"], faults.overload),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),

@@ -111,7 +111,10 @@ def descriptor_limit() -> int:
     """The limit of open files, raised as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):  # a container may forbid it
+            hard = soft
     return MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
 
 

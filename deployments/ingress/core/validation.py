@@ -201,9 +201,10 @@ class PromptReader:
             if prompt.variables:
                 check_variables(prompt.variables, self._tokenizer.template_variables)
             num_chars = sum(len(message["content"]) for message in prompt.messages)
-            num_chars += 0 if prompt.tools is None else prompt.tools.num_chars
+            num_tool_chars = 0 if prompt.tools is None else prompt.tools.num_chars
+            num_chars += num_tool_chars
             # All of it is rendered, or may be: names, reasoning, and arguments of calls, too.
-            size = num_chars + sum(map(_size_of, prompt.messages)) + _size_of(prompt.variables)
+            size = num_tool_chars + _size_of(prompt.messages) + _size_of(prompt.variables)
         if num_chars > max_tokens * self._tokenizer.max_token_bytes * TEXT_SLACK:
             raise RequestError(
                 f"a prompt of {num_chars} characters cannot fit the {max_tokens} tokens "

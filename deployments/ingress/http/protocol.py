@@ -59,6 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._counted = counted
         self._errors = errors
         self._is_in_head = True
+        self._has_ended = False  # a message, within the bytes that were parsed last
         self._num_fed = 0  # bytes of this head, given to the parser
         self._num_head = 0  # bytes of its names and values
         self._refusal: str | None = None  # a code of the catalogue
@@ -95,13 +96,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arm(self._limits.head_s, self._head_is_late)
         self._has_new_body = True
         while data and self._refusal is None and not self.transport.is_closing():
-            was_in_head = self._is_in_head
+            was_in_head, self._has_ended = self._is_in_head, False
             piece = data[:HEAD_PIECE] if was_in_head else data
             data = data[len(piece) :]
             try:
                 self.parser.feed_data(piece)
-                if was_in_head and self._is_in_head:
-                    self._count_fed(len(piece))
+                if was_in_head and self._is_in_head and not self._has_ended:
+                    self._count_fed(piece)
             except _Refused:
                 pass
             except httptools.HttpParserUpgrade:
@@ -111,9 +112,12 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._refusal is not None:
                 self._refuse()
 
-    def _count_fed(self, num_bytes: int) -> None:
-        """An endless header calls nothing back: the bytes that the parser has are counted, too."""
-        self._num_fed += num_bytes
+    def _count_fed(self, piece: bytes) -> None:
+        """An endless header calls nothing back: the bytes that the parser has are counted, too.
+
+        But for empty lines before a head, which some clients send after a body.
+        """
+        self._num_fed += len(piece if self._num_fed else piece.lstrip(b"\r\n"))
         if self._num_fed > self._limits.head_bytes + HEAD_PIECE:
             self._stop("head_too_large")
 
@@ -148,12 +152,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._is_in_head = True  # what follows is the next one
+        self._is_in_head = self._has_ended = True  # what follows is the next one
         self._disarm()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_in_head and not self._num_fed:
+            self._disarm()  # of an empty line: the time of a kept connection runs now
         if not self.pipeline and not self.transport.is_closing():
             self._counted.idle(self, self._evict)
 
@@ -170,6 +176,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An answer is on its way; some clients send an empty line after a body.
+            self._arm(self._limits.head_s, self._head_is_late)
+            return
         self._refusal = "request_timeout"
         self._refuse()
 

@@ -29,7 +29,8 @@ class Served:
 
 
 async def _app(served: Served, scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, and answers with its size; /big: with 64 MB; /early: before the body."""
+    """Reads the body, and answers with its size; /big: with 64 MB; /early: before the body; /slow:
+    after a second."""
     num_bytes = 0
     while scope["path"] != "/early":
         message = await receive()
@@ -39,6 +40,8 @@ async def _app(served: Served, scope: Any, receive: Any, send: Any) -> None:
         if not message.get("more_body"):
             break
     served.bodies.append(num_bytes)
+    if scope["path"] == "/slow":
+        await asyncio.sleep(1.0)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     if scope["path"] == "/big":
         for _ in range(64):
@@ -228,6 +231,21 @@ def test_a_body_that_comes_steadily_and_a_kept_connection_are_let_be():
             await peer.send(HEAD + b"content-length: 2\r\n\r\nok")
             assert await peer.status() == 200
             assert not served.errors
+
+    asyncio.run(scenario())
+
+
+def test_an_empty_line_after_the_body_does_not_end_the_answer():
+    async def scenario() -> None:
+        async with serving(QUICK) as served:
+            peer = await peer_of(served)
+            await peer.send(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nok\r\n")
+            await asyncio.sleep(0.1)
+            await peer.send(b"\r\n")  # another one, by itself
+            assert await peer.status() == 200  # after 1 s: a head may take 0.4
+            await asyncio.sleep(0.6)
+            await peer.send(HEAD + b"content-length: 2\r\n\r\nok")
+            assert await peer.status() == 200 and not served.errors
 
     asyncio.run(scenario())
 
