@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from penstock.workers.experts.expert_file import (
 from penstock.workers.experts.packed import PackedExperts
 
 MANIFEST_SUFFIX = ".json"
+PARTIAL_SUFFIX = ".partial"
 
 
 def write_expert_file(
@@ -91,8 +93,8 @@ def write_rows(
     the manifest with its entries."""
     path, entries = Path(blank.path), []
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    remove_partial_files(path.parent)
+    partial, descriptor = _locked_file(path)
     try:
         _reserve(descriptor, blank.num_bytes, path.parent)
         offset = 0
@@ -112,6 +114,40 @@ def write_rows(
         os.close(descriptor)
     _write_text(manifest_path(path), manifest.to_json())
     return manifest
+
+
+def remove_partial_files(folder: Path) -> int:
+    """Unlink the expert files whose writers ended before they were whole; how many there were.
+
+    They have all their memory from the start, and on /dev/shm nothing else would ever free it. A
+    writer holds a lock on its file, which ends with the process, also in another container.
+    """
+    num_removed = 0
+    for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
+        try:
+            descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # it is whole, was removed, or is another user's
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.unlink()
+            num_removed += 1
+        except (BlockingIOError, FileNotFoundError):
+            pass  # it is being written, or has just become whole
+        finally:
+            os.close(descriptor)
+    return num_removed
+
+
+def _locked_file(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, to be renamed when it is whole, and its locked descriptor."""
+    while True:
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:  # else it was taken for a dead writer's meanwhile
+            return partial, descriptor
+        os.close(descriptor)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from penstock.workers.experts.writer import (
     manifest_path,
     read_manifest,
     remove_expert_file,
+    remove_partial_files,
     write_expert_file,
 )
 from penstock.workers.weights.sources import DTYPES
@@ -112,6 +115,41 @@ def test_the_manifest_travels_as_text(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a", "a.json"}
     for path in (tmp_path / "a", manifest_path(tmp_path / "a")):
         assert path.stat().st_mode & 0o777 == 0o600
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from penstock.workers.experts import writer
+partial, descriptor = writer._locked_file(Path(sys.argv[1]))
+writer._reserve(descriptor, 1 << 20, Path(sys.argv[1]).parent)
+print(partial, flush=True)
+time.sleep(300)
+"""
+
+
+def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_is_not(tmp_path):
+    """Killed while it wrote to /dev/shm, a store left all its memory there for ever."""
+    path = tmp_path / "a.experts"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        partials = [Path(each.stdout.readline().decode().strip()) for each in writers]
+        assert all(each.stat().st_size == 1 << 20 for each in partials)
+        assert remove_partial_files(tmp_path) == 0
+        writers[0].kill()
+        writers[0].wait()
+        write_expert_file(experts_of(make_checkpoint("mixtral")), path, FP32)
+        names = {each.name for each in tmp_path.iterdir()}
+        assert names == {"a.experts", "a.experts.json", partials[1].name}
+    finally:
+        for each in writers:
+            each.kill()
+            each.wait()
+            each.stdout.close()
+    assert remove_partial_files(tmp_path) == 1
 
 
 @pytest.mark.parametrize(
