@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.deployments.client import Client
 from penstock.deployments.ingress.core.call import TokenUsage
+from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.errors import CATALOGUE
+from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     FORGET_S,
@@ -330,7 +332,13 @@ def all_names():
     gate = GateClient("ingress", where=None)  # the address is never looked up
     workers = [(info, EngineStats())]
     collector = PenstockCollector(
-        RequestMetrics("m", 9), lambda: workers, gate, LostRequests(), JournalCounts()
+        RequestMetrics("m", 9),
+        lambda: workers,
+        gate,
+        LostRequests(),
+        JournalCounts(),
+        Connections(1),
+        LoopWatch(lambda: None),
     )
     return {
         family.name + ("_total" if family.type == "counter" else "")
