@@ -136,7 +136,8 @@ def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_is_not(
         for _ in range(2)
     ]
     try:
-        partials = [Path(each.stdout.readline().decode().strip()) for each in writers]
+        outputs = [each.stdout for each in writers if each.stdout is not None]
+        partials = [Path(each.readline().decode().strip()) for each in outputs]
         assert all(each.stat().st_size == 1 << 20 for each in partials)
         assert remove_partial_files(tmp_path) == 0
         writers[0].kill()
@@ -148,7 +149,8 @@ def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_is_not(
         for each in writers:
             each.kill()
             each.wait()
-            each.stdout.close()
+        for output in outputs:
+            output.close()
     assert remove_partial_files(tmp_path) == 1
 
 
