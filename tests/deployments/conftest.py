@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.deployments import serving as servers
-from tests.deployments.serving import Serving
+from tests.deployments.serving import EngineBackend, Serving
 
 if TYPE_CHECKING:
     from tests.deployments.nodes import Nodes
@@ -38,6 +38,14 @@ def ray_nodes() -> Iterator[Nodes]:
     made = Nodes()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[EngineBackend]:
+    """A real engine, for servers that a test makes."""
+    made = servers.EngineBackend()
+    yield made
+    made.stop()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """How many connections an ingress holds, in all and of one address, and which of them are idle.
 
-When there is no room, the connection that has been idle for longest makes it: clients that keep
-thousands of silent connections open lose those, and shut nobody out.
+At the limit, the connection that has been idle for longest is closed for a new one: a client that
+keeps thousands of idle connections open loses those, and other clients can still connect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 # Left to everything but client connections: workers, the gate, the state store, files, libraries.
 RESERVED_DESCRIPTORS = 256
 MAX_CONNECTIONS = 65_536
-IPV6_SITE_BITS = 64  # an IPv6 client may choose from so many addresses: its network is counted
+IPV6_SITE_BITS = 64  # an IPv6 host can use every address of its /64 network: the network is counted
 
 _Idle = OrderedDict[object, Callable[[], None]]  # longest idle first
 

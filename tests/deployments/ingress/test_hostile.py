@@ -12,13 +12,6 @@ from tests.deployments.serving import EngineBackend, Serving
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[EngineBackend]:
-    made = EngineBackend()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
 def fronts(backend: EngineBackend) -> Iterator[Fronts]:
     """All front ends; requests served in parallel must be unchanged in the end."""
     with (

@@ -18,13 +18,6 @@ ALICE, BOB = KEYS
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[EngineBackend]:
-    made = EngineBackend()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
 def serving(backend: EngineBackend) -> Iterator[Serving]:
     with Serving(backend, api_keys=KEYS) as made:
         yield made

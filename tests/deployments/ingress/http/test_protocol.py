@@ -295,7 +295,7 @@ def test_many_pipelined_requests_are_refused_and_a_few_answered_in_order():
 
 
 def test_idle_connections_make_room_for_new_ones():
-    """60 idle connections had shut everybody out."""
+    """Before, 60 idle connections used up the descriptors, and no client could connect."""
 
     async def scenario() -> None:
         async with serving(most=16) as served:
