@@ -159,7 +159,7 @@ def main() -> None:
         print(f"  {figure}: median {statistics.median(found):.4f} ({found[0]:.4f}-{found[-1]:.4f})")
     print(f"  token ids: {_same(runs)}")
     if args.json:
-        content = {"args": vars(args) | {"json": None}, "runs": runs}
+        content = {"workload": args.workload, "runs": runs}
         record.write(args.json, __file__, content, threads=args.threads)
 
 
