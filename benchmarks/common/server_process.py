@@ -27,20 +27,29 @@ TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the proces
 
 
 @contextlib.contextmanager
-def served(model: str, flags: Sequence[str]) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES."""
+def served(
+    model: str, flags: Sequence[str], source: Path | None = None
+) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """A `penstock serve` on free ports: its addresses by path, and the pids of TITLES.
+
+    source: the folder with the package penstock to run; None: the one that runs here.
+    """
     ports = [free_port() for _ in range(3)]
     names = ("--http-port", "--grpc-port", "--metrics-port")
     command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model, *flags]
     command += [part for name, port in zip(names, ports) for part in (name, str(port))]
     with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
+        env = {**os.environ, "TMPDIR": folder}
+        if source is not None:
+            env["PYTHONPATH"] = str(source.absolute())
         log = Path(folder) / "serve.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "TMPDIR": folder},
+                cwd=folder,  # not a checkout: `penstock` is what PYTHONPATH has
+                env=env,
                 process_group=0,
             )
         before = signal.signal(signal.SIGTERM, _end)  # or the server would outlive the benchmark
