@@ -34,7 +34,7 @@ PROMPT, ANSWER = 32, 64  # tokens
 
 
 class Served:
-    """The server of one commit: a target for each path, and its processes."""
+    """The server of one commit: a target for each path, and its processes. Made on the loop."""
 
     def __init__(self, urls: dict[str, str], pids: list[int]):
         sampling = {"temperature": 0.0, "ignore_eos": True}
@@ -90,9 +90,10 @@ def _figures(done: list[Outcome], meter: Meter) -> dict[str, float]:
 
 
 async def measure(
-    served_by: dict[str, Served], args: argparse.Namespace
+    servers: dict[str, tuple[dict[str, str], list[int]]], args: argparse.Namespace
 ) -> list[dict[str, dict[str, Any]]]:
     """The rounds, but for the first one, which warms up."""
+    served_by = {name: Served(*each) for name, each in servers.items()}
     rng = np.random.default_rng(0)
     targets = [each for one in served_by.values() for each in one.targets.values()]
     for target in targets:
@@ -134,15 +135,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    served_by: dict[str, Served] = {}
+    servers = {}
     with contextlib.ExitStack() as stack:
         for each in args.commits:
             name, _, folder = each.partition("=")
             flags = ["--threads", str(args.threads)]
-            found = stack.enter_context(served(args.model, flags, Path(folder)))
-            served_by[name] = Served(*found)
-        rounds = asyncio.run(measure(served_by, args))
-    print(table(rounds, list(served_by)))
+            servers[name] = stack.enter_context(served(args.model, flags, Path(folder)))
+        rounds = asyncio.run(measure(servers, args))
+    print(table(rounds, list(servers)))
     if args.json:
         record.write(args.json, __file__, {"rounds": rounds}, threads=args.threads)
 
