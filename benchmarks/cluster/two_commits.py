@@ -63,7 +63,7 @@ async def one_round(
         ttfts: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(args.num_single):
             for name in names:
-                done = await run_load(served_by[name].targets[path], calls(1, rng), 1)
+                done = await run_load(served_by[name].targets[path], calls(1, rng))
                 ttfts[name].append((done[0].chunks[0].at_s - done[0].sent_s) * 1e3)
         for name in names:
             one = served_by[name]
