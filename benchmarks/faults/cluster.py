@@ -64,6 +64,7 @@ class ClusterSetup:
     state: str = "redis"
     expert_cache_gb: float | None = None  # for MoE models: experts in the expert store
     flags: tuple[str, ...] = ()  # of `penstock serve`, after and above all others
+    key: str | None = None  # for the status, where `flags` name a file of API keys
 
     @property
     def expected(self) -> dict[str, int]:
@@ -149,7 +150,11 @@ class LiveCluster:
     def status(self) -> dict[str, Any] | None:
         """/v1/penstock/status of an ingress, over a new connection; None: no answer."""
         try:
-            answer = httpx.get(f"{self.http_url}/v1/penstock/status", timeout=STATUS_TIMEOUT_S)
+            answer = httpx.get(
+                f"{self.http_url}/v1/penstock/status",
+                headers={"authorization": f"Bearer {self.setup.key or 'none'}"},
+                timeout=STATUS_TIMEOUT_S,
+            )
             return dict(answer.json()) if answer.status_code == 200 else None
         except (httpx.HTTPError, ValueError):
             return None
