@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tools import result_tables_commits as commits
 from tools import result_tables_faults as faults
 from tools import result_tables_memory as memory
 from tools import result_tables_serving as serving
@@ -78,6 +79,10 @@ TABLES: dict[str, Table] = {
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
     "overload": Table(["faults/overload"], faults.overload),
+    "two-commits-engine": Table(
+        ["two-commits/epyc-w1", "two-commits/epyc-w2"], commits.engines, takes_all=True
+    ),
+    "two-commits-path": Table(["two-commits/epyc-path"], commits.path),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
     "ablation": Table(["ablation/xeon-avx512"], serving.ablation),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),

@@ -144,7 +144,10 @@ def main() -> None:
         rounds = asyncio.run(measure(servers, args))
     print(table(rounds, list(servers)))
     if args.json:
-        record.write(args.json, __file__, {"rounds": rounds}, threads=args.threads)
+        commits = dict(each.partition("=")[::2] for each in args.commits)
+        names = {name: record.commit(Path(folder)) or name for name, folder in commits.items()}
+        content = {"commits": names, "rounds": rounds}
+        record.write(args.json, __file__, content, threads=args.threads)
 
 
 if __name__ == "__main__":
