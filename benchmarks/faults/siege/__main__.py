@@ -20,17 +20,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import os
-import random
 import resource
 import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,62 +32,12 @@ from benchmarks.common import record
 from benchmarks.common.priority import precedence
 from benchmarks.faults import figures
 from benchmarks.faults.cluster import ClusterSetup, LiveCluster, live_cluster
-from benchmarks.faults.siege.attacks import ATTACKS, Siege, silent_connections
+from benchmarks.faults.siege.besiegers import Counts, Plan, besieging, num_requests
 from benchmarks.faults.siege.honest import Record, Streams
 from benchmarks.faults.watch import Sampler, cores_used, largest
 
-TELL_S = 1.0
 SETTLE_S = 75.0  # after the siege: idle and half-sent connections time out
-SILENT = "silent connections"
 BAD_OUTCOMES = ("HANGS", "500", "501", "502", "504", "UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED")
-Counts = Counter[tuple[str, str]]
-
-
-def _besiege(pipe: Connection, ports: dict[str, int], key: str, args: argparse.Namespace) -> None:
-    """A process of hostile clients: tells its counts each second."""
-    os.nice(19)
-    asyncio.run(_all_attacks(pipe, ports, key, args))
-
-
-async def _all_attacks(
-    pipe: Connection, ports: dict[str, int], key: str, args: argparse.Namespace
-) -> None:
-    siege = Siege("127.0.0.1", ports["http"], ports["grpc"], key, args.rate, random.Random(0))
-    tasks = [
-        asyncio.ensure_future(attack(siege, name))
-        for name, (attack, number) in ATTACKS.items()
-        for _ in range(number)
-    ]
-    for _ in range(args.silent):
-        tasks.append(asyncio.ensure_future(silent_connections(siege, SILENT)))
-    while not pipe.poll():
-        await asyncio.sleep(TELL_S)
-        for task in tasks:
-            if task.done():
-                task.result()
-        pipe.send(siege.counts)
-    pipe.recv()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def besieging(ports: dict[str, int], key: str, args: argparse.Namespace) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_besiege, args=(theirs, ports, key, args), daemon=True)
-    process.start()
-    try:
-        yield ours
-    finally:
-        ours.send("stop")
-        process.join(30)
-        process.kill()
-
-
-def num_requests(counts: Counts) -> int:
-    return sum(number for (_, outcome), number in counts.items() if outcome != "open now")
 
 
 async def load(
@@ -107,7 +51,9 @@ async def load(
     calm = streams.record = Record()
     await asyncio.sleep(args.calm_s)
     counts: Counts = Counter()
-    with besieging(cluster.ports, key, args) as pipe:
+    ports = cluster.ports
+    plan = Plan(ports["http"], ports["grpc"], key, args.rate, args.silent)
+    with besieging(plan) as pipe:
         besieged: Record | None = None
         while num_requests(counts) < args.requests:
             counts = await asyncio.to_thread(pipe.recv)

@@ -21,10 +21,11 @@ import grpc.aio
 
 from benchmarks.faults.siege import wire
 from benchmarks.faults.table.hostile import GOOD, hostile_bodies
+from penstock.deployments.ingress.grpc import inference
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GENERATE = "/penstock.v1.Inference/Generate"
+GENERATE = f"/{inference.SERVICE}/Generate"
 BOMB = gzip.compress(bytes(32 << 20), 9)
 PIPELINED = 6  # requests that are sent before the first answer is read
 RESETS = 100  # streams of HTTP/2 that are opened and reset in one write
@@ -35,7 +36,8 @@ STREAMS_A_CONNECTION = 5000
 class Siege:
     """What the attacks of one process share.
 
-    rate: requests a second of this process, over all attacks. counts: by (attack, outcome).
+    rate: requests a second of this process, over all attacks, each of which has its share of it.
+    counts: by (attack, outcome).
     """
 
     host: str
@@ -45,13 +47,14 @@ class Siege:
     rate: float
     rng: random.Random
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _due_s: float = 0.0
+    _due_s: dict[str, float] = field(default_factory=dict)
 
-    async def pace(self, num: int) -> None:
-        """Wait until `num` more requests are within the rate."""
+    async def pace(self, attack: str, num: int) -> None:
+        """Wait until `num` more requests are within the share of the attack."""
         now_s = time.monotonic()
-        self._due_s = max(self._due_s, now_s - 1.0) + num / self.rate
-        await asyncio.sleep(max(0.0, self._due_s - now_s))
+        late_s = max(self._due_s.get(attack, 0.0), now_s - 1.0)
+        due_s = self._due_s[attack] = late_s + num / (self.rate * ATTACKS[attack].share)
+        await asyncio.sleep(max(0.0, due_s - now_s))
 
     def count(self, attack: str, outcome: str | int, num: int = 1) -> None:
         self.counts[attack, str(outcome)] += num
@@ -106,7 +109,7 @@ async def _pipelined(siege: Siege, name: str, request: Callable[[], bytes]) -> N
             continue
         try:
             while True:
-                await siege.pace(PIPELINED)
+                await siege.pace(name, PIPELINED)
                 await connection.send(b"".join(request() for _ in range(PIPELINED)))
                 for _ in range(PIPELINED):
                     siege.count(name, await connection.answer())
@@ -121,7 +124,7 @@ async def _pipelined(siege: Siege, name: str, request: Callable[[], bytes]) -> N
 async def bad_heads(siege: Siege, name: str) -> None:
     """Heads that are too long, have too many fields, or are none; a connection for each."""
     while True:
-        await siege.pace(1)
+        await siege.pace(name, 1)
         content = siege.rng.choice(
             [
                 b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -138,7 +141,7 @@ async def bad_heads(siege: Siege, name: str) -> None:
 
 async def gzip_bombs(siege: Siege, name: str) -> None:
     while True:
-        await siege.pace(1)
+        await siege.pace(name, 1)
         request = wire.post(COMPLETIONS, BOMB, siege.key, {"content-encoding": "gzip"})
         await _once(siege, name, request)
         await asyncio.sleep(0.05)
@@ -164,7 +167,7 @@ async def _once(siege: Siege, name: str, request: bytes) -> None:
 async def slow_heads(siege: Siege, name: str) -> None:
     """One byte of a head a second, until the server has enough of it."""
     while True:
-        await siege.pace(1)
+        await siege.pace(name, 1)
         try:
             connection = await wire.Connection.open(siege.host, siege.http_port, _source(siege))
             for byte in b"GET / HTTP/1.1\r\nhost: " + b"x" * 1000:
@@ -181,7 +184,7 @@ async def slow_bodies(siege: Siege, name: str) -> None:
     """A body that was announced and does not come."""
     request = wire.post(COMPLETIONS, b"x" * 100_000, siege.key)[:-99_000]
     while True:
-        await siege.pace(1)
+        await siege.pace(name, 1)
         await _once(siege, name, request)
 
 
@@ -189,7 +192,7 @@ async def unread_streams(siege: Siege, name: str) -> None:
     """Streams whose client reads nothing."""
     body = {**GOOD, "stream": True, "max_tokens": 64, "ignore_eos": True}
     while True:
-        await siege.pace(1)
+        await siege.pace(name, 1)
         try:
             connection = await wire.Connection.open(siege.host, siege.http_port)
             await connection.send(wire.post(COMPLETIONS, json.dumps(body).encode(), siege.key))
@@ -210,7 +213,7 @@ async def rapid_resets(siege: Siege, name: str) -> None:
             connection = await wire.Connection.open(siege.host, siege.grpc_port)
             await connection.send(wire.PREFACE + wire.frame(wire.SETTINGS, 0, 0, b""))
             for first in range(1, 2 * STREAMS_A_CONNECTION, 2 * RESETS):
-                await siege.pace(RESETS)
+                await siege.pace(name, RESETS)
                 ids = range(first, first + 2 * RESETS, 2)
                 reset = wire.CANCEL.to_bytes(4, "big")
                 await connection.send(
@@ -236,7 +239,7 @@ async def mutated_messages(siege: Siege, name: str) -> None:
     async with grpc.aio.insecure_channel(f"{siege.host}:{siege.grpc_port}") as channel:
         method = channel.unary_stream(GENERATE)
         while True:
-            await siege.pace(1)
+            await siege.pace(name, 1)
             body = bytearray(content)
             for _ in range(siege.rng.randrange(1, 4)):
                 body[siege.rng.randrange(len(body))] = siege.rng.randrange(256)
@@ -273,16 +276,24 @@ def _source(siege: Siege) -> str:
     return f"127.0.{siege.rng.randrange(1, 4)}.{siege.rng.randrange(1, 255)}"
 
 
-# Attack, and how many of it run in one process.
-ATTACKS: dict[str, tuple[Attack, int]] = {
-    "wrong keys": (wrong_keys, 4),
-    "bad bodies": (bad_bodies, 4),
-    "mutated bodies": (mutated_bodies, 2),
-    "bad heads": (bad_heads, 4),
-    "gzip bombs": (gzip_bombs, 1),
-    "slow heads": (slow_heads, 100),
-    "slow bodies": (slow_bodies, 50),
-    "unread streams": (unread_streams, 2),
-    "rapid resets": (rapid_resets, 1),
-    "mutated messages": (mutated_messages, 2),
+@dataclass(frozen=True)
+class Part:
+    """number: how many of it run at a time. share: of the requests of all."""
+
+    attack: Attack
+    number: int
+    share: float
+
+
+ATTACKS: dict[str, Part] = {
+    "wrong keys": Part(wrong_keys, 4, 0.30),
+    "bad bodies": Part(bad_bodies, 4, 0.16),
+    "mutated bodies": Part(mutated_bodies, 2, 0.08),
+    "bad heads": Part(bad_heads, 8, 0.10),
+    "gzip bombs": Part(gzip_bombs, 1, 0.002),
+    "slow heads": Part(slow_heads, 200, 0.008),
+    "slow bodies": Part(slow_bodies, 100, 0.01),
+    "unread streams": Part(unread_streams, 4, 0.002),
+    "rapid resets": Part(rapid_resets, 1, 0.30),
+    "mutated messages": Part(mutated_messages, 4, 0.04),
 }
