@@ -41,11 +41,12 @@ RAY_FILES = {
     ROOT / "deployments" / each
     for each in (
         "batch/test_ray_job.py",
-        "test_cluster.py",
+        "whole_cluster/test_cluster.py",
+        "whole_cluster/test_control_plane.py",
         "test_ray_data.py",
         "test_drain_without_registry.py",
-        "test_nodes.py",
-        "test_nodes_drain.py",
+        "several_nodes/test_drain.py",
+        "several_nodes/test_nodes.py",
         "test_nodes_ingress.py",
         "test_scaling.py",
         "test_to_zero.py",
@@ -57,7 +58,6 @@ RAY_FILES = {
         "manifests/test_head_lost.py",
         "manifests/test_serve_commands.py",
         "manifests/test_start_commands.py",
-        "supervision/test_control_plane.py",
     )
 }
 

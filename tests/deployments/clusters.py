@@ -42,6 +42,12 @@ def await_view(
     return view
 
 
+def pids_of(view: ClusterView) -> list[int]:
+    """Of all workers, all ingresses and the registry."""
+    workers = [info.pid for info, _ in view.workers]
+    return [*workers, *(ingress.pid for ingress in view.ingresses), view.pid]
+
+
 def prompt(number: int) -> list[int]:
     return random.Random(number).choices(range(3, 2000), k=number % 9 + 3)
 

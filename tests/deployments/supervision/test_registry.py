@@ -1,4 +1,4 @@
-"""The registry's table, with a clock that stands still; its actor is killed in test_cluster."""
+"""The registry's table, with a clock that stands still; its actor is killed in whole_cluster."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,32 +18,12 @@ from penstock.deployments.client import AsyncClient
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.supervision.processes import descendants
-from tests.deployments.clusters import ENGINE, await_view, generate, running
-from tests.deployments.ports import free_port
+from tests.deployments.clusters import await_view, generate
 from tests.deployments.waiting import eventually
 
 NUM = 8  # streams at once
 NUM_TOKENS = 150
 AWAY_S = 8.0  # longer than a heartbeat is valid, and several checks of health
-
-
-@pytest.fixture(scope="module")
-def config() -> ServeConfig:
-    return ServeConfig(
-        engine=ENGINE,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        metrics_port=0,
-        num_workers=2,
-        app_name="penstock-control",
-        drain_s=5.0,
-    )
-
-
-@pytest.fixture(scope="module")
-def cluster(config: ServeConfig) -> Iterator[Cluster]:
-    with running(config) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

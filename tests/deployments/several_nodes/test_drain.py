@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -27,35 +25,11 @@ from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.ray_workarounds import deploy_application
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.supervision.view import ClusterView
-from tests.deployments.clusters import ENGINE, await_view, generate
-from tests.deployments.nodes import Nodes, deployed
-from tests.deployments.ports import free_port
+from tests.deployments.clusters import await_view, generate
+from tests.deployments.nodes import Nodes
 from tests.deployments.waiting import eventually
 
 LONG, NUM_LONG = 700, 8
-
-
-@pytest.fixture(scope="module")
-def config(ray_nodes: Nodes) -> ServeConfig:
-    ray_nodes.add(is_for_ingress=True)
-    ray_nodes.add()
-    return ServeConfig(
-        engine=ENGINE,
-        ray_address=ray_nodes.address,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        metrics_port=0,
-        num_workers=2,
-        cpus_per_worker=1,
-        app_name="penstock-drain",
-        drain_s=60.0,
-    )
-
-
-@pytest.fixture(scope="module")
-def cluster(config: ServeConfig) -> Iterator[Cluster]:
-    with deployed(config) as cluster:
-        yield cluster
 
 
 class Watcher:
@@ -128,7 +102,7 @@ def test_a_worker_that_is_added_takes_requests_and_none_was_restarted(cluster, c
     scale(config, 2)
 
     def is_whole(view: ClusterView) -> bool:
-        return len(view.workers) == 2 and [e.num_workers for e in view.ingresses] == [2]
+        return len(view.workers) == 2 and [e.num_workers for e in view.ingresses] == [2, 2]
 
     view = await_view(cluster, is_whole, 120)
     assert kept in {info.epoch for info, _ in view.workers}
@@ -174,6 +148,7 @@ def test_an_expert_store_without_workers_ends_its_node_becomes_idle_and_it_comes
         eventually(lambda: is_idle(ray_nodes, node), 240, "the node becomes idle")
         assert not list(folder.iterdir())
     assert pids[0] != pids[1]
+    ray_nodes.kill(node)
 
 
 def is_idle(nodes: Nodes, node: Any) -> bool:

@@ -7,46 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from penstock.deployments.cluster import Cluster
-from penstock.deployments.config import ServeConfig
 from penstock.deployments.supervision.view import ClusterView
-from tests.deployments.clusters import ENGINE, await_view
-from tests.deployments.nodes import Nodes, deployed, nodes_of
-from tests.deployments.ports import free_port
+from tests.deployments.clusters import await_view
+from tests.deployments.nodes import nodes_of
 from tests.deployments.rolling import NUM, answer, answers, updated_under_load
 
 LONG = 700  # tokens: streams outlast the second or two after which a killed node's ingress ends
-
-
-@pytest.fixture(scope="module")
-def worker_nodes(ray_nodes: Nodes) -> list[Any]:
-    return [ray_nodes.add(is_for_ingress=True) for _ in range(2)]
-
-
-@pytest.fixture(scope="module")
-def config(ray_nodes: Nodes, worker_nodes: list[Any]) -> ServeConfig:
-    return ServeConfig(
-        engine=ENGINE,
-        ray_address=ray_nodes.address,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        metrics_port=0,
-        num_workers=2,
-        num_ingress=2,
-        app_name="penstock-nodes",
-        drain_s=5.0,
-    )
-
-
-@pytest.fixture(scope="module")
-def cluster(config: ServeConfig) -> Iterator[Cluster]:
-    with deployed(config) as cluster:
-        yield cluster
 
 
 def test_each_node_has_a_worker_and_an_ingress(cluster, config, worker_nodes):

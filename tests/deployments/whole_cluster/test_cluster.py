@@ -14,65 +14,20 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from penstock.deployments.client import AsyncClient
-from penstock.deployments.cluster import Cluster
-from penstock.deployments.config import ServeConfig
-from penstock.deployments.supervision.processes import is_running
 from penstock.deployments.supervision.view import ClusterView
-from tests.deployments.clusters import ENGINE, await_view, generate, prompt, running
+from tests.deployments.clusters import await_view, generate, pids_of, prompt
 from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, run_all
-from tests.deployments.ports import free_port
-
-NUM_WORKERS = 2
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
-    state = tmp_path_factory.mktemp("state")
-    state.chmod(0o700)
-    return ServeConfig(
-        engine=ENGINE,
-        state_url=f"sqlite://{state}",
-        http_port=free_port(),
-        grpc_port=free_port(),
-        num_workers=NUM_WORKERS,
-        app_name="penstock-test",
-        drain_s=5.0,
-        metrics_port=free_port(),
-    )
-
-
-@pytest.fixture(scope="module")
-def cluster(config: ServeConfig) -> Iterator[Cluster]:
-    with running(config) as cluster:
-        yield cluster
-        pids = pids_of(cluster.view())
-    left = [pid for pid in pids if is_running(pid)]
-    assert not left, f"processes outlived the cluster: {left}"
-    assert is_free(config.http_port)
-    assert is_free(config.grpc_port)
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def pids_of(view: ClusterView) -> list[int]:
-    workers = [info.pid for info, _ in view.workers]
-    return [*workers, *(ingress.pid for ingress in view.ingresses), view.pid]
 
 
 def is_whole(view: ClusterView) -> bool:
     """Whether all workers are there, and every ingress is connected with all of them."""
     reach = [ingress.num_workers for ingress in view.ingresses]
-    return len(view.workers) == NUM_WORKERS and reach == [NUM_WORKERS]
+    return len(view.workers) == 2 and reach == [2]
 
 
 def is_idle(view: ClusterView) -> bool:
