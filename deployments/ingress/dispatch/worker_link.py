@@ -27,8 +27,10 @@ from penstock.workers.stats import WorkerInfo
 log = logging.getLogger("penstock.channel")
 
 TICK_S = 0.5
-SILENCE_TICKS = 10  # a worker reports every second; one that says nothing for 5 s is dead
-UNHEARD_TICKS = 10  # it acknowledges with all that it says; one that hears nothing for 5 s is lost
+# A worker reports every second, and acknowledges with all that it says. After 4 to 4.5 s without a
+# message, or without an acknowledgement, it is lost: its requests move within 5 s.
+SILENCE_TICKS = 9
+UNHEARD_TICKS = 9
 CONNECT_TIMEOUT_S = 3.0
 AVOIDED_S = 2.0  # a worker that could not get its experts, while others can
 BACKOFF_S = (0.1, 2.0)  # first and longest pause between attempts to connect
