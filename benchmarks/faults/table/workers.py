@@ -22,7 +22,7 @@ from penstock.workers.request import FinishReason, RequestError, SamplingParams
 
 PLACES = (0, 1, 7, 16, -1)  # tokens that the client has at the kill; -1: all but a few
 PAUSE_S = 2.0  # after a death
-HANG_S = 6.0  # after a hang: 5 s until it is noticed, and the computation
+HANG_S = 5.5  # 5 s until it moves, and half a second of computation on a busy machine
 LONG = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 400}
 
 
