@@ -1,5 +1,5 @@
-"""Who may call: API keys and client ids.
+"""Who may call, and who a peer is: API keys, client ids, certificates.
 
-Imported by ingress/http and ingress/grpc.
-Begin with api_keys.py.
+Imported by preflight, cli and the ingress; certificates by all that use TLS.
+Begin with api_keys.py, and with certificates.py for TLS.
 """
