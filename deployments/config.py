@@ -40,6 +40,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATHS = (
     *("api_keys_file", "predictor_file", "data_dir"),
     *("state_password_file", "state_ca_file", "state_cert_file", "state_key_file"),
+    *("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
 )
 
 
@@ -75,12 +76,24 @@ class ServeConfig(
             )
         if self.min_ingress == 0:
             raise ConfigError(f"num_ingress must keep at least 1; got {self.num_ingress!r}")
+        self._check_tls_files()
         is_embedded = isinstance(state_url.parse(self), state_url.EmbeddedAddress)
         if is_embedded and self.state_url and self.max_ingress > 1:
             raise ConfigError(
                 f"state_url: one process can use a folder, and num_ingress is "
                 f"{self.num_ingress!r}; use Redis (redis://HOST:PORT/DB), or one ingress"
             )
+
+    def _check_tls_files(self) -> None:
+        for given, other in (
+            ("tls_cert_file", "tls_key_file"),
+            ("tls_key_file", "tls_cert_file"),
+            ("tls_client_ca_file", "tls_cert_file"),
+        ):
+            if getattr(self, given) is not None and getattr(self, other) is None:
+                raise ConfigError(
+                    f"{given} needs {other}: a certificate and its key switch TLS on together"
+                )
 
     @property
     def min_workers(self) -> int:
@@ -110,6 +123,16 @@ class ServeConfig(
         if self.wait_timeout_s is not None:
             return self.wait_timeout_s
         return WAIT_S if self.min_workers else WAIT_FROM_ZERO_S
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether clients connect by TLS."""
+        return self.tls_cert_file is not None
+
+    @property
+    def http_url(self) -> str:
+        """Of the HTTP API, without /v1."""
+        return f"{'https' if self.has_tls else 'http'}://{self.address(self.http_port)}"
 
     @property
     def model_name(self) -> str:

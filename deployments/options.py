@@ -78,6 +78,19 @@ class SecurityOptions:
         "serve without API keys also where other machines can connect (host), and on a Ray cluster "
         "without token authentication; else such a server does not start",
     )
+    tls_cert_file: str | None = option(
+        None,
+        "file with the certificate of HTTP and gRPC, in PEM, with those of intermediate CAs below "
+        "it; a new one is taken within 10 s; none: no TLS (penstock certs init makes one)",
+    )
+    tls_key_file: str | None = option(
+        None, "file with the key of tls_cert_file, in PEM, closed to other users"
+    )
+    tls_client_ca_file: str | None = option(
+        None,
+        "file with the CAs that sign the certificates of clients, in PEM: a client without one is "
+        "refused; none: clients need none",
+    )
     allowed_hosts: str | None = option(
         None,
         "with loopback as host and no API keys: further names, with commas between them, under "

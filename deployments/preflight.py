@@ -1,4 +1,4 @@
-"""What can be checked before anything starts: model folder, key file, cores, ports.
+"""What can be checked before anything starts: model folder, API keys, certificates, cores, ports.
 
 Cheap: loads no model and asks no hub. Called by `penstock serve` before Ray is imported.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.security.certificates import client_certificates
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError
@@ -36,6 +37,7 @@ def check_before_start(config: ServeConfig) -> None:
     check_cores(config)
     if config.api_keys_file is not None:
         read_api_keys(config.api_keys_file)
+    client_certificates(config)
     if config.data_dir is not None:
         check_data_dir(Path(config.data_dir).expanduser())
     if config.ray_address is not None:

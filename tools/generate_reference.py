@@ -111,6 +111,7 @@ def metrics_table() -> str:
         JournalCounts(),
         Connections(1),
         LoopWatch(lambda: None),
+        certificates={},
     )
     rows = []
     for family in collector.collect():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import time
 from typing import Any, Self
 
@@ -27,8 +28,16 @@ _KEEP_ALIVE = [
 class ServerTarget:
     """A Target. An async context manager."""
 
-    def __init__(self, url: str, *, api_key: str | None, max_connections: int):
-        """`url`: http(s)://host:port, with or without /v1."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        max_connections: int,
+        verify: ssl.SSLContext | bool = True,
+    ):
+        """`url`: http(s)://host:port, with or without /v1. `verify`: for https; True: the system's
+        CAs."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"content-type": "application/json"}
         if api_key is not None:
@@ -39,7 +48,7 @@ class ServerTarget:
             headers=headers,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             transport=httpx.AsyncHTTPTransport(
-                limits=limits, socket_options=_KEEP_ALIVE, trust_env=False
+                verify=verify, limits=limits, socket_options=_KEEP_ALIVE, trust_env=False
             ),
         )
 

@@ -72,10 +72,17 @@ class HttpAnswer:
 class HttpConnections:
     """Connections to one server, used again as long as the server keeps them open."""
 
-    def __init__(self, url: SplitResult, headers: dict[str, str], connect_timeout_s: float):
+    def __init__(
+        self,
+        url: SplitResult,
+        headers: dict[str, str],
+        connect_timeout_s: float,
+        tls: ssl.SSLContext | None,
+    ):
+        """`tls`: None: the connections are not encrypted."""
         assert url.hostname is not None
         self._host = url.hostname
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._tls = tls
         self._port = url.port or (443 if self._tls else 80)
         self._connect_timeout_s = connect_timeout_s
         lines = {"host": url.netloc.rpartition("@")[2], "accept": "*/*", **headers}

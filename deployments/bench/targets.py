@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from penstock.deployments.bench.http_client import HttpAnswer, HttpConnections, HttpError
 from penstock.deployments.client import AsyncClient, ClientError
+from penstock.deployments.client.tls import ClientTls
 from penstock.workers.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -65,16 +66,21 @@ def target_of(
     is_chat: bool,
     sampling: Mapping[str, Any],
     extra_body: Mapping[str, Any],
+    tls: ClientTls | None = None,
 ) -> Target:
-    """The server at `url`. Needs a running event loop. Raises ConfigError."""
+    """The server at `url`. Needs a running event loop. Raises ConfigError.
+
+    `tls`: for https and grpcs; None: the system's CAs.
+    """
     parts = urlsplit(url)
+    tls = (tls or ClientTls()) if parts.scheme in ("https", "grpcs") else None
     if parts.scheme in ("http", "https") and parts.hostname:
-        return HttpTarget(url, model, api_key, is_chat, {**sampling, **extra_body})
-    if parts.scheme == "grpc" and parts.hostname and parts.port:
+        return HttpTarget(url, model, api_key, is_chat, {**sampling, **extra_body}, tls)
+    if parts.scheme in ("grpc", "grpcs") and parts.hostname and parts.port:
         if extra_body:
             raise ConfigError("--extra-body is for HTTP; over gRPC the fields are fixed")
-        return GrpcTarget(parts.netloc, model, api_key, is_chat, sampling)
-    raise ConfigError(f"cannot read --url {url!r}: write http://host:port or grpc://host:port")
+        return GrpcTarget(parts.netloc, model, api_key, is_chat, sampling, tls)
+    raise ConfigError(f"cannot read --url {url!r}: write http(s):// or grpc(s)://host:port")
 
 
 class HttpTarget:
@@ -87,10 +93,12 @@ class HttpTarget:
         api_key: str | None,
         is_chat: bool,
         fields: Mapping[str, Any],
+        tls: ClientTls | None,
     ):
         base = urlsplit(url.rstrip("/").removesuffix("/v1"))
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._connections = HttpConnections(base, headers, CONNECT_TIMEOUT_S)
+        context = None if tls is None else tls.context()
+        self._connections = HttpConnections(base, headers, CONNECT_TIMEOUT_S, context)
         self._path = f"{base.path}/v1/{'chat/completions' if is_chat else 'completions'}"
         self._models_path = f"{base.path}/v1/models"
         self._model = model
@@ -213,8 +221,12 @@ class GrpcTarget:
         api_key: str | None,
         is_chat: bool,
         sampling: Mapping[str, Any],
+        tls: ClientTls | None,
     ):
-        self._client = AsyncClient(target, model=model or "", api_key=api_key)
+        credentials = None if tls is None else tls.credentials()
+        self._client = AsyncClient(
+            target, model=model or "", api_key=api_key, credentials=credentials
+        )
         self._model = model
         self._is_chat = is_chat
         self._sampling: Any = dict(sampling)

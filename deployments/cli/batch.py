@@ -28,12 +28,22 @@ from penstock.deployments.batch.runner import LOWEST_PRIORITY, Progress, RunSett
 from penstock.deployments.batch.server_target import ServerTarget
 from penstock.deployments.batch.target import Target
 from penstock.deployments.cli.batch_progress import shown
+from penstock.deployments.client.tls import ClientTls
 from penstock.deployments.config import ServeConfig, config_from
 from penstock.deployments.config_file import read_config
 from penstock.workers.errors import ConfigError
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """The server, if --model is not given, and how to reach it."""
+
+    url: str
+    api_key: str | None
+    tls: ClientTls | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +61,15 @@ class _RunTarget:
     server: ServerTarget | None = None  # gets reports of the progress
 
 
-def run_batch(args: argparse.Namespace, url: str, api_key: str | None) -> int:
+def run_batch(
+    args: argparse.Namespace, url: str, api_key: str | None, tls: ClientTls | None = None
+) -> int:
     """`penstock batch`; the exit status. `url`: of the server, if --model is not given.
 
     Raises ConfigError, or RuntimeError.
     """
     try:
-        return _run(args, url, api_key)
+        return _run(args, _Where(url, api_key, tls))
     except InputError as error:
         more = error.num_problems - len(error.problems)
         shown = "".join(f"\n  {each}" for each in error.problems)
@@ -65,7 +77,7 @@ def run_batch(args: argparse.Namespace, url: str, api_key: str | None) -> int:
         raise ConfigError(f"{args.input} cannot be run:{shown}{rest}") from None
 
 
-def _run(args: argparse.Namespace, url: str, api_key: str | None) -> int:
+def _run(args: argparse.Namespace, where: _Where) -> int:
     if not Path(args.input).is_file():
         raise ConfigError(f"there is no file {args.input}")
     if args.check:
@@ -81,25 +93,25 @@ def _run(args: argparse.Namespace, url: str, api_key: str | None) -> int:
     if args.config is not None and args.model is None:
         raise ConfigError("--config has settings of an engine in this process; it needs --model")
     try:
-        return asyncio.run(_run_until_signal(args, url, api_key))
+        return asyncio.run(_run_until_signal(args, where))
     except asyncio.CancelledError:
         return 130
 
 
-async def _run_until_signal(args: argparse.Namespace, url: str, api_key: str | None) -> int:
+async def _run_until_signal(args: argparse.Namespace, where: _Where) -> int:
     """SIGINT and SIGTERM end the run, which stays resumable."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    return await _run_on_loop(args, url, api_key)
+    return await _run_on_loop(args, where)
 
 
-async def _run_on_loop(args: argparse.Namespace, url: str, api_key: str | None) -> int:
+async def _run_on_loop(args: argparse.Namespace, where: _Where) -> int:
     files = _files(args)
     with open(files.input, "rb") as file:
         check_input(file)  # before a model is loaded
-    async with _run_target(args, url, api_key) as chosen:
+    async with _run_target(args, where) as chosen:
         with BatchRun(files, model=chosen.identity, models=chosen.models) as run:
             async with hold(files.lease, files.state, on_wait=_print_wait) as lease:
                 await asyncio.to_thread(run.begin, lease, run_seed=args.seed, restart=args.restart)
@@ -185,9 +197,7 @@ def _files(args: argparse.Namespace) -> BatchFiles:
 
 
 @asynccontextmanager
-async def _run_target(
-    args: argparse.Namespace, url: str, api_key: str | None
-) -> AsyncIterator[_RunTarget]:
+async def _run_target(args: argparse.Namespace, where: _Where) -> AsyncIterator[_RunTarget]:
     """The server, or the model, loaded. Raises TargetError, LoadError or ConfigError."""
     if args.model is not None:
         from penstock.deployments.ingress.http.in_process import InProcessTarget
@@ -203,9 +213,16 @@ async def _run_target(
         finally:
             engine.stop()
         return
-    if not re.match(r"https?://[^/]", url):
-        raise ConfigError(f"cannot read --url {url!r}: write http://host:port")
-    async with ServerTarget(url, api_key=api_key, max_connections=args.max_in_flight) as server:
+    if not re.match(r"https?://[^/]", where.url):
+        raise ConfigError(
+            f"cannot read --url {where.url!r}: write http://host:port or https://host:port"
+        )
+    async with ServerTarget(
+        where.url,
+        api_key=where.api_key,
+        max_connections=args.max_in_flight,
+        verify=True if where.tls is None else where.tls.context(),
+    ) as server:
         models = await server.models()
         names = sorted(each["id"] for each in models)
         lengths = [f"{each['id']} ({each.get('max_model_len', '?')} tokens)" for each in models]

@@ -22,6 +22,7 @@ from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job, Lengths, make_jobs, read_trace
 from penstock.deployments.bench.targets import Target, TargetError, target_of
 from penstock.deployments.cli.flags.bench import LEAST_VOCABULARY
+from penstock.deployments.client.tls import ClientTls
 from penstock.workers.config import Device, EngineConfig
 from penstock.workers.errors import ConfigError
 
@@ -29,7 +30,9 @@ PROGRESS_S = 0.25
 DEFAULT_NUM_REQUESTS = 100
 
 
-def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
+def run_serve(
+    args: argparse.Namespace, api_key: str | None, tls: ClientTls | None = None
+) -> int:
     """`penstock bench serve`; the exit status. Raises ConfigError, or RuntimeError."""
     if args.chat and args.prompts == "ids":
         raise ConfigError("--prompts ids works with completions only; drop it, or --chat")
@@ -38,7 +41,7 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
     jobs = jobs_of(args)
     began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     try:
-        model, outcomes = asyncio.run(_serve_jobs(args, jobs, api_key))
+        model, outcomes = asyncio.run(_serve_jobs(args, jobs, api_key, tls))
     except TargetError as error:
         raise RuntimeError(f"{args.url}: {error}") from None
     figures = figures_of(outcomes, Slo(args.slo_ttft_ms, args.slo_tpot_ms))
@@ -53,7 +56,7 @@ def run_serve(args: argparse.Namespace, api_key: str | None) -> int:
 
 
 async def _serve_jobs(
-    args: argparse.Namespace, jobs: list[Job], api_key: str | None
+    args: argparse.Namespace, jobs: list[Job], api_key: str | None, tls: ClientTls | None
 ) -> tuple[str, list[Outcome]]:
     """The model's name, and the outcome of each request."""
     ignore_eos = not args.until_eos if args.ignore_eos is None else args.ignore_eos
@@ -64,6 +67,7 @@ async def _serve_jobs(
         is_chat=args.chat,
         sampling={"temperature": args.temperature} | ({"ignore_eos": True} if ignore_eos else {}),
         extra_body=_extra_body(args),
+        tls=tls,
     )
     try:
         model = await target.model()

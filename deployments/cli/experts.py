@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.deployments.cli.server import connect_http
+from penstock.deployments.client.tls import ClientTls
 
 Figures = Mapping[str, Any]
 
 
-def run_experts(url: str, api_key: str | None) -> int:
+def run_experts(url: str, api_key: str | None, tls: ClientTls | None = None) -> int:
     """Print the table; the exit status. Raises ConfigError or ServerError."""
-    with connect_http(url, "experts", api_key) as server:
+    with connect_http(url, "experts", api_key, tls) as server:
         status = server.get("/v1/penstock/status")
     found = [(each["id"], each["experts"]) for each in status["workers"] if each.get("experts")]
     if not found:

@@ -24,6 +24,7 @@ from penstock.deployments.cli.flags.server import (
     KEY_VARIABLE,
     add_sampling_flags,
     add_server_flags,
+    tls_of,
 )
 from penstock.deployments.cli.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
@@ -203,19 +204,19 @@ def _models(args: argparse.Namespace) -> int:
 def _experts(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.experts import run_experts
 
-    return run_experts(args.url, _api_key(args))
+    return run_experts(args.url, _api_key(args), tls_of(args, args.url))
 
 
 def _status(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.status import run_status
 
-    return run_status(args.url, _api_key(args))
+    return run_status(args.url, _api_key(args), tls_of(args, args.url))
 
 
 def _queue(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.status import run_queue
 
-    return run_queue(args.url, _api_key(args), args.limit)
+    return run_queue(args.url, _api_key(args), tls_of(args, args.url), args.limit)
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -226,13 +227,14 @@ def _version(_: argparse.Namespace) -> int:
 def _batch(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.batch import run_batch
 
-    return run_batch(args, args.url or DEFAULT_URL, _api_key(args))
+    url = args.url or DEFAULT_URL
+    return run_batch(args, url, _api_key(args), tls_of(args, url))
 
 
 def _bench_serve(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.bench import run_serve
 
-    return run_serve(args, _api_key(args))
+    return run_serve(args, _api_key(args), tls_of(args, args.url))
 
 
 def _bench_offline(args: argparse.Namespace) -> int:
@@ -250,7 +252,8 @@ def _bench_ablate(args: argparse.Namespace) -> int:
 def _server(args: argparse.Namespace) -> Any:
     from penstock.deployments.cli.server import connect
 
-    return connect(args.url, model=args.model, api_key=_api_key(args))
+    tls = tls_of(args, args.url)
+    return connect(args.url, model=args.model, api_key=_api_key(args), tls=tls)
 
 
 def _api_key(args: argparse.Namespace) -> str | None:

@@ -135,10 +135,10 @@ def _welcome(config: ServeConfig, view: ClusterView) -> str:
     metrics = sorted(each.metrics_address for each in view.ingresses if each.metrics_address)
     watch = "".join(f"  watch http://{address}/metrics  (Prometheus)\n" for address in metrics)
     return (
-        f"  HTTP  http://{config.address(config.http_port)}/v1  (OpenAI API; /docs in a browser)\n"
-        f"  gRPC  {config.address(config.grpc_port)}\n"
+        f"  HTTP  {config.http_url}/v1  (OpenAI API; /docs in a browser)\n"
+        f"  gRPC  {config.address(config.grpc_port)}{_tls_note(config)}\n"
         f"{watch}"
-        f"  try   penstock chat{_port_flag(config)}\n"
+        f"  try   penstock chat{_server_flags(config)}\n"
         "Ctrl-C stops"
     )
 
@@ -151,11 +151,23 @@ def _weights(view: ClusterView) -> str:
     return ""
 
 
-def _port_flag(config: ServeConfig) -> str:
+def _server_flags(config: ServeConfig) -> str:
+    """The flags with which the commands reach this server."""
     default = ServeConfig()
-    if (config.host, config.http_port) == (default.host, default.http_port):
+    flags = ""
+    if config.http_url != default.http_url:
+        flags += f" --url {config.http_url}"
+    if config.has_tls:
+        flags += " --ca-file CA"  # the file of the CA is not this server's
+    if config.tls_client_ca_file is not None:
+        flags += " --cert-file CERT --key-file KEY"
+    return flags
+
+
+def _tls_note(config: ServeConfig) -> str:
+    if not config.has_tls:
         return ""
-    return f" --url http://{config.address(config.http_port)}"
+    return "  (TLS; clients show a certificate)" if config.tls_client_ca_file else "  (TLS)"
 
 
 def _say(text: str) -> None:

@@ -14,11 +14,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from penstock.deployments.client import Client, ClientError
+from penstock.deployments.client.tls import ClientTls
 from penstock.workers.errors import ConfigError
 
 Message = dict[str, str]
 Sampling = Mapping[str, Any]
 CONNECT_TIMEOUT_S = 5.0
+PLAIN_HINT = "; if it speaks TLS, write https://"
 START_ONE = "is one running? `penstock serve` starts one"
 
 
@@ -36,22 +38,35 @@ class Server(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Server:
-    """The server at `url`, http(s)://host:port or grpc://host:port. Raises ConfigError for others.
+def connect(
+    url: str,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    tls: ClientTls | None = None,
+) -> Server:
+    """The server at `url`, http(s)://host:port or grpc(s)://host:port. Raises ConfigError for others.
 
-    Nothing is sent before the first call.
+    `tls`: for https and grpcs; None: the system's CAs. Nothing is sent before the first call.
     """
     parts = urlsplit(url)
+    is_tls = parts.scheme in ("https", "grpcs")
+    tls = (tls or ClientTls()) if is_tls else None
     if parts.scheme in ("http", "https") and parts.hostname:
-        return HttpServer(url, model, api_key)
-    if parts.scheme == "grpc" and parts.hostname and parts.port:
-        return GrpcServer(parts.netloc, model, api_key)
-    raise ConfigError(f"cannot read --url {url!r}: write http://host:port or grpc://host:port")
+        return HttpServer(url, model, api_key, tls)
+    if parts.scheme in ("grpc", "grpcs") and parts.hostname and parts.port:
+        return GrpcServer(parts.netloc, model, api_key, tls)
+    raise ConfigError(
+        f"cannot read --url {url!r}: write http://host:port or grpc://host:port, or https:// or "
+        "grpcs:// for TLS"
+    )
 
 
-def connect_http(url: str, command: str, api_key: str | None) -> HttpServer:
+def connect_http(
+    url: str, command: str, api_key: str | None, tls: ClientTls | None = None
+) -> HttpServer:
     """As `connect`, for a `command` that only HTTP serves. Raises ConfigError for other URLs."""
-    server = connect(url, api_key=api_key)
+    server = connect(url, api_key=api_key, tls=tls)
     if not isinstance(server, HttpServer):
         raise ConfigError(f"penstock {command} needs HTTP; give --url http://host:port")
     return server
@@ -60,13 +75,18 @@ def connect_http(url: str, command: str, api_key: str | None) -> HttpServer:
 class HttpServer:
     """An OpenAI-compatible server."""
 
-    def __init__(self, url: str, model: str | None, api_key: str | None):
+    def __init__(self, url: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # No read timeout: the prefill of a long prompt may take minutes.
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
+        self._http = httpx.Client(
+            base_url=self._url,
+            headers=headers,
+            timeout=timeout,
+            verify=True if tls is None else tls.context(),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +136,11 @@ class HttpServer:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except httpx.ConnectError:
-            raise ServerError(f"no server answers at {self._url}; {START_ONE}") from None
+        except httpx.ConnectError as error:
+            raise ServerError(_why(self._url, str(error))) from None
+        except httpx.RemoteProtocolError as error:
+            hint = PLAIN_HINT if self._url.startswith("http://") else ""
+            raise ServerError(f"{self._url}: {error}{hint}") from None
         except httpx.HTTPError as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, IndexError) as error:
@@ -127,9 +150,12 @@ class HttpServer:
 class GrpcServer:
     """A Penstock server, over gRPC."""
 
-    def __init__(self, target: str, model: str | None, api_key: str | None):
+    def __init__(
+        self, target: str, model: str | None, api_key: str | None, tls: ClientTls | None
+    ):
         self._target = target
-        self._client = Client(target, model=model or "", api_key=api_key)
+        credentials = None if tls is None else tls.credentials()
+        self._client = Client(target, model=model or "", api_key=api_key, credentials=credentials)
 
     def __enter__(self) -> Self:
         return self
@@ -157,9 +183,21 @@ class GrpcServer:
             yield
         except ClientError as error:
             if error.code == "unavailable":  # gRPC's code for a server that cannot be reached
-                message = f"no server answers at {self._target}; {START_ONE}"
-                raise ServerError(message) from None
+                raise ServerError(_why(self._target, error.message)) from None
             raise ServerError(error.message) from None
+
+
+def _why(where: str, reason: str) -> str:
+    """What is wrong with a connection that failed. `reason`: the library's words."""
+    lower = reason.lower()
+    if "certificate_verify_failed" in lower:
+        why = reason.rpartition("certificate verify failed: ")[2]
+        return f"the certificate of {where} is not trusted ({why}); name its CA with --ca-file"
+    if "wrong_version_number" in lower:
+        return f"{where} does not speak TLS; write http:// or grpc://"
+    if "certificate_required" in lower:
+        return f"{where} asks for a certificate: --cert-file FILE --key-file FILE"
+    return f"no server answers at {where}; {START_ONE}"
 
 
 def _check(response: httpx.Response) -> None:

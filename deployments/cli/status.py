@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.deployments.cli.server import HttpServer, connect_http
 from penstock.deployments.cli.tables import aligned, duration
+from penstock.deployments.client.tls import ClientTls
 
 MAX_CHANGES = 5
 MAX_BATCHES = 10
@@ -22,24 +23,24 @@ _WHY = {
 }
 
 
-def run_status(url: str, api_key: str | None) -> int:
+def run_status(url: str, api_key: str | None, tls: ClientTls | None = None) -> int:
     """Print the tables; the exit status: 1 if the server is not ready.
 
     Raises ConfigError or ServerError.
     """
-    with connect_http(url, "status", api_key) as server:
+    with connect_http(url, "status", api_key, tls) as server:
         status = server.get("/v1/penstock/status")
         batches = _batches(server) if status["has_batches"] else []
         print(status_text(status, batches))
     return 0 if status["is_ready"] else 1
 
 
-def run_queue(url: str, api_key: str | None, limit: int) -> int:
+def run_queue(url: str, api_key: str | None, tls: ClientTls | None, limit: int) -> int:
     """Print the table of at most `limit` waiting requests; the exit status.
 
     Raises ConfigError or ServerError.
     """
-    with connect_http(url, "queue", api_key) as server:
+    with connect_http(url, "queue", api_key, tls) as server:
         print(queue_text(server.get("/v1/penstock/queue", limit=limit)))
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from penstock.deployments.client.messages import message_of, sampling_fields
+from penstock.deployments.client.tls import ClientTls
 from penstock.deployments.client.types import Message, Prompt, Sampling
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
@@ -49,12 +50,21 @@ class BaseClient(ABC):
         api_key: str | None = None,
         model: str = "",
         timeout_s: float | None = None,
+        ca_file: str | None = None,
+        cert_file: str | None = None,
+        key_file: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         resume_s: float = 60.0,
     ):
         """`model` "" is the one that is served. `timeout_s` is the deadline of each call, which the
-        server keeps, too. `credentials` switch TLS on. `resume_s`: longest wait for a stream to go
-        on after its connection was lost, where the server keeps journals; 0: none goes on."""
+        server keeps, too. `resume_s`: longest wait for a stream to go on after its connection was
+        lost, where the server keeps journals; 0: none goes on.
+
+        TLS: `ca_file` (PEM) names the CAs of the server, `cert_file` and `key_file` the certificate
+        for a server that asks for one; or `credentials`, which are taken as they are. Raises
+        ValueError for files that cannot be used."""
+        if credentials is None and (ca_file or cert_file or key_file):
+            credentials = ClientTls(ca_file, cert_file, key_file).credentials()
         self._model = model
         self._resume_s = resume_s
         self._timeout_s = timeout_s

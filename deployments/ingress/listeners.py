@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import LOOPBACK, ServeConfig
-from penstock.deployments.ingress.core.connections import connections_for
+from penstock.deployments.ingress.core.connections import Connections, connections_for
 from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.reasoning import find_marks
@@ -30,11 +30,13 @@ from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.jobs import JobBoard
 from penstock.deployments.ingress.http.protocol import bounded_protocol
+from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.security.certificates import Certificates, client_certificates
 from penstock.deployments.state.embedded.folder import FolderInUse
 from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
@@ -70,6 +72,7 @@ class Listeners:
     jobs: JobBoard
     noting: asyncio.Task[None]  # for the probes of the metrics port
     watching: asyncio.Task[None]  # the event loop
+    reloading: asyncio.Task[None] | None  # the certificate; None: there is no TLS
 
     @property
     def num_connections(self) -> int:
@@ -102,6 +105,8 @@ class Listeners:
             await self.journals.close()
         self.noting.cancel()
         self.watching.cancel()
+        if self.reloading is not None:
+            self.reloading.cancel()
 
     async def _idle(self, within_s: float) -> None:
         """Until nothing runs: responses in the background have no connection that waits."""
@@ -149,22 +154,16 @@ async def open_listeners(
         hosts=_allowed_hosts(config),
     )
     connections = connections_for(config.max_connections, config.max_connections_per_address)
-    http = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=bounded_protocol(connections, core.metrics.num_errors_returned),
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(config.drain_s + ERRORS_S),
-        )
-    )
+    certificates = await asyncio.to_thread(client_certificates, config)
+    http = _http_server(config, app, core, connections, certificates)
     listener = _listen(config.host, config.http_port)
     http_task = asyncio.ensure_future(http.serve(sockets=[listener]))
     grpc = await start_server(
-        core, config.address(config.grpc_port), api_keys=api_keys, journals=journals
+        core,
+        config.address(config.grpc_port),
+        api_keys=api_keys,
+        journals=journals,
+        certificates=certificates,
     )
     metrics, probes, watch = None, Probes(core.ready), LoopWatch(pool.beat)
     if config.metrics_port:
@@ -176,6 +175,7 @@ async def open_listeners(
             None if journals is None else journals.counts,
             connections,
             watch,
+            {} if certificates is None else {"clients": certificates},
         )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
@@ -185,9 +185,33 @@ async def open_listeners(
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
     noting, watching = asyncio.ensure_future(probes.run()), asyncio.ensure_future(watch.run())
+    reloading = None if certificates is None else asyncio.ensure_future(certificates.run())
     return Listeners(
-        app, http, http_task, grpc, metrics, core, batches, journals, jobs, noting, watching
+        *(app, http, http_task, grpc, metrics, core, batches, journals, jobs),
+        *(noting, watching, reloading),
     )
+
+
+def _http_server(
+    config: ServeConfig,
+    app: Any,
+    core: RequestCore,
+    connections: Connections,
+    certificates: Certificates | None,
+) -> uvicorn.Server:
+    how = uvicorn.Config(
+        app,
+        http=bounded_protocol(connections, core.metrics.num_errors_returned),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(config.drain_s + ERRORS_S),
+    )
+    if certificates is None:
+        return uvicorn.Server(how)
+    return TlsServer(how, certificates.server_context, connections)
 
 
 def _allowed_hosts(config: ServeConfig) -> AllowedHosts | None:

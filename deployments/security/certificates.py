@@ -19,6 +19,7 @@ from typing import Any
 
 from cryptography import x509
 
+from penstock.deployments.options import SecurityOptions
 from penstock.deployments.security.handshake import handshake
 from penstock.workers.errors import ConfigError
 
@@ -158,6 +159,13 @@ class Certificates:
     def _use_newest(self, connection: Any, name: str | None, outer: ssl.SSLContext) -> None:
         """Called in each handshake, also of clients that name no server."""
         connection.context = self.current.server
+
+
+def client_certificates(options: SecurityOptions) -> Certificates | None:
+    """Of the listeners for clients; None: they have no TLS. Blocks. Raises ConfigError."""
+    if options.tls_cert_file is None or options.tls_key_file is None:
+        return None
+    return Certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
 
 
 def load(files: CertificateFiles, *, ca_signs_own: bool = False) -> LoadedCertificate:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
-from penstock.deployments.cli.flags.server import DEFAULT_URL, KEY_VARIABLE
+from penstock.deployments.cli.flags.server import DEFAULT_URL, KEY_VARIABLE, add_tls_flags
 
 EXAMPLES = """\
 Each line of INPUT is one request, in the format of OpenAI's batch files:
@@ -79,6 +79,7 @@ def _add_target_flags(batch: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"file with the server's API key; none: the environment variable {KEY_VARIABLE}",
     )
+    add_tls_flags(where)
     where.add_argument(
         "--config",
         metavar="FILE",

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
+
+from penstock.workers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.deployments.client.tls import ClientTls
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+TLS_SCHEMES = ("https://", "grpcs://")
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret: other users can read command lines
 
 
@@ -14,7 +21,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--url",
         default=DEFAULT_URL,
-        help=f"http://host:port or grpc://host:port (default: {DEFAULT_URL})",
+        help="http://host:port or grpc://host:port; https:// and grpcs:// with TLS (default: "
+        f"{DEFAULT_URL})",
     )
     group.add_argument("--model", help="model name; none: the served one")
     group.add_argument(
@@ -22,6 +30,44 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"file with the API key; none: the environment variable {KEY_VARIABLE}",
     )
+    add_tls_flags(group)
+
+
+def add_tls_flags(group: Any) -> None:
+    """How a command checks the server, and what it shows to it."""
+    group.add_argument(
+        "--ca-file",
+        metavar="FILE",
+        help="with https:// or grpcs://: the CAs that are trusted, in PEM; none: the system's",
+    )
+    group.add_argument(
+        "--cert-file",
+        metavar="FILE",
+        help="certificate for a server that asks for one, in PEM; none: none is shown",
+    )
+    group.add_argument("--key-file", metavar="FILE", help="the key of --cert-file, in PEM")
+
+
+def tls_of(args: argparse.Namespace, url: str) -> ClientTls | None:
+    """What the flags of `add_tls_flags` say for this URL; None: its scheme has no TLS.
+
+    Raises ConfigError for files that cannot be used, and for flags that the URL does not need.
+    """
+    from penstock.deployments.client.tls import ClientTls  # imports gRPC
+
+    tls = ClientTls(args.ca_file, args.cert_file, args.key_file)
+    if not url.startswith(TLS_SCHEMES):
+        if tls != ClientTls():
+            raise ConfigError(
+                f"--ca-file, --cert-file and --key-file are for TLS, and {url} has none: write "
+                "https://host:port or grpcs://host:port"
+            )
+        return None
+    try:
+        tls.context()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return tls
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ The services are penstock.v1 (inference.py), the Open Inference Protocol, health
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,6 +18,7 @@ from penstock.deployments.ingress.grpc import health, inference, open_inference
 from penstock.deployments.ingress.grpc.interceptor import Guard
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
+from penstock.deployments.security.certificates import Certificates, LoadedCertificate
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 
 SERVER_OPTIONS = (
@@ -30,6 +32,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
+TLS_OPTIONS = (("grpc.server_handshake_timeout_ms", 5_000),)
 FURTHER_CALLS = 1024  # health, reflection, and calls that are being refused
 
 
@@ -59,9 +62,9 @@ async def start_server(
     *,
     api_keys: Sequence[str] = (),
     journals: Journals | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    certificates: Certificates | None = None,
 ) -> GrpcServer:
-    """Serve `core` on `address` ("127.0.0.1:8001"; port 0 for any). TLS with `credentials`.
+    """Serve `core` on `address` ("127.0.0.1:8001"; port 0 for any). TLS with `certificates`.
 
     With `api_keys` every method except those of grpc.health.v1 requires one of them in the metadata
     `authorization: Bearer <key>`. `journals`: of streams; None: none can be continued. Raises
@@ -71,7 +74,7 @@ async def start_server(
     guard = Guard(keys, core.metrics.num_errors_returned, core.open_calls, core.turns)
     server = grpc.aio.server(
         interceptors=[guard],
-        options=SERVER_OPTIONS,
+        options=SERVER_OPTIONS if certificates is None else SERVER_OPTIONS + TLS_OPTIONS,
         # Of all connections; the request core's bound comes first, and says when to try again.
         maximum_concurrent_rpcs=core.open_calls.max_calls + FURTHER_CALLS,
     )
@@ -83,9 +86,35 @@ async def start_server(
     open_inference.add_to(server, core, keys)
     names = (inference.SERVICE, open_inference.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    if credentials is None:
+    if certificates is None:
         port = server.add_insecure_port(address)
     else:
-        port = server.add_secure_port(address, credentials)
+        port = server.add_secure_port(address, credentials_of(certificates))
     await server.start()
     return GrpcServer(server, port, reported_health, guard)
+
+
+def credentials_of(certificates: Certificates) -> grpc.ServerCredentials:
+    """Of a server that shows the newest certificate in each handshake. TLS 1.2 or 1.3.
+
+    gRPC's Python interface has no setting for the version.
+    """
+    served = certificates.current
+
+    def newest() -> Any:
+        """Called in each handshake, in a thread of gRPC's; None: as before."""
+        nonlocal served
+        if certificates.current is served:
+            return None
+        served = certificates.current
+        return _configuration(served)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(served), newest, certificates.wants_client_certificates
+    )
+
+
+def _configuration(loaded: LoadedCertificate) -> Any:
+    return grpc.ssl_server_certificate_configuration(
+        ((loaded.key, loaded.cert),), root_certificates=loaded.ca
+    )

@@ -55,6 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self.handshake: object | None = None  # of TLS; it is counted until this protocol begins
         self._limits = limits
         self._counted = counted
         self._errors = errors
@@ -72,6 +73,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.handshake is not None:
+            self._counted.leave(self.handshake)
         address = self.client[0] if self.client else ""
         if not self._counted.enter(self, address, self._evict):
             self.transport.abort()  # without an answer, which would cost more than it helps

@@ -6,7 +6,7 @@ docs/reference/metrics.md says what each means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -25,6 +25,7 @@ from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.families import (
     add,
+    of_certificates,
     of_connections,
     of_journals,
     of_loop,
@@ -45,6 +46,7 @@ from penstock.deployments.ingress.metrics.tables import (
     WORKER_COUNTERS,
     WORKER_GAUGES,
 )
+from penstock.deployments.security.certificates import Certificates
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 Workers = Iterable[tuple[WorkerInfo, EngineStats]]
@@ -65,9 +67,11 @@ class PenstockCollector(Collector):
         journals: JournalCounts | None = None,
         connections: Connections | None = None,
         watch: LoopWatch | None = None,
+        certificates: Mapping[str, Certificates] | None = None,
     ):
         self._connections = connections
         self._watch = watch
+        self._certificates = certificates
         self._lost = lost
         self._journals = journals
         self._requests = requests
@@ -88,6 +92,8 @@ class PenstockCollector(Collector):
             yield from of_connections(self._connections)
         if self._watch is not None:
             yield from of_loop(self._watch)
+        if self._certificates is not None:
+            yield from of_certificates(self._certificates)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: registering must not collect."""

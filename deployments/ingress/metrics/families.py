@@ -1,11 +1,11 @@
-"""The metrics of an ingress itself: lost requests, journals, connections, its event loop.
+"""The metrics of an ingress itself: lost requests, journals, connections, loop, certificates.
 
 collector.py collects them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from prometheus_client.core import (
@@ -19,6 +19,7 @@ from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
+from penstock.deployments.security.certificates import Certificates
 from penstock.workers.stats import Distribution
 
 
@@ -87,6 +88,25 @@ def of_loop(watch: LoopWatch) -> Iterator[Metric]:
         "By how much the ingress's event loop is late now.",
         value=watch.lag_s(),
     )
+
+
+def of_certificates(certificates: Mapping[str, Certificates]) -> Iterator[Metric]:
+    """`certificates`: by what they are used for."""
+    failed = GaugeMetricFamily(
+        "penstock_cert_reload_failed",
+        "1: new certificate files cannot be used, and the certificate before them stays.",
+        labels=("use",),
+    )
+    expires = GaugeMetricFamily(
+        "penstock_cert_expires_seconds",
+        "Seconds until the certificate in use expires.",
+        labels=("use",),
+    )
+    for use, each in certificates.items():
+        failed.add_metric((use,), each.reload_failed)
+        expires.add_metric((use,), each.expires_s)
+    yield failed
+    yield expires
 
 
 def add(histogram: HistogramMetricFamily, labels: Sequence[str], observed: Distribution) -> None:

@@ -339,6 +339,7 @@ def all_names():
         JournalCounts(),
         Connections(1),
         LoopWatch(lambda: None),
+        certificates={},
     )
     return {
         family.name + ("_total" if family.type == "counter" else "")
