@@ -25,6 +25,7 @@ from penstock.deployments.batch.runner import LOWEST_PRIORITY, seed_of
 from penstock.deployments.batch.server_target import ServerTarget
 from penstock.deployments.batch.target import WRONG_KEY, Reply, TargetError
 from penstock.deployments.batch.window import Window
+from penstock.deployments.client.tls import ClientTls
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,6 +45,7 @@ class _Settings:
     postprocess: Callable[[Row], Row] | None
     endpoint: str
     api_key: str | None
+    ca_file: str | None
     max_in_flight: int
     priority: int | None
     seed: int
@@ -58,6 +60,7 @@ def build_processor(
     *,
     endpoint: str = CHAT,
     api_key: str | None = None,
+    ca_file: str | None = None,
     num_actors: int = 1,
     batch_size: int = 32,
     max_in_flight: int = 64,
@@ -72,6 +75,8 @@ def build_processor(
     `generated_text`, `finish_reason`, `prompt_tokens`, `completion_tokens` and `error`: where the
     server refused a row, why, and no text. With `postprocess` it has what that makes of the row,
     which has `http_response`, the body of the answer or None, and `error`.
+
+    `ca_file`: of the CAs that are trusted with https, in PEM, on all nodes; None: the system's.
 
     `num_actors` send at a time, each at most `max_in_flight` requests, and fewer where the server
     refuses some. A row that is refused for lack of room, or while the server is away, is sent
@@ -98,6 +103,7 @@ def build_processor(
         postprocess=postprocess,
         endpoint=endpoint,
         api_key=api_key,
+        ca_file=ca_file,
         max_in_flight=max_in_flight,
         priority=priority,
         seed=seed,
@@ -129,7 +135,13 @@ class _Sender:
         """The batch with answers. Ray Data calls this for several batches at a time."""
         if self._target is None:
             most, key = self._settings.max_in_flight, self._settings.api_key
-            self._target = ServerTarget(self._settings.url, api_key=key, max_connections=most)
+            ca_file = self._settings.ca_file
+            self._target = ServerTarget(
+                self._settings.url,
+                api_key=key,
+                max_connections=most,
+                verify=True if ca_file is None else ClientTls(ca_file).context(),
+            )
             try:
                 await self._target.models()
             except TargetError as error:

@@ -69,6 +69,10 @@ class ServerTarget:
                 response = await self._http.get("/v1/models")
                 break
             except httpx.HTTPError as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                    raise TargetError(
+                        f"the certificate of {self.url} is not trusted; name its CA with --ca-file"
+                    ) from error
                 if time.monotonic() > end_s:
                     raise TargetError(
                         f"cannot reach {self.url}: {type(error).__name__}; is the server running? "

@@ -17,6 +17,7 @@ from typing import Any
 from penstock.deployments.cli.calibrate import add_calibrate, run_calibrate
 from penstock.deployments.cli.flags.batch import add_batch
 from penstock.deployments.cli.flags.bench import add_bench
+from penstock.deployments.cli.flags.certs import add_certs
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.plan import add_plan
 from penstock.deployments.cli.flags.server import (
@@ -82,6 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_batch(commands, _batch)
     add_plan(commands, run_plan)
+    add_certs(
+        commands, run_init=_certs_init, run_renew=_certs_renew, run_show=_certs_show
+    )
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
     )
@@ -247,6 +251,24 @@ def _bench_ablate(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.ablate import run_ablate
 
     return run_ablate(args)
+
+
+def _certs_init(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.certs import run_init
+
+    return run_init(args)
+
+
+def _certs_renew(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.certs import run_renew
+
+    return run_renew(args)
+
+
+def _certs_show(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.certs import run_show
+
+    return run_show(args)
 
 
 def _server(args: argparse.Namespace) -> Any:

@@ -31,7 +31,6 @@ from penstock.workers.errors import ConfigError
 
 CA = "ca"
 CA_DAYS = 3650
-LEAF_DAYS = 30
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _BEFORE = datetime.timedelta(minutes=10)  # for clocks that are behind
 _SERVES, _CALLS = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
@@ -73,7 +72,7 @@ def new_authority(cluster: str, days: float = CA_DAYS) -> Holder:
 
 
 def new_leaf(
-    authority: Holder, identity: Identity, hosts: Sequence[str] = (), days: float = LEAF_DAYS
+    authority: Holder, identity: Identity, hosts: Sequence[str] = (), *, days: float
 ) -> Holder:
     """A certificate for `identity`; `hosts`: DNS names and IP addresses. Raises ConfigError.
 
@@ -88,7 +87,7 @@ def new_leaf(
             _name(f"{identity.role} of {identity.cluster}"),
             issuer.subject,
             key,
-            days,
+            min(days, CA_DAYS),  # more would be no date at some point
             issuer.not_valid_after_utc,
         )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -105,9 +104,7 @@ def new_leaf(
     return Holder(certificate, key)
 
 
-def make_all(
-    folder: Path, cluster: str, hosts: Sequence[str] = (), *, days: float = LEAF_DAYS
-) -> None:
+def make_all(folder: Path, cluster: str, hosts: Sequence[str] = (), *, days: float) -> None:
     """A new CA and a leaf of each role, in `folder`; `hosts` beside those of this machine.
 
     Raises ConfigError or OSError.
@@ -121,7 +118,7 @@ def make_all(
         leaf.write(folder, role)
 
 
-def renew_all(folder: Path, *, days: float = LEAF_DAYS) -> list[str]:
+def renew_all(folder: Path, *, days: float) -> list[str]:
     """New leaf certificates with new keys, names as before; the roles. Raises ConfigError, OSError.
 
     Only of the leaves that are in `folder`: a machine needs no more than its own.
@@ -132,7 +129,7 @@ def renew_all(folder: Path, *, days: float = LEAF_DAYS) -> list[str]:
         path = folder / f"{role}.crt"
         if path.exists():
             before = read_certificates(path)[0]
-            leaves[role] = new_leaf(authority, _identity(path, before), hosts_of(before), days)
+            leaves[role] = new_leaf(authority, _identity(path, before), hosts_of(before), days=days)
     if not leaves:
         raise ConfigError(f"{folder} has no leaf certificate ({ROLES[0]}.crt, ...) to renew")
     for role, leaf in leaves.items():
@@ -189,7 +186,7 @@ def _leaf_of(
     authority: Holder, cluster: str, role: str, hosts: Sequence[str], days: float
 ) -> Holder:
     """Of a role; only the one that clients connect with has names of hosts."""
-    return new_leaf(authority, Identity(cluster, role), hosts if role == "server" else (), days)
+    return new_leaf(authority, Identity(cluster, role), hosts if role == "server" else (), days=days)
 
 
 def _identity(path: Path, certificate: x509.Certificate) -> Identity:

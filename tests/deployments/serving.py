@@ -34,8 +34,10 @@ from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.http.protocol import bounded_protocol
+from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
+from penstock.deployments.security.certificates import Certificates
 from penstock.deployments.state.factory import open_store
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
@@ -225,12 +227,14 @@ class Serving:
         data_dir: Path | None = None,
         state_url: str | None = None,
         hosts: AllowedHosts | None = None,
+        certificates: Certificates | None = None,
         **of_core: Any,
     ):
-        """`state_url`: of the store for journals; None: there are none."""
+        """`state_url`: of the store for journals; None: there are none. `certificates`: with TLS."""
         self.backend = backend
         self._state_url = state_url
         self._hosts = hosts
+        self._certificates = certificates
         self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
         self._api_keys = api_keys
@@ -280,13 +284,22 @@ class Serving:
             batches = asyncio.ensure_future(batch_executor(self.core, self._data_dir).run())
         listener = socket.create_server(("127.0.0.1", 0))
         self.http_port: int = listener.getsockname()[1]
-        self.base_url = f"http://127.0.0.1:{self.http_port}"
+        scheme = "http" if self._certificates is None else "https"
+        self.base_url = f"{scheme}://127.0.0.1:{self.http_port}"
         errors = self.core.metrics.num_errors_returned
-        protocol = bounded_protocol(Connections(1024), errors)
+        connections = Connections(1024)
+        protocol = bounded_protocol(connections, errors)
         config = uvicorn.Config(app, http=protocol, ws="none", log_config=None, lifespan="off")
-        self._http = uvicorn.Server(config)
+        if self._certificates is None:
+            self._http = uvicorn.Server(config)
+        else:
+            self._http = TlsServer(config, self._certificates.server_context, connections)
         grpc_server = await start_server(
-            self.core, "127.0.0.1:0", api_keys=self._api_keys, journals=self.journals
+            self.core,
+            "127.0.0.1:0",
+            api_keys=self._api_keys,
+            journals=self.journals,
+            certificates=self._certificates,
         )
         self.grpc_target = f"127.0.0.1:{grpc_server.port}"
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -1,0 +1,312 @@
+"""TLS of the real listeners: clients that trust the CA or do not, rotation under load, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+import uvicorn
+from cryptography import x509
+
+from penstock.deployments.client import Client, ClientError
+from penstock.deployments.client.tls import ClientTls
+from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.http.protocol import bounded_protocol
+from penstock.deployments.ingress.http.tls import TlsServer
+from penstock.deployments.security.authority import make_all, renew_all
+from penstock.deployments.security.certificates import Certificates
+from penstock.workers.request import FinishReason
+from tests.deployments.serving import ScriptedBackend, Serving
+
+NUM_TOKENS = 40
+SCRIPT = (*([100 + n] for n in range(4)), FinishReason.STOP)
+# A stream that lasts until a test has seen what it wants to see.
+SLOW = tuple(step for n in range(NUM_TOKENS) for step in ([100 + n], 0.05))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_all(tmp_path / "certs", "test", days=30)
+    return tmp_path / "certs"
+
+
+@contextlib.contextmanager
+def tls_server(folder: Path, *script: Any, client_ca: bool = False) -> Iterator[Serving]:
+    certificates = certificates_of(folder, client_ca=client_ca)
+    with Serving(ScriptedBackend(*(script or SCRIPT)), certificates=certificates) as serving:
+        yield serving
+
+
+def certificates_of(folder: Path, *, client_ca: bool = False) -> Certificates:
+    ca = str(folder / "ca.crt") if client_ca else None
+    return Certificates(str(folder / "server.crt"), str(folder / "server.key"), ca)
+
+
+def tls_of(folder: Path, *, shows: bool = False) -> ClientTls:
+    pair = (str(folder / "client.crt"), str(folder / "client.key")) if shows else (None, None)
+    return ClientTls(str(folder / "ca.crt"), *pair)
+
+
+def serial_in(path: Path) -> int:
+    return x509.load_pem_x509_certificate(path.read_bytes()).serial_number
+
+
+def shown(port: int, folder: Path) -> int:
+    """The serial number of the certificate that a new connection gets."""
+    context = tls_of(folder).context()
+    with (
+        socket.create_connection(("127.0.0.1", port), 10) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as secure,
+    ):
+        der = secure.getpeercert(binary_form=True)
+        assert der is not None and secure.version() == "TLSv1.3"
+        return x509.load_der_x509_certificate(der).serial_number
+
+
+def shown_by_grpc(target: str, folder: Path) -> int:
+    """As `shown`, for the gRPC port, which speaks HTTP/2 only."""
+    host, _, port = target.rpartition(":")
+    context = tls_of(folder).context()
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection((host, int(port)), 10) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as secure,
+    ):
+        der = secure.getpeercert(binary_form=True)
+        assert der is not None and secure.selected_alpn_protocol() == "h2"
+        return x509.load_der_x509_certificate(der).serial_number
+
+
+def openai_client(serving: Serving, tls: ClientTls) -> openai.OpenAI:
+    http = openai.DefaultHttpxClient(verify=tls.context())
+    return openai.OpenAI(
+        base_url=f"{serving.base_url}/v1", api_key="none", http_client=http, max_retries=0
+    )
+
+
+def chat(client: openai.OpenAI) -> list[str]:
+    stream = client.chat.completions.create(
+        model="builtin", messages=[{"role": "user", "content": "Hello"}], stream=True
+    )
+    return [
+        part.choices[0].finish_reason or "" for part in stream if part.choices
+    ]
+
+
+def test_clients_that_trust_the_ca_are_served_by_https_and_grpc(folder: Path):
+    with tls_server(folder) as serving:
+        assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
+        files = {"ca_file": str(folder / "ca.crt")}
+        with Client(serving.grpc_target, **files) as client:
+            answer = client.reply([{"role": "user", "content": "Hello"}])
+        assert len(answer.token_ids) == 4
+
+
+def test_clients_that_do_not_trust_the_ca_are_not(folder: Path, tmp_path: Path):
+    make_all(tmp_path / "other", "test", days=30)
+    wrong = tls_of(tmp_path / "other")
+    with tls_server(folder) as serving:
+        with pytest.raises(openai.APIConnectionError):
+            chat(openai_client(serving, wrong))
+        with Client(serving.grpc_target, ca_file=wrong.ca_file) as client:
+            with pytest.raises(ClientError) as refused:
+                client.models()
+            assert refused.value.status == grpc.StatusCode.UNAVAILABLE
+        assert serving.backend.requests == []
+
+
+def test_a_name_that_the_certificate_lacks_is_refused(folder: Path):
+    with tls_server(folder) as serving:
+        context = tls_of(folder).context()
+        with socket.create_connection(("127.0.0.1", serving.http_port), 10) as plain:
+            with pytest.raises(ssl.SSLCertVerificationError):
+                context.wrap_socket(plain, server_hostname="example.com")
+
+
+def test_with_a_client_ca_only_clients_that_show_a_certificate_are_served(
+    folder: Path, tmp_path: Path
+):
+    make_all(tmp_path / "other", "test", days=30)
+    other = tmp_path / "other"
+    strangers = ClientTls(
+        str(folder / "ca.crt"), str(other / "client.crt"), str(other / "client.key")
+    )
+    known = tls_of(folder, shows=True)
+    with tls_server(folder, client_ca=True) as serving:
+        assert chat(openai_client(serving, known))[-1] == "stop"
+        with Client(serving.grpc_target, credentials=known.credentials()) as client:
+            assert client.models()[0].name == "builtin"
+        num = len(serving.backend.requests)
+        for tls in (tls_of(folder), strangers):
+            with pytest.raises(openai.APIConnectionError):
+                chat(openai_client(serving, tls))
+            with Client(serving.grpc_target, credentials=tls.credentials()) as client:
+                with pytest.raises(ClientError) as refused:
+                    client.models()
+                assert refused.value.status == grpc.StatusCode.UNAVAILABLE
+        assert len(serving.backend.requests) == num
+
+
+def test_a_plain_request_is_closed_at_once_and_others_are_served(folder: Path):
+    with tls_server(folder) as serving:
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"http://127.0.0.1:{serving.http_port}/health", timeout=60)
+        with Client(serving.grpc_target, timeout_s=60) as client:
+            with pytest.raises(ClientError) as refused:
+                client.models()
+            assert refused.value.status == grpc.StatusCode.UNAVAILABLE  # not DEADLINE_EXCEEDED
+        assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
+
+
+def test_http_refuses_tls_1_2(folder: Path):
+    with tls_server(folder) as serving:
+        context = tls_of(folder).context()
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with socket.create_connection(("127.0.0.1", serving.http_port), 10) as plain:
+            with pytest.raises(ssl.SSLError, match=r"(?i)protocol|alert"):
+                context.wrap_socket(plain, server_hostname="localhost")
+
+
+class Background:
+    """Runs a function in a thread; `result` waits for it."""
+
+    def __init__(self, function: Any):
+        self._function = function
+        self._outcome: list[Any] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._function())
+        except BaseException as error:
+            self._outcome.append(error)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._outcome)
+
+    def result(self) -> Any:
+        self._thread.join(60)
+        assert self._outcome, "it has not ended"
+        if isinstance(self._outcome[0], BaseException):
+            raise self._outcome[0]
+        return self._outcome[0]
+
+
+def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certificate(folder: Path):
+    certificates = certificates_of(folder)
+    with Serving(
+        ScriptedBackend(*SLOW, FinishReason.STOP), certificates=certificates
+    ) as serving:
+        begun = [threading.Event() for _ in range(4)]
+
+        def by_http(began: threading.Event) -> int:
+            num = 0
+            stream = openai_client(serving, tls_of(folder)).chat.completions.create(
+                model="builtin",
+                messages=[{"role": "user", "content": "Hello"}],
+                stream=True,
+                extra_body={"return_token_ids": True},
+            )
+            for part in stream:
+                began.set()
+                for choice in part.choices:
+                    num += len(getattr(choice, "token_ids", None) or ())
+            return num
+
+        def by_grpc(began: threading.Event) -> int:
+            num = 0
+            with Client(
+                serving.grpc_target, ca_file=str(folder / "ca.crt"), resume_s=0
+            ) as client:
+                for piece in client.chat([{"role": "user", "content": "Hello"}]):
+                    began.set()
+                    num += len(piece.token_ids)
+            return num
+
+        functions = (by_http, by_http, by_grpc, by_grpc)
+        streams = [
+            Background(lambda each=each, began=began: each(began))  # type: ignore[misc]
+            for each, began in zip(functions, begun, strict=True)
+        ]
+        for began in begun:
+            assert began.wait(30)
+        for _ in range(3):  # rotations, with the streams running
+            renew_all(folder, days=30)
+            assert certificates.reload()
+            newest = serial_in(folder / "server.crt")
+            assert shown(serving.http_port, folder) == newest
+            assert shown_by_grpc(serving.grpc_target, folder) == newest
+        assert not any(stream.is_done for stream in streams), "the rotation came too late"
+        assert [stream.result() for stream in streams] == [NUM_TOKENS] * 4
+
+
+def test_a_wrong_new_pair_leaves_the_old_one_in_use(folder: Path):
+    certificates = certificates_of(folder)
+    with Serving(ScriptedBackend(*SCRIPT), certificates=certificates) as serving:
+        first = serial_in(folder / "server.crt")
+        key = (folder / "server.key").read_bytes()
+        renew_all(folder, days=30)
+        (folder / "server.key").write_bytes(key)  # of the old certificate
+        assert not certificates.reload() and not certificates.reload()
+        assert certificates.reload_failed
+        assert shown(serving.http_port, folder) == first
+        assert shown_by_grpc(serving.grpc_target, folder) == first
+        assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
+
+
+def test_silent_connections_end_and_are_counted_before_their_handshake(folder: Path):
+    """Over the listener alone: 8 places, all taken by sockets that send nothing."""
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": scope["scheme"].encode()})
+
+    async def scenario() -> None:
+        connections = Connections(8, 8)
+        errors: Counter[str] = Counter()
+        config = uvicorn.Config(
+            app,
+            http=bounded_protocol(connections, errors),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+        )
+        context = certificates_of(folder).server_context
+        server = TlsServer(config, context, connections, handshake_s=1.0)
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        while connections.num < 8:
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(verify=tls_of(folder).context(), timeout=60) as client:
+            answer = await client.get(f"https://localhost:{port}/")
+            assert answer.text == "https"
+        assert connections.num_evicted == 1 and connections.num_refused == 0
+        for reader, _ in silent:  # the first had to go for the client, the others in time
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(1), 30) == b""
+        while connections.num:
+            await asyncio.sleep(0.01)
+        late = await asyncio.open_connection("127.0.0.1", port)
+        while connections.num < 1:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        await asyncio.wait_for(serving, 30)  # a handshake does not hold up the end
+        assert connections.num == 0
+        for _, writer in (*silent, late):
+            writer.close()
+
+    asyncio.run(scenario())
