@@ -32,12 +32,16 @@ from benchmarks.common import record
 from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import target_of
+from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
+from penstock.deployments.ingress.http.protocol import bounded_protocol
+from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
+from penstock.deployments.security.certificates import Certificates
 from penstock.deployments.state.factory import open_store
 from penstock.workers.channel.server import ChannelServer
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request
@@ -106,15 +110,24 @@ def run_worker(pipe: Connection, step_s: float) -> None:
 
 
 def run_ingress(
-    pipe: Connection, worker: WorkerInfo, profile: str | None, state_url: str | None = None
+    pipe: Connection,
+    worker: WorkerInfo,
+    profile: str | None,
+    state_url: str | None = None,
+    tls_files: tuple[str, str] | None = None,
 ) -> None:
-    """`state_url`: of the store of journals; None: there are none."""
+    """`state_url`: of the store of journals; None: there are none. `tls_files`: certificate and
+    key; None: no TLS."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray's actors do
-        runner.run(_ingress(pipe, worker, profile, state_url))
+        runner.run(_ingress(pipe, worker, profile, state_url, tls_files))
 
 
 async def _ingress(
-    pipe: Connection, worker: WorkerInfo, profile: str | None, state_url: str | None
+    pipe: Connection,
+    worker: WorkerInfo,
+    profile: str | None,
+    state_url: str | None,
+    tls_files: tuple[str, str] | None,
 ) -> None:
     journals = None
     if state_url is not None:
@@ -130,9 +143,25 @@ async def _ingress(
     )
     listener = socket.create_server(("127.0.0.1", 0))
     app = build_app(core, journals=journals)
-    http = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    connections = Connections(4096, 4096)
+    config = uvicorn.Config(
+        app,
+        http=bounded_protocol(connections, core.metrics.num_errors_returned),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+    )
+    certificates = None if tls_files is None else Certificates(*tls_files)
+    http = (
+        uvicorn.Server(config)
+        if certificates is None
+        else TlsServer(config, certificates.server_context, connections)
+    )
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
-    over_grpc = await start_server(core, "127.0.0.1:0", journals=journals)
+    over_grpc = await start_server(
+        core, "127.0.0.1:0", journals=journals, certificates=certificates
+    )
     while not (http.started and pool.ready()):
         await asyncio.sleep(0.01)
     ports = listener.getsockname()[1], over_grpc.port
@@ -141,7 +170,9 @@ async def _ingress(
     profiler = cProfile.Profile()
     if profile is not None:
         profiler.enable()
-    pipe.send({"HTTP, SSE": f"http://127.0.0.1:{ports[0]}", "gRPC": f"grpc://127.0.0.1:{ports[1]}"})
+    s = "" if certificates is None else "s"
+    urls = (f"http{s}://127.0.0.1:{ports[0]}", f"grpc{s}://127.0.0.1:{ports[1]}")
+    pipe.send(dict(zip(("HTTP, SSE", "gRPC"), urls, strict=True)))
     await asyncio.to_thread(pipe.recv)
     if profile is not None:
         profiler.disable()
