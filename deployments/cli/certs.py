@@ -58,7 +58,7 @@ def run_show(args: argparse.Namespace) -> int:
     if not lines:
         raise ConfigError(f"{path} has no *.crt files; `penstock certs init {path}` makes some")
     print("\n".join(lines))
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     is_expired = any(each.not_valid_after_utc <= now for _, each in _certificates(path))
     return 1 if is_expired else 0
 
@@ -77,7 +77,7 @@ def _table(path: Path) -> list[str]:
 
 def _cells(certificate: x509.Certificate) -> tuple[str, str, str, str]:
     end = certificate.not_valid_after_utc
-    days = (end - datetime.datetime.now(datetime.timezone.utc)) / datetime.timedelta(days=1)
+    days = (end - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(days=1)
     left = "EXPIRED" if days <= 0 else f"in {days:.0f} days" if days >= 2 else f"in {24 * days:.0f} h"
     return _holder(certificate), ", ".join(hosts_of(certificate)) or "-", f"{end:%Y-%m-%d}", left
 

@@ -203,7 +203,7 @@ def _builder(
     days: float,
     latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     end = now + datetime.timedelta(days=days)
     return (
         x509.CertificateBuilder()

@@ -228,6 +228,7 @@ class Serving:
         state_url: str | None = None,
         hosts: AllowedHosts | None = None,
         certificates: Certificates | None = None,
+        new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         **of_core: Any,
     ):
         """`state_url`: of the store for journals; None: there are none. `certificates`: with TLS."""
@@ -239,7 +240,7 @@ class Serving:
         self.core = core_over(backend, **of_core)
         self._api_keys = api_keys
         self._data_dir = data_dir
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 

@@ -81,6 +81,7 @@ class _Listener:
     def close(self) -> None:
         """Accept no more, and end the handshakes: what has not begun cannot be drained."""
         self._accepting.cancel()
+        self._loop.remove_reader(self._listener)  # which uvicorn closes now
         for task in self._handshakes:
             task.cancel()
 
@@ -112,11 +113,11 @@ class _Listener:
         """One handshake; the connection then belongs to its protocol. It counts as idle before."""
         task = asyncio.current_task()
         assert task is not None
-        protocol = self._protocol()
-        protocol.handshake = task
         if not self._counted.enter(task, address, task.cancel):
             accepted.close()
             return
+        protocol = self._protocol()
+        protocol.handshake = task
         try:
             await self._loop.connect_accepted_socket(
                 lambda: protocol,

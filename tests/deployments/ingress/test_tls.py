@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+import uvloop
 from cryptography import x509
 
 from penstock.deployments.client import Client, ClientError
@@ -29,6 +30,7 @@ from penstock.deployments.security.certificates import Certificates
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import ScriptedBackend, Serving
 
+LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)  # that of Ray's actors is uvloop's
 NUM_TOKENS = 40
 SCRIPT = (*([100 + n] for n in range(4)), FinishReason.STOP)
 # A stream that lasts until a test has seen what it wants to see.
@@ -205,11 +207,13 @@ class Background:
         return self._outcome[0]
 
 
-def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certificate(folder: Path):
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certificate(
+    folder: Path, new_loop: Any
+):
     certificates = certificates_of(folder)
-    with Serving(
-        ScriptedBackend(*SLOW, FinishReason.STOP), certificates=certificates
-    ) as serving:
+    backend = ScriptedBackend(*SLOW, FinishReason.STOP)
+    with Serving(backend, certificates=certificates, new_loop=new_loop) as serving:
         begun = [threading.Event() for _ in range(4)]
 
         def by_http(began: threading.Event) -> int:
@@ -267,7 +271,8 @@ def test_a_wrong_new_pair_leaves_the_old_one_in_use(folder: Path):
         assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
 
 
-def test_silent_connections_end_and_are_counted_before_their_handshake(folder: Path):
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_silent_connections_end_and_are_counted_before_their_handshake(folder: Path, new_loop: Any):
     """Over the listener alone: 8 places, all taken by sockets that send nothing."""
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -309,4 +314,5 @@ def test_silent_connections_end_and_are_counted_before_their_handshake(folder: P
         for _, writer in (*silent, late):
             writer.close()
 
-    asyncio.run(scenario())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scenario())
