@@ -1,9 +1,10 @@
 """What TLS between clients and an ingress costs: CPU per token, TTFT, and a new connection.
 
 Two ingresses over one worker, without TLS and with it. They take turns within each round, so that a
-busy machine hits both, and what TLS adds is the difference within a round. The row "plain, again" is
-a second turn without TLS in each round: what it adds is noise. The worker makes one token a stream
-every `--step-ms` (see ingress_cpu.py); the client is this process, and its CPU is not counted.
+busy machine hits both, and what TLS adds is the difference within a round. The row "plain, again"
+is a second turn without TLS in each round: what it adds is noise. The worker makes one token a
+stream every `--step-ms` (see ingress_cpu.py); the client is this process, and its CPU is not
+counted.
 
     python -m benchmarks.cluster.tls_cost
     python -m benchmarks.cluster.tls_cost --streams 32 --rounds 5 --json out.json

@@ -30,9 +30,7 @@ PROGRESS_S = 0.25
 DEFAULT_NUM_REQUESTS = 100
 
 
-def run_serve(
-    args: argparse.Namespace, api_key: str | None, tls: ClientTls | None = None
-) -> int:
+def run_serve(args: argparse.Namespace, api_key: str | None, tls: ClientTls | None = None) -> int:
     """`penstock bench serve`; the exit status. Raises ConfigError, or RuntimeError."""
     if args.chat and args.prompts == "ids":
         raise ConfigError("--prompts ids works with completions only; drop it, or --chat")

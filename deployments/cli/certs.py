@@ -78,7 +78,9 @@ def _table(path: Path) -> list[str]:
 def _cells(certificate: x509.Certificate) -> tuple[str, str, str, str]:
     end = certificate.not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(days=1)
-    left = "EXPIRED" if days <= 0 else f"in {days:.0f} days" if days >= 2 else f"in {24 * days:.0f} h"
+    left = (
+        "EXPIRED" if days <= 0 else f"in {days:.0f} days" if days >= 2 else f"in {24 * days:.0f} h"
+    )
     return _holder(certificate), ", ".join(hosts_of(certificate)) or "-", f"{end:%Y-%m-%d}", left
 
 

@@ -83,9 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_batch(commands, _batch)
     add_plan(commands, run_plan)
-    add_certs(
-        commands, run_init=_certs_init, run_renew=_certs_renew, run_show=_certs_show
-    )
+    add_certs(commands, run_init=_certs_init, run_renew=_certs_renew, run_show=_certs_show)
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
     )

@@ -45,7 +45,7 @@ def connect(
     api_key: str | None = None,
     tls: ClientTls | None = None,
 ) -> Server:
-    """The server at `url`, http(s)://host:port or grpc(s)://host:port. Raises ConfigError for others.
+    """The server at `url`, http(s):// or grpc(s)://host:port. Raises ConfigError for others.
 
     `tls`: for https and grpcs; None: the system's CAs. Nothing is sent before the first call.
     """
@@ -150,9 +150,7 @@ class HttpServer:
 class GrpcServer:
     """A Penstock server, over gRPC."""
 
-    def __init__(
-        self, target: str, model: str | None, api_key: str | None, tls: ClientTls | None
-    ):
+    def __init__(self, target: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._target = target
         credentials = None if tls is None else tls.credentials()
         self._client = Client(target, model=model or "", api_key=api_key, credentials=credentials)

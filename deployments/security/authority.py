@@ -34,7 +34,11 @@ CA_DAYS = 3650
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _BEFORE = datetime.timedelta(minutes=10)  # for clocks that are behind
 _SERVES, _CALLS = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
-_USAGES = {"server": [_SERVES], "client": [_CALLS], **dict.fromkeys(CLUSTER_ROLES, [_SERVES, _CALLS])}
+_USAGES = {
+    "server": [_SERVES],
+    "client": [_CALLS],
+    **{role: [_SERVES, _CALLS] for role in CLUSTER_ROLES},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Holder:
 
 
 def new_authority(cluster: str, days: float = CA_DAYS) -> Holder:
-    """A CA that signs leaf certificates only. Raises ConfigError for a name that no URI can have."""
+    """A CA that signs leaf certificates only. Raises ConfigError for a wrong name."""
     Identity(cluster, ROLES[0])  # checks the name
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"Penstock CA of {cluster}")
@@ -186,14 +190,18 @@ def _leaf_of(
     authority: Holder, cluster: str, role: str, hosts: Sequence[str], days: float
 ) -> Holder:
     """Of a role; only the one that clients connect with has names of hosts."""
-    return new_leaf(authority, Identity(cluster, role), hosts if role == "server" else (), days=days)
+    return new_leaf(
+        authority, Identity(cluster, role), hosts if role == "server" else (), days=days
+    )
 
 
 def _identity(path: Path, certificate: x509.Certificate) -> Identity:
     try:
         return identity_of(certificate)
     except WrongPeer as error:
-        raise ConfigError(f"{path}: {error}; only certificates of `penstock certs` are renewed") from None
+        raise ConfigError(
+            f"{path}: {error}; only certificates of `penstock certs` are renewed"
+        ) from None
 
 
 def _builder(

@@ -15,7 +15,8 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SSLOb
         server.wrap_bio(to_server, to_client, server_side=True),
     )
     for _ in range(MAX_ROUNDS):
-        if all([_is_done(end) for end in ends]):  # a list: each has its turn
+        done = [_is_done(end) for end in ends]
+        if all(done):
             return ends[1], ends[0]
     raise ssl.SSLError("the handshake does not end")
 

@@ -231,7 +231,8 @@ class Serving:
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         **of_core: Any,
     ):
-        """`state_url`: of the store for journals; None: there are none. `certificates`: with TLS."""
+        """`state_url`: of the store for journals; None: there are none. `certificates`: for TLS;
+        None: there is none."""
         self.backend = backend
         self._state_url = state_url
         self._hosts = hosts

@@ -58,7 +58,7 @@ class TlsServer(uvicorn.Server):
 
 
 class _Listener:
-    """Accepts the connections of one socket. uvicorn ends it as it does one of asyncio's servers."""
+    """Accepts the connections of one socket. uvicorn ends it as it ends asyncio's servers."""
 
     def __init__(
         self,

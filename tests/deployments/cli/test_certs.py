@@ -27,7 +27,10 @@ SCRIPT = ([100], [101], FinishReason.STOP)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    assert main(["certs", "init", str(tmp_path / "c"), "--cluster", "east", "--host", "a.example"]) == 0
+    assert (
+        main(["certs", "init", str(tmp_path / "c"), "--cluster", "east", "--host", "a.example"])
+        == 0
+    )
     return tmp_path / "c"
 
 

@@ -90,6 +90,13 @@ def shown_by_grpc(target: str, folder: Path) -> int:
         return x509.load_der_x509_certificate(der).serial_number
 
 
+def grpc_refusal(serving: Serving, **options: Any) -> grpc.StatusCode:
+    """With which status a call fails."""
+    with Client(serving.grpc_target, **options) as client, pytest.raises(ClientError) as refused:
+        client.models()
+    return refused.value.status
+
+
 def openai_client(serving: Serving, tls: ClientTls) -> openai.OpenAI:
     http = openai.DefaultHttpxClient(verify=tls.context())
     return openai.OpenAI(
@@ -101,9 +108,7 @@ def chat(client: openai.OpenAI) -> list[str]:
     stream = client.chat.completions.create(
         model="builtin", messages=[{"role": "user", "content": "Hello"}], stream=True
     )
-    return [
-        part.choices[0].finish_reason or "" for part in stream if part.choices
-    ]
+    return [part.choices[0].finish_reason or "" for part in stream if part.choices]
 
 
 def test_clients_that_trust_the_ca_are_served_by_https_and_grpc(folder: Path):
@@ -121,19 +126,16 @@ def test_clients_that_do_not_trust_the_ca_are_not(folder: Path, tmp_path: Path):
     with tls_server(folder) as serving:
         with pytest.raises(openai.APIConnectionError):
             chat(openai_client(serving, wrong))
-        with Client(serving.grpc_target, ca_file=wrong.ca_file) as client:
-            with pytest.raises(ClientError) as refused:
-                client.models()
-            assert refused.value.status == grpc.StatusCode.UNAVAILABLE
+        assert grpc_refusal(serving, ca_file=wrong.ca_file) == grpc.StatusCode.UNAVAILABLE
         assert serving.backend.requests == []
 
 
 def test_a_name_that_the_certificate_lacks_is_refused(folder: Path):
     with tls_server(folder) as serving:
         context = tls_of(folder).context()
-        with socket.create_connection(("127.0.0.1", serving.http_port), 10) as plain:
-            with pytest.raises(ssl.SSLCertVerificationError):
-                context.wrap_socket(plain, server_hostname="example.com")
+        plain = socket.create_connection(("127.0.0.1", serving.http_port), 10)
+        with plain, pytest.raises(ssl.SSLCertVerificationError):
+            context.wrap_socket(plain, server_hostname="example.com")
 
 
 def test_with_a_client_ca_only_clients_that_show_a_certificate_are_served(
@@ -153,10 +155,8 @@ def test_with_a_client_ca_only_clients_that_show_a_certificate_are_served(
         for tls in (tls_of(folder), strangers):
             with pytest.raises(openai.APIConnectionError):
                 chat(openai_client(serving, tls))
-            with Client(serving.grpc_target, credentials=tls.credentials()) as client:
-                with pytest.raises(ClientError) as refused:
-                    client.models()
-                assert refused.value.status == grpc.StatusCode.UNAVAILABLE
+            status = grpc_refusal(serving, credentials=tls.credentials())
+            assert status == grpc.StatusCode.UNAVAILABLE
         assert len(serving.backend.requests) == num
 
 
@@ -164,10 +164,8 @@ def test_a_plain_request_is_closed_at_once_and_others_are_served(folder: Path):
     with tls_server(folder) as serving:
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(f"http://127.0.0.1:{serving.http_port}/health", timeout=60)
-        with Client(serving.grpc_target, timeout_s=60) as client:
-            with pytest.raises(ClientError) as refused:
-                client.models()
-            assert refused.value.status == grpc.StatusCode.UNAVAILABLE  # not DEADLINE_EXCEEDED
+        # Not DEADLINE_EXCEEDED, after the time of the call.
+        assert grpc_refusal(serving, timeout_s=60) == grpc.StatusCode.UNAVAILABLE
         assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
 
 
@@ -175,9 +173,9 @@ def test_http_refuses_tls_1_2(folder: Path):
     with tls_server(folder) as serving:
         context = tls_of(folder).context()
         context.maximum_version = ssl.TLSVersion.TLSv1_2
-        with socket.create_connection(("127.0.0.1", serving.http_port), 10) as plain:
-            with pytest.raises(ssl.SSLError, match=r"(?i)protocol|alert"):
-                context.wrap_socket(plain, server_hostname="localhost")
+        plain = socket.create_connection(("127.0.0.1", serving.http_port), 10)
+        with plain, pytest.raises(ssl.SSLError, match=r"(?i)protocol|alert"):
+            context.wrap_socket(plain, server_hostname="localhost")
 
 
 class Background:
@@ -232,9 +230,7 @@ def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certifica
 
         def by_grpc(began: threading.Event) -> int:
             num = 0
-            with Client(
-                serving.grpc_target, ca_file=str(folder / "ca.crt"), resume_s=0
-            ) as client:
+            with Client(serving.grpc_target, ca_file=str(folder / "ca.crt"), resume_s=0) as client:
                 for piece in client.chat([{"role": "user", "content": "Hello"}]):
                     began.set()
                     num += len(piece.token_ids)
@@ -274,6 +270,7 @@ def test_a_wrong_new_pair_leaves_the_old_one_in_use(folder: Path):
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_silent_connections_end_and_are_counted_before_their_handshake(folder: Path, new_loop: Any):
     """Over the listener alone: 8 places, all taken by sockets that send nothing."""
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": scope["scheme"].encode()})

@@ -1,4 +1,4 @@
-"""Certificates that rotate: real handshakes against one server context, and files that are wrong."""
+"""Certificates that rotate, by real handshakes with one server context; and wrong files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 
 from penstock.deployments.security.authority import make_all, new_authority, new_leaf, renew_all
-from penstock.deployments.security.certificates import Certificates, CertificateFiles, load
+from penstock.deployments.security.certificates import CertificateFiles, Certificates, load
 from penstock.deployments.security.handshake import handshake
 from penstock.deployments.security.identity import Identity
 from penstock.workers.errors import ConfigError
@@ -111,7 +111,7 @@ def test_a_ca_makes_a_client_certificate_necessary_and_rotates_too(folder: Path,
     shutil.copy(folder / "ca.crt", ca)
     certificates = Certificates(*pair, str(ca))
     without = trusting_any_name(folder)
-    with pytest.raises(ssl.SSLError, match="(?i)certificate"):
+    with pytest.raises(ssl.SSLError, match=r"(?i)certificate"):
         handshake(certificates.server_context, without)
     known, unknown = trusting_any_name(folder), trusting_any_name(folder)
     known.load_cert_chain(folder / "client.crt", folder / "client.key")
@@ -129,7 +129,7 @@ def test_a_ca_makes_a_client_certificate_necessary_and_rotates_too(folder: Path,
     server_leaf.load_verify_locations(folder / "ca.crt")
     other = tmp_path / "other"
     server_leaf.load_cert_chain(other / "server.crt", other / "server.key")
-    with pytest.raises(ssl.SSLError, match="(?i)purpose|unsupported"):
+    with pytest.raises(ssl.SSLError, match=r"(?i)purpose|unsupported"):
         handshake(certificates.server_context, server_leaf)  # it may serve only
 
 
@@ -156,6 +156,7 @@ def make_wrong_key(folder: Path) -> None:
 
 
 def make_open_key(folder: Path) -> None:
+    renew_all(folder, days=30)
     (folder / "server.key").chmod(0o644)
 
 
