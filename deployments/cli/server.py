@@ -20,7 +20,9 @@ from penstock.workers.errors import ConfigError
 Message = dict[str, str]
 Sampling = Mapping[str, Any]
 CONNECT_TIMEOUT_S = 5.0
+# What may be wrong where a server ends a connection without a word.
 PLAIN_HINT = "; if it speaks TLS, write https://"
+NAMELESS_HINT = "; if it asks for a certificate: --cert-file FILE --key-file FILE"
 START_ONE = "is one running? `penstock serve` starts one"
 
 
@@ -78,6 +80,8 @@ class HttpServer:
     def __init__(self, url: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
+        shows_one = tls is not None and tls.cert_file is not None
+        self._cut_hint = PLAIN_HINT if tls is None else "" if shows_one else NAMELESS_HINT
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # No read timeout: the prefill of a long prompt may take minutes.
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
@@ -138,9 +142,8 @@ class HttpServer:
             yield
         except httpx.ConnectError as error:
             raise ServerError(_why(self._url, str(error))) from None
-        except httpx.RemoteProtocolError as error:
-            hint = PLAIN_HINT if self._url.startswith("http://") else ""
-            raise ServerError(f"{self._url}: {error}{hint}") from None
+        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
+            raise ServerError(f"{self._url}: {error or 'cut off'}{self._cut_hint}") from None
         except httpx.HTTPError as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, IndexError) as error:

@@ -146,14 +146,16 @@ def read_authority(folder: Path) -> Holder:
     path = folder / f"{CA}.key"
     certificate = read_certificates(folder / f"{CA}.crt")[0]
     try:
-        if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(f"{path} can be read or written by every user: chmod 600 {path}")
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
+        mode, pem = path.stat().st_mode, path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; new certificates need the key of the CA, "
             "which `penstock certs init` wrote beside it"
         ) from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(f"{path} can be read or written by every user: chmod 600 {path}")
+    try:
+        key = serialization.load_pem_private_key(pem, None)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} has no private key without a password, in PEM") from error
     is_pair = isinstance(key, ec.EllipticCurvePrivateKey) and (

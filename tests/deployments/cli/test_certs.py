@@ -38,7 +38,10 @@ def leaf(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
-def test_init_writes_what_its_text_says(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_writes_what_its_text_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "new" / "certs"
+    init = ["certs", "init", str(folder), "--cluster", "east", "--host", "a.example"]
+    assert main(init) == 0
     text = capsys.readouterr().out
     assert f"--tls-cert-file {folder}/server.crt --tls-key-file {folder}/server.key" in text
     assert f"--ca-file {folder}/ca.crt" in text and f"certs renew {folder}" in text
@@ -135,7 +138,7 @@ def test_show(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["certs", "show", str(folder)]) == 0
     text = capsys.readouterr().out
     assert "CN=Penstock CA of east (CA)" in text and "in 30 days" in text
-    assert main(["certs", "renew", str(folder), "--days", "0.00001"]) == 0
+    assert main(["certs", "renew", str(folder), "--days", "0.000000001"]) == 0
     capsys.readouterr()
     assert main(["certs", "show", str(folder / "gate.crt")]) == 1
     assert "penstock://east/gate/all" in (text := capsys.readouterr().out) and "EXPIRED" in text
@@ -195,6 +198,7 @@ def test_commands_reach_a_server_with_tls(
         capsys.readouterr()
         for url in (serving.base_url, grpc_url):
             flags = ["--url", url, "--ca-file", ca, *pair]
+            capsys.readouterr()
             assert main(["models", *flags]) == 0
             assert capsys.readouterr().out == "builtin\n"
             assert main(["complete", "Hello", *flags]) == 0
