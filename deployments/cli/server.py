@@ -155,6 +155,7 @@ class GrpcServer:
 
     def __init__(self, target: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._target = target
+        self._cut_hint = PLAIN_HINT.replace("https", "grpcs") if tls is None else ""
         credentials = None if tls is None else tls.credentials()
         self._client = Client(target, model=model or "", api_key=api_key, credentials=credentials)
 
@@ -184,7 +185,7 @@ class GrpcServer:
             yield
         except ClientError as error:
             if error.code == "unavailable":  # gRPC's code for a server that cannot be reached
-                raise ServerError(_why(self._target, error.message)) from None
+                raise ServerError(_why(self._target, error.message) + self._cut_hint) from None
             raise ServerError(error.message) from None
 
 

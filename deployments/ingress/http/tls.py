@@ -113,7 +113,7 @@ class _Listener:
         """One handshake; the connection then belongs to its protocol. It counts as idle before."""
         task = asyncio.current_task()
         assert task is not None
-        if not self._counted.enter(task, address, task.cancel):
+        if not self._counted.enter(task, address, lambda: _end(task)):
             accepted.close()
             return
         protocol = self._protocol()
@@ -130,3 +130,7 @@ class _Listener:
             accepted.close()
         finally:
             self._counted.leave(task)
+
+
+def _end(handshake: asyncio.Task[None]) -> None:
+    handshake.cancel()

@@ -343,7 +343,7 @@ def test_http_bodies_of_every_form_and_connections_used_again():
             [b"HTTP/1.1 200 OK\r\n\r\nuntil ", b"the end", None],
         ]
         async with RawServer(*answers) as server:
-            connections = HttpConnections(urlsplit(server.url), {}, 5.0)
+            connections = HttpConnections(urlsplit(server.url), {}, 5.0, None)
             assert await (await connections.get("/")).read() == b"abc0123456789"
             assert await (await connections.post_json("/", b"{}")).read() == b"hello"
             assert server.num_connections == 1
@@ -371,7 +371,7 @@ def test_http_bodies_of_every_form_and_connections_used_again():
 def test_http_that_breaks_off_is_an_error(answer):
     async def run() -> None:
         async with RawServer(answer) as server:
-            connections = HttpConnections(urlsplit(server.url), {}, 5.0)
+            connections = HttpConnections(urlsplit(server.url), {}, 5.0, None)
             try:
                 await (await connections.get("/")).read()
             finally:

@@ -233,6 +233,7 @@ def test_a_connection_that_cannot_be_made_says_what_to_change(folder: Path):
             assert "is not trusted" in error(url) and "--ca-file" in error(url)
         assert "--cert-file FILE" in error(secure[0], ClientTls(ca))
         assert "write https://" in error(secure[0].replace("https", "http"))
+        assert "write grpcs://" in error(secure[1].replace("grpcs", "grpc"))
     with Serving(ScriptedBackend(*SCRIPT)) as serving:
         assert "does not speak TLS" in error(serving.base_url.replace("http", "https"))
     for flags, message in (

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,18 @@ from cryptography import x509
 
 from penstock.deployments.client import Client, ClientError
 from penstock.deployments.client.tls import ClientTls
+from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.http.protocol import bounded_protocol
 from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.security.authority import make_all, renew_all
 from penstock.deployments.security.certificates import Certificates
-from penstock.workers.request import FinishReason
+from penstock.workers.request import Delta, FinishReason
 from tests.deployments.serving import ScriptedBackend, Serving
 
 LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)  # that of Ray's actors is uvloop's
 NUM_TOKENS = 40
 SCRIPT = (*([100 + n] for n in range(4)), FinishReason.STOP)
-# A stream that lasts until a test has seen what it wants to see.
-SLOW = tuple(step for n in range(NUM_TOKENS) for step in ([100 + n], 0.05))
 
 
 @pytest.fixture
@@ -114,8 +113,7 @@ def chat(client: openai.OpenAI) -> list[str]:
 def test_clients_that_trust_the_ca_are_served_by_https_and_grpc(folder: Path):
     with tls_server(folder) as serving:
         assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
-        files = {"ca_file": str(folder / "ca.crt")}
-        with Client(serving.grpc_target, **files) as client:
+        with Client(serving.grpc_target, ca_file=str(folder / "ca.crt")) as client:
             answer = client.reply([{"role": "user", "content": "Hello"}])
         assert len(answer.token_ids) == 4
 
@@ -178,6 +176,23 @@ def test_http_refuses_tls_1_2(folder: Path):
             context.wrap_socket(plain, server_hostname="localhost")
 
 
+class HeldBackend(ScriptedBackend):
+    """Streams that are under way until the test releases them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
+        request_id = admission.request.request_id
+        for n in range(NUM_TOKENS):
+            while n == NUM_TOKENS // 2 and not self.released.is_set():
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)
+            yield Delta(request_id, [100 + n])
+        yield Delta(request_id, [], FinishReason.STOP)
+
+
 class Background:
     """Runs a function in a thread; `result` waits for it."""
 
@@ -210,7 +225,7 @@ def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certifica
     folder: Path, new_loop: Any
 ):
     certificates = certificates_of(folder)
-    backend = ScriptedBackend(*SLOW, FinishReason.STOP)
+    backend = HeldBackend()
     with Serving(backend, certificates=certificates, new_loop=new_loop) as serving:
         begun = [threading.Event() for _ in range(4)]
 
@@ -238,7 +253,7 @@ def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certifica
 
         functions = (by_http, by_http, by_grpc, by_grpc)
         streams = [
-            Background(lambda each=each, began=began: each(began))  # type: ignore[misc]
+            Background(lambda each=each, began=began: each(began))
             for each, began in zip(functions, begun, strict=True)
         ]
         for began in begun:
@@ -249,7 +264,8 @@ def test_streams_run_across_a_rotation_and_new_connections_get_the_new_certifica
             newest = serial_in(folder / "server.crt")
             assert shown(serving.http_port, folder) == newest
             assert shown_by_grpc(serving.grpc_target, folder) == newest
-        assert not any(stream.is_done for stream in streams), "the rotation came too late"
+        assert not any(stream.is_done for stream in streams)
+        backend.released.set()
         assert [stream.result() for stream in streams] == [NUM_TOKENS] * 4
 
 

@@ -134,10 +134,10 @@ def test_a_batch_shows_in_the_status_of_its_server_while_it_runs_and_afterwards(
     assert " finished " in line and " 30 " in line and "100 %" in line
 
 
-async def _without_signals(args, url, api_key):
+async def _without_signals(args, where):
     from penstock.deployments.cli.batch import _run_on_loop
 
-    return await _run_on_loop(args, url, api_key)
+    return await _run_on_loop(args, where)
 
 
 def test_reports_cost_a_batch_nothing_where_the_server_takes_none(monkeypatch):
