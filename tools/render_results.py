@@ -74,6 +74,7 @@ TABLES: dict[str, Table] = {
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
+    "tls-cost": Table(["tls-cost/epyc"], faults.tls_cost),
     "fault-table": Table(["faults/epyc-table"], faults.fault_table),
     "random-kills": Table(["faults/random-kills"], faults.kills),
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),

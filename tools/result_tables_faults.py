@@ -1,4 +1,4 @@
-"""Tables of fault runs: what journals cost, the fault table, random kills, overload, and soak."""
+"""Tables of fault runs: what journals and TLS cost, the fault table, random kills, overload, and soak."""
 
 from __future__ import annotations
 
@@ -11,22 +11,43 @@ METRICS_PORT = "metrics port "  # begins the names of its paths
 
 
 def journal_cost(result: Result) -> str:
-    """Each figure with what the store adds to it within a round: median and quartiles."""
+    """Each figure with what the store adds to it."""
     columns = (
         ("TTFT p50", "ttft_p50_ms", 1),
         ("gap p50", "gap_p50_ms", 1),
         ("gap p99", "gap_p99_ms", 1),
         ("ingress CPU per token", "cpu_ms_per_token", 3),
     )
-    head = ["path", "journals"]
+    return _costs(result, ("journals", "store", "off"), columns)
+
+
+def tls_cost(result: Result) -> str:
+    """Each figure with what TLS adds to it."""
+    columns = (
+        ("ingress CPU per token", "cpu_ms_per_token", 3),
+        ("TTFT p50, one at a time", "ttft_alone_p50_ms", 1),
+        ("a new connection", "connect_p50_ms", 1),
+        ("its CPU at the ingress", "connect_cpu_ms", 2),
+    )
+    return _costs(result, ("connections", "way", "plain"), columns)
+
+
+def _costs(
+    result: Result, kinds: tuple[str, str, str], columns: Sequence[tuple[str, str, int]]
+) -> str:
+    """Each figure with what a kind adds to the base within a round: median and quartiles.
+
+    `kinds`: title and key of the kind, and that of the base. `columns`: title, key and digits.
+    """
+    title_of_kind, key, base = kinds
+    head = ["path", title_of_kind]
     for title, _, _ in columns:
         head += [title, "added (quartiles)"]
     rows = []
     for row in result.figures["rows"]:
-        cells: list[str | None] = [row["path"], row["store"]]
+        cells: list[str | None] = [row["path"], row[key]]
         for _, name, digits in columns:
-            is_base = row["store"] == "off"
-            added = None if is_base else _added(row[f"added_{name}"], digits)
+            added = None if row[key] == base else _added(row[f"added_{name}"], digits)
             cells += [fixed(row[name], digits, " ms"), added]
         rows.append(cells)
     loads = [each["load"] for each in result.figures["rounds"]]

@@ -80,21 +80,24 @@ async def _streams(
     args: argparse.Namespace, bench: Bench, way: str, path: str, ids: Any
 ) -> dict[str, float]:
     """Over connections that are open already."""
-    job = Job(0.0, args.input_len, args.output_len)
-    calls = [BenchCall(job, [int(n) for n in row], args.output_len, None) for row in ids]
+
+    def calls(output_len: int) -> list[BenchCall]:
+        job = Job(0.0, args.input_len, output_len)
+        return [BenchCall(job, [int(n) for n in row], output_len, None) for row in ids]
+
     target = bench.target(way, path)
-    await run_load(target, calls[: args.streams], max_concurrency=args.streams)
+    await run_load(target, calls(1)[: args.streams], max_concurrency=args.streams)
     before = bench.cpu_ms(way)
-    outcomes = await run_load(target, calls, max_concurrency=args.streams)
+    outcomes = await run_load(target, calls(args.output_len), max_concurrency=args.streams)
     used_ms = bench.cpu_ms(way) - before
+    alone = await run_load(target, calls(1), max_concurrency=1)
     await target.close()
-    errors = {outcome.error for outcome in outcomes if outcome.error}
+    errors = {outcome.error for outcome in (*outcomes, *alone) if outcome.error}
     assert not errors, errors
-    ttft = [1e3 * each.ttft_s for each in outcomes]
     return {
         "cpu_ms_per_token": used_ms / (args.requests * args.output_len),
-        "ttft_p50_ms": float(np.percentile(ttft, 50)),
-        "ttft_p95_ms": float(np.percentile(ttft, 95)),
+        "ttft_p50_ms": 1e3 * statistics.median(each.ttft_s for each in outcomes),
+        "ttft_alone_p50_ms": 1e3 * statistics.median(each.ttft_s for each in alone),
     }
 
 
@@ -138,7 +141,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=8, help="under way at a time")
-    parser.add_argument("--requests", type=int, default=32, help="of each turn")
+    parser.add_argument("--requests", type=int, default=64, help="of each turn")
     parser.add_argument("--connections", type=int, default=20, help="new ones of each turn")
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
