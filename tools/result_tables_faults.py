@@ -1,4 +1,4 @@
-"""Tables of fault runs: what journals and TLS cost, the fault table, random kills, overload, and soak."""
+"""Tables of fault runs, and of what journals and TLS cost."""
 
 from __future__ import annotations
 
