@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 import ssl
 import threading
@@ -20,15 +21,22 @@ import uvicorn
 import uvloop
 from cryptography import x509
 
-from penstock.deployments.client import Client, ClientError
+from penstock.deployments.client import AsyncClient, Client, ClientError
 from penstock.deployments.client.tls import ClientTls
+from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.http.protocol import bounded_protocol
 from penstock.deployments.ingress.http.tls import TlsServer
+from penstock.deployments.ingress.listeners import open_listeners
+from penstock.deployments.ingress.metrics.families import of_certificates
 from penstock.deployments.security.authority import make_all, renew_all
 from penstock.deployments.security.certificates import Certificates
+from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.request import Delta, FinishReason
+from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
+from tests.deployments.ports import free_port
 from tests.deployments.serving import ScriptedBackend, Serving
 
 LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)  # that of Ray's actors is uvloop's
@@ -281,6 +289,94 @@ def test_a_wrong_new_pair_leaves_the_old_one_in_use(folder: Path):
         assert shown(serving.http_port, folder) == first
         assert shown_by_grpc(serving.grpc_target, folder) == first
         assert chat(openai_client(serving, tls_of(folder)))[-1] == "stop"
+
+
+def test_the_cas_of_clients_rotate_for_grpc_too(folder: Path, tmp_path: Path):
+    make_all(tmp_path / "other", "test", days=30)
+    other, ca = tmp_path / "other", tmp_path / "clients.crt"
+    shutil.copy(folder / "ca.crt", ca)
+    certificates = Certificates(str(folder / "server.crt"), str(folder / "server.key"), str(ca))
+    pair = (str(other / "client.crt"), str(other / "client.key"))
+    strangers = ClientTls(str(folder / "ca.crt"), *pair).credentials()
+    known = tls_of(folder, shows=True).credentials()
+    with Serving(ScriptedBackend(*SCRIPT), certificates=certificates) as serving:
+        assert grpc_refusal(serving, credentials=strangers) == grpc.StatusCode.UNAVAILABLE
+        shutil.copy(other / "ca.crt", ca)
+        assert certificates.reload()
+        with Client(serving.grpc_target, credentials=strangers) as client:
+            assert client.models()[0].name == "builtin"
+        assert grpc_refusal(serving, credentials=known) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_metrics_show_a_failed_reload_and_the_time_that_is_left(folder: Path):
+    certificates = certificates_of(folder)
+
+    def figures() -> dict[str, float]:
+        families = of_certificates({"clients": certificates})
+        return {each.name: each.samples[0].value for each in families}
+
+    seen = figures()
+    assert seen["penstock_cert_reload_failed"] == 0
+    assert 29.9 < seen["penstock_cert_expires_seconds"] / 86_400 < 30
+    (folder / "server.crt").write_text("none")
+    certificates.reload()
+    certificates.reload()
+    seen = figures()
+    assert seen["penstock_cert_reload_failed"] == 1
+    assert 29.9 < seen["penstock_cert_expires_seconds"] / 86_400 < 30  # of the one in use
+
+
+def test_an_ingress_with_tls_serves_and_drains(folder: Path, model: Any, run: Any):
+    """The listeners of production, over a worker: what runs ends whole, what has not begun ends."""
+    node = Node(model)
+    node.thread.start()
+    config = ServeConfig(
+        engine=CONFIG,
+        metrics_port=free_port(),
+        http_port=free_port(),
+        grpc_port=free_port(),
+        tls_cert_file=str(folder / "server.crt"),
+        tls_key_file=str(folder / "server.key"),
+    )
+
+    async def scenario() -> None:
+        pool = WorkerPool("test")
+        listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
+        pool.update([node.channel.info])
+        async with asyncio.timeout(60):
+            while not (pool.ready() and listeners.http.started):
+                await asyncio.sleep(0.01)
+        tls, body = tls_of(folder), {"model": "builtin", "prompt": "It was", "ignore_eos": True}
+        async with httpx.AsyncClient(verify=tls.context(), base_url=config.http_url) as client:
+            assert (await client.get("/ready")).status_code == 200
+            assert listeners.num_connections == 1
+            page = await client.get(f"http://127.0.0.1:{config.metrics_port}/metrics")
+            assert 'penstock_cert_reload_failed{use="clients"} 0.0' in page.text
+            assert "penstock_http_connections 1.0" in page.text
+            target = config.address(config.grpc_port)
+            async with AsyncClient(target, credentials=tls.credentials()) as over_grpc:
+                assert (await over_grpc.models())[0].name == "builtin"
+            silent = await asyncio.open_connection("127.0.0.1", config.http_port)
+            answer = asyncio.ensure_future(
+                client.post("/v1/completions", json={**body, "max_tokens": 400}, timeout=60)
+            )
+            while not node.thread.stats().num_running:
+                await asyncio.sleep(0.005)
+            await asyncio.wait_for(listeners.close(0.0, 60.0), 60)
+            usage = (await answer).json()["usage"]
+            assert usage["completion_tokens"] == 400
+            assert await silent[0].read(1) == b""
+            silent[1].close()
+            with pytest.raises(httpx.ConnectError):
+                await client.get("/live")
+        assert listeners.metrics is not None
+        await asyncio.to_thread(listeners.metrics.close)
+        await pool.close()
+
+    try:
+        run(scenario())
+    finally:
+        node.stop()
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
