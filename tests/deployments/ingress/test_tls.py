@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -379,48 +379,76 @@ def test_an_ingress_with_tls_serves_and_drains(folder: Path, model: Any, run: An
         node.stop()
 
 
+async def _scheme(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with the scheme of the request."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["scheme"].encode()})
+
+
+@contextlib.asynccontextmanager
+async def listener_of(
+    folder: Path, handshake_s: float
+) -> AsyncIterator[tuple[int, Connections, Callable[[], Awaitable[None]]]]:
+    """The listener alone, for 8 connections: its port, its connections, and what stops it."""
+    connections = Connections(8, 8)
+    config = uvicorn.Config(
+        _scheme,
+        http=bounded_protocol(connections, Counter()),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+    )
+    context = certificates_of(folder).server_context
+    server = TlsServer(config, context, connections, handshake_s=handshake_s)
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+
+    async def stop() -> None:
+        server.should_exit = True
+        await asyncio.wait_for(serving, 30)
+
+    try:
+        yield listener.getsockname()[1], connections, stop
+    finally:
+        await stop()
+
+
+async def _number(connections: Connections, num: int) -> None:
+    async with asyncio.timeout(30):
+        while connections.num != num:
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_silent_connections_end_and_are_counted_before_their_handshake(folder: Path, new_loop: Any):
-    """Over the listener alone: 8 places, all taken by sockets that send nothing."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": scope["scheme"].encode()})
-
     async def scenario() -> None:
-        connections = Connections(8, 8)
-        errors: Counter[str] = Counter()
-        config = uvicorn.Config(
-            app,
-            http=bounded_protocol(connections, errors),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-        )
-        context = certificates_of(folder).server_context
-        server = TlsServer(config, context, connections, handshake_s=1.0)
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-        while connections.num < 8:
-            await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(verify=tls_of(folder).context(), timeout=60) as client:
-            answer = await client.get(f"https://localhost:{port}/")
-            assert answer.text == "https"
-        assert connections.num_evicted == 1 and connections.num_refused == 0
-        for reader, _ in silent:  # the first had to go for the client, the others in time
+        async with listener_of(folder, 1.0) as (port, connections, _):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            await _number(connections, 8)
+            async with httpx.AsyncClient(verify=tls_of(folder).context(), timeout=60) as client:
+                answer = await client.get(f"https://localhost:{port}/")
+                assert answer.text == "https"
+            assert connections.num_evicted == 1 and connections.num_refused == 0
+            for reader, writer in silent:  # the first had to go for the client, the others in time
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(1), 30) == b""
+                writer.close()
+            await _number(connections, 0)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scenario())
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_a_handshake_does_not_hold_up_the_end(folder: Path, new_loop: Any):
+    async def scenario() -> None:
+        async with listener_of(folder, 600.0) as (port, connections, stop):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            await _number(connections, 1)
+            await stop()
+            assert connections.num == 0
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(1), 30) == b""
-        while connections.num:
-            await asyncio.sleep(0.01)
-        late = await asyncio.open_connection("127.0.0.1", port)
-        while connections.num < 1:
-            await asyncio.sleep(0.01)
-        server.should_exit = True
-        await asyncio.wait_for(serving, 30)  # a handshake does not hold up the end
-        assert connections.num == 0
-        for _, writer in (*silent, late):
             writer.close()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
