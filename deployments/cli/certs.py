@@ -21,8 +21,13 @@ from penstock.deployments.security.identity import CLUSTER_ROLES, WrongPeer, ide
 from penstock.workers.errors import ConfigError
 
 
-def run_init(args: argparse.Namespace) -> int:
-    """Make the files, and say what to set; the exit status. Raises ConfigError or OSError."""
+def run_certs(args: argparse.Namespace) -> int:
+    """`penstock certs init`, `renew` or `show`; the exit status. Raises ConfigError or OSError."""
+    return {"init": _init, "renew": _renew, "show": _show}[args.action](args)
+
+
+def _init(args: argparse.Namespace) -> int:
+    """Make the files, and say what to set."""
     folder = Path(args.folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder")
@@ -37,8 +42,8 @@ def run_init(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_renew(args: argparse.Namespace) -> int:
-    """Make new leaf certificates; the exit status. Raises ConfigError or OSError."""
+def _renew(args: argparse.Namespace) -> int:
+    """Make new leaf certificates."""
     folder = Path(args.folder)
     roles = renew_all(folder, days=args.days)
     ca = read_authority(folder).certificate
@@ -51,8 +56,8 @@ def run_renew(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_show(args: argparse.Namespace) -> int:
-    """Print the table; the exit status: 1 if a certificate has expired. Raises ConfigError."""
+def _show(args: argparse.Namespace) -> int:
+    """Print the table; 1 if a certificate has expired."""
     path = Path(args.path)
     lines = _table(path)
     if not lines:

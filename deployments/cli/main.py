@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_batch(commands, _batch)
     add_plan(commands, run_plan)
-    add_certs(commands, run_init=_certs_init, run_renew=_certs_renew, run_show=_certs_show)
+    add_certs(commands, _certs)
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
     )
@@ -251,22 +251,10 @@ def _bench_ablate(args: argparse.Namespace) -> int:
     return run_ablate(args)
 
 
-def _certs_init(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.certs import run_init
+def _certs(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.certs import run_certs
 
-    return run_init(args)
-
-
-def _certs_renew(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.certs import run_renew
-
-    return run_renew(args)
-
-
-def _certs_show(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.certs import run_show
-
-    return run_show(args)
+    return run_certs(args)
 
 
 def _server(args: argparse.Namespace) -> Any:

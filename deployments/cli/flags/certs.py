@@ -33,14 +33,8 @@ examples:
 """
 
 
-def add_certs(
-    commands: Any,
-    *,
-    run_init: Callable[[argparse.Namespace], int],
-    run_renew: Callable[[argparse.Namespace], int],
-    run_show: Callable[[argparse.Namespace], int],
-) -> None:
-    """Add `certs init`, `renew` and `show` to the commands of the command line."""
+def add_certs(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add `certs init`, `renew` and `show` to the commands; `action` names which was given."""
     certs = add_command(
         commands,
         "certs",
@@ -77,7 +71,7 @@ def add_certs(
         action="store_true",
         help="replace the files of DIR, the CA too: its clients need the new ca.crt then",
     )
-    init.set_defaults(run=run_init)
+    init.set_defaults(run=run, action="init")
     renew = add_command(
         forms,
         "renew",
@@ -88,7 +82,7 @@ def add_certs(
     )
     renew.add_argument("folder", metavar="DIR", help="folder of `certs init`, with ca.key in it")
     _add_days(renew)
-    renew.set_defaults(run=run_renew)
+    renew.set_defaults(run=run, action="renew")
     show = add_command(
         forms,
         "show",
@@ -98,7 +92,7 @@ def add_certs(
         epilog=EPILOG,
     )
     show.add_argument("path", metavar="DIR|FILE", help="a file in PEM, or a folder of *.crt files")
-    show.set_defaults(run=run_show)
+    show.set_defaults(run=run, action="show")
 
 
 def _add_days(parser: argparse.ArgumentParser) -> None:
