@@ -6,7 +6,7 @@ connection: whatever was sent on it is sent again on another, and is never taken
 
 The sending thread writes straight into the socket: no other thread has to wake for it, and none
 ever blocks. Bytes that the socket has no room for are buffered and sent when it has. Reads and all
-callbacks run on one event loop.
+callbacks run on one event loop. encrypted.py has the same connection under TLS.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 # To an end that does not read, beside one message: eight of the largest requests that a client may
 # send, or thousands of common ones, in the 5 s after which its silence ends the connection anyway.
 MAX_UNSENT_BYTES = 32 << 20
-READ_BYTES = 1 << 18
 # A host that is gone acknowledges nothing, and TCP would take a quarter of an hour to report it.
 UNANSWERED_MS = 10_000
 HEADER = struct.Struct("<II")  # bytes of the message, and its number modulo 2^32
+CLOSED = "the other end closed it"
 
 
 class MessageConnection:
@@ -36,6 +36,9 @@ class MessageConnection:
     `lock` is held while bytes are sent; an owner that decides by `is_stuck` what to send must hold
     it, too.
     """
+
+    READ_BYTES = 1 << 18
+    AT_END = CLOSED  # why it ends when nothing more can be read
 
     def __init__(
         self,
@@ -70,6 +73,11 @@ class MessageConnection:
         return self._is_open
 
     @property
+    def binding(self) -> bytes:
+        """SHA-256 of the server's certificate, for the proofs of both ends; empty: no TLS."""
+        return b""
+
+    @property
     def is_stuck(self) -> bool:
         """Whether bytes are buffered because the other end does not read."""
         return bool(self._unsent)
@@ -86,17 +94,13 @@ class MessageConnection:
                 return
             framed = HEADER.pack(len(message), self._num_sent) + message
             self._num_sent = (self._num_sent + 1) & 0xFFFFFFFF
-            if self._unsent:
-                if len(self._unsent) + len(framed) > self._max_unsent_bytes:
-                    self._takes_more = False
-                    self.end_soon("the other end does not read what is sent to it")
-                    return
-                self._unsent += framed
-                return
-            num_sent = self._write(framed)
-            if num_sent < len(framed):
-                self._unsent += framed[num_sent:]
-                self._loop.call_soon_threadsafe(self._watch_for_room)
+            if not self._unsent:
+                self._put(framed)
+            elif self.num_unsent_bytes + len(framed) > self._max_unsent_bytes:
+                self._takes_more = False
+                self.end_soon("the other end does not read what is sent to it")
+            else:
+                self._keep(framed)
 
     def end(self, why: str) -> None:
         """Close, and report the reason to the owner; on the loop."""
@@ -112,6 +116,21 @@ class MessageConnection:
     def end_soon(self, why: str) -> None:
         """`end`, from any thread."""
         self._loop.call_soon_threadsafe(self.end, why)
+
+    def _put(self, data: bytes) -> None:
+        """Write `data`, and keep what the socket has no room for. With the lock held, as all of
+        the following."""
+        num_sent = self._write(data)
+        if num_sent < len(data):
+            self._unsent += data[num_sent:]
+            self._loop.call_soon_threadsafe(self._watch_for_room)
+
+    def _keep(self, data: bytes) -> None:
+        """Keep `data` behind what is kept, of which `_unsent` has the first bytes."""
+        self._unsent += data
+
+    def _refill(self) -> None:
+        """All of `_unsent` is sent: have there what is to be sent next, if there is any."""
 
     def _write(self, data: bytes | bytearray) -> int:
         """Write `data`; returns how many bytes the socket took."""
@@ -132,30 +151,32 @@ class MessageConnection:
         with self.lock:
             del self._unsent[: self._write(self._unsent)]
             if not self._unsent:
+                self._refill()
+            if not self._unsent:
                 self._loop.remove_writer(self._socket)
                 if self._on_room is not None:
                     self._on_room()
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(READ_BYTES)
+            data = self._socket.recv(self.READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.end(_reason_of(error))
             return
         if not data:
-            self.end("the other end closed it")
+            self.end(self.AT_END)
             return
-        self._received += data
         try:
-            self._dispatch()
+            self._take(data)
         except Exception:
             log.exception("a message could not be handled")
             self.end("a message could not be handled")
 
-    def _dispatch(self) -> None:
-        """Pass every complete message to the owner."""
+    def _take(self, data: bytes) -> None:
+        """Received bytes: pass every complete message to the owner."""
+        self._received += data
         received, start = self._received, 0
         while self._is_open and len(received) - start >= HEADER.size:
             num_bytes, number = HEADER.unpack_from(received, start)

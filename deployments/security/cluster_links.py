@@ -1,0 +1,99 @@
+"""The certificate with which a process takes part in the cluster's own connections.
+
+`cluster_certs_dir` has a certificate for each role, as `penstock certs init` makes it. Worker,
+ingress and gate connect by TLS then, each proves its role, and a new certificate is taken for the
+next connection; those that stand go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from penstock.deployments.security.certificates import (
+    RELOAD_S,
+    Certificates,
+    LoadedCertificate,
+)
+from penstock.deployments.security.identity import (
+    Identity,
+    WrongPeer,
+    check_peer,
+    identity_of,
+)
+from penstock.workers.channel.encrypted import TlsEnd
+from penstock.workers.errors import ConfigError
+
+SETTING = "cluster_certs_dir"
+Role = Literal["worker", "ingress", "gate"]
+
+
+class ClusterCertificate:
+    """Of one role, in one process. All methods may be called from any thread."""
+
+    def __init__(self, folder: str, role: Role, *, reload_s: float = RELOAD_S):
+        """Load ROLE.crt, ROLE.key and ca.crt. Raises ConfigError, also where the certificate is of
+        another role."""
+        cert, key, ca = (
+            str(Path(folder) / name) for name in (f"{role}.crt", f"{role}.key", "ca.crt")
+        )
+        self._certificates = Certificates(
+            cert, key, ca, settings=(SETTING,) * 3, ca_signs_own=True, reload_s=reload_s
+        )
+        self._reload_s = reload_s
+        self._looked_s = time.monotonic()
+        self._looking = threading.Lock()
+        try:
+            own = identity_of(x509.load_der_x509_certificate(der_of(self._certificates.current)))
+        except WrongPeer as error:
+            raise ConfigError(
+                f"{SETTING}: {cert}: {error}; use one of penstock certs init"
+            ) from None
+        if own.role != role:
+            raise ConfigError(f"{SETTING}: {cert} is the certificate of a {own.role}, not a {role}")
+        self._cluster = own.cluster
+
+    def newest(self) -> LoadedCertificate:
+        """What is in the files, looked at now and then."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= self._reload_s and self._looking.acquire(blocking=False):
+            try:
+                self._looked_s = now_s
+                self._certificates.reload()
+            finally:
+                self._looking.release()
+        return self._certificates.current
+
+    def server_end(self, peer: Role) -> TlsEnd:
+        """For a new connection that is accepted; the other end must have the role `peer`."""
+        newest = self.newest()
+        return TlsEnd(newest.server, self.checks(peer), is_server=True, certificate=der_of(newest))
+
+    def client_end(self, peer: Role) -> TlsEnd:
+        """For a new connection to a `peer`."""
+        client = self.newest().client
+        assert client is not None, "there is a CA"
+        return TlsEnd(client, self.checks(peer))
+
+    def checks(self, peer: Role) -> Callable[[bytes], Identity]:
+        """Raises WrongPeer for a certificate (DER) that is not of a `peer` of this cluster."""
+        return partial(check_peer, cluster=self._cluster, roles=(peer,))
+
+    def name_of(self, peer: Role) -> str:
+        """The identity that the processes of a role share, as their certificates have it."""
+        return str(Identity(self._cluster, peer))
+
+
+@functools.lru_cache(maxsize=4)
+def der_of(loaded: LoadedCertificate) -> bytes:
+    """The certificate itself, without those of intermediate CAs."""
+    leaf = x509.load_pem_x509_certificates(loaded.cert)[0]
+    return leaf.public_bytes(serialization.Encoding.DER)
