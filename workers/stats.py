@@ -18,7 +18,8 @@ STEP_TOKENS_BOUNDS = (1, 8, *(16 << i for i in range(11)))
 class WorkerInfo:
     """Identity of a worker for one epoch: `epoch` and `token` are new at each start.
 
-    `address` is host:port of its channel; an ingress must present `token` there.
+    `address` is host:port of its channel. Worker and ingress prove to each other there that they
+    know `token`, which is never sent.
     """
 
     address: str
@@ -33,6 +34,7 @@ class WorkerInfo:
     node: str = ""  # of the cluster, on which it runs
     is_draining: bool = False  # it finishes its requests, and accepts no new one
     model_digest: str = ""  # of the model's files (weights/model_digest.py); empty: unknown
+    is_encrypted: bool = False  # its channel: an ingress connects by TLS
 
     @property
     def tokenizer_digest(self) -> str:

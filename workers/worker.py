@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.workers.channel.encrypted import TlsSource
 from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest, RowSource
@@ -54,12 +55,13 @@ class Worker:
         announce: Announce | None = None,
         experts: Manifest | None = None,
         remote_experts: RowSource | None = None,
+        tls: TlsSource | None = None,
     ) -> Worker:
         """Load the model and open a port on `host`. Raises LoadError, ConfigError, RuntimeError.
 
         `announce`: as for ChannelServer. `experts`: manifest of the node's expert store; None: an
         expert cache, if there is one, has its own file. `remote_experts`: reads the experts of a
-        store on another node.
+        store on another node. `tls`: as for ChannelServer.
         """
         from penstock.workers.engine.load import load_engine, thread_for  # this loads torch
 
@@ -74,6 +76,7 @@ class Worker:
             numerics=config.numerics,
             weight_bytes=model.weights.num_bytes,
             model_digest=model_digest(resolve_model(config.model)),
+            tls=tls,
         )
         # If the engine fails, its requests end at once; Serve's health check, which replaces this
         # worker, comes later.

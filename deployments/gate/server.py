@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hmac
 import logging
 import os
 import secrets
@@ -23,16 +22,20 @@ from typing import Any
 import grpc
 import ray
 
+from penstock.deployments.gate.greeting import Refused, greeted
+from penstock.deployments.gate.ingress_link import IngressLink
 from penstock.deployments.gate.load_meter import GateLoad
 from penstock.deployments.gate.service import GateService
 from penstock.deployments.gate.snapshots import PredictorSnapshots
 from penstock.deployments.gate.status import explain
 from penstock.deployments.gate.types import GateSetup
-from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
+from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.protos.penstock.internal.v1 import gate_pb2_grpc
+from penstock.workers.channel.refusals import RefusalLog
+from penstock.workers.channel.unproven import Unproven
 
 log = logging.getLogger("penstock.gate")
 
@@ -63,7 +66,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     def __init__(self, setup: GateSetup) -> None:
         self._token = secrets.token_hex(32)
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, IngressLink] = {}
+        self._unproven: Unproven[IngressLink] = Unproven(IngressLink.refuse)
+        self._refusals = RefusalLog(log)
         self.service = self._new_service(setup, predictor_file.load(setup.snapshot_file))
         self._snapshots = PredictorSnapshots()
         self._listener: _Listener | None = None
@@ -151,14 +156,15 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     async def Connect(self, _: Any, context: Any) -> None:
         """Serve one ingress until either end leaves; its waiting requests are then dropped."""
-        await self._check(context)
-        link = _Link()
+        link = IngressLink()
+        self._unproven.add(link)
         reading = asyncio.ensure_future(self._read(link, context))
         writing = asyncio.ensure_future(self._write(link, context))
         leaving = asyncio.ensure_future(link.left.wait())
         try:
             await asyncio.wait((reading, writing, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._unproven.discard(link)
             for task in (reading, writing, leaving):
                 task.cancel()
             if reading.done() and not reading.cancelled() and (error := reading.exception()):
@@ -166,11 +172,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
             if self._links.get(link.ingress) is link:
                 del self._links[link.ingress]
                 self.service.ingress_left(link.ingress)
-
-    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
-        await self._check(context)
-        limit, service = min(request.limit or 32, 1000), self.service
-        return explain(service.gate, service.num_waiting, time.monotonic(), limit)
+        if link.refused:
+            self._refusals.note("ingress", context.peer().rpartition(":")[0], link.refused)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, link.refused)
 
     async def close(self) -> None:
         """End, for tests: Ray kills the process."""
@@ -180,33 +184,45 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await self._listener.server.stop(0)
         await self._snapshots.close()
 
-    async def _check(self, context: Any) -> None:
-        shown = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
-        if not hmac.compare_digest(str(shown).encode(), self._token.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong gate token")
+    async def _read(self, link: IngressLink, context: Any) -> None:
+        try:
+            message = await greeted(context, self._token)
+        except Refused as refused:
+            link.refuse(str(refused))
+            return
+        if message is None:
+            return
+        self._unproven.discard(link)
+        link.ingress = message.ingress_id
+        self._links[link.ingress] = link
+        self.service.ingress_joined(link.ingress, message.tokenizer_digest)
+        while message is not grpc.aio.EOF:
+            self._take(link, message)
+            message = await context.read()
 
-    async def _read(self, link: _Link, context: Any) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            service = self.service
-            if not link.ingress:
-                link.ingress = message.ingress_id
-                self._links[link.ingress] = link
-                service.ingress_joined(link.ingress, message.tokenizer_digest)
-            with self._rebuilding_on_fault():
-                undecided = service.receive(link.ingress, message, time.monotonic())
-            takes_s = len(service.inbox) * self._offer_s + self._tick_s
-            if undecided and takes_s <= INLINE_S and self._rest_s() <= 0:
-                self._turn()
-                self._tick()
-            if undecided:
-                service.report_queued(undecided, link.ingress)
-                link.filled.set()
-            if service.num_waiting:
-                self._wake.set()
-            elif service.inbox:  # admitted already: let their worker begin before they are judged
-                asyncio.get_running_loop().call_later(CONFIRM_S, self._wake.set)
+    def _take(self, link: IngressLink, message: pb.FromIngress) -> None:
+        service = self.service
+        with self._rebuilding_on_fault():
+            undecided = service.receive(link.ingress, message, time.monotonic())
+        takes_s = len(service.inbox) * self._offer_s + self._tick_s
+        if undecided and takes_s <= INLINE_S and self._rest_s() <= 0:
+            self._turn()
+            self._tick()
+        if undecided:
+            service.report_queued(undecided, link.ingress)
+            link.filled.set()
+        if service.num_waiting:
+            self._wake.set()
+        elif service.inbox:  # admitted already: let their worker begin before they are judged
+            asyncio.get_running_loop().call_later(CONFIRM_S, self._wake.set)
+        for request in message.explain:
+            limit = min(request.limit or 32, 1000)
+            answer = explain(service.gate, service.num_waiting, time.monotonic(), limit)
+            answer.number = request.number
+            link.message.explained.append(answer)
+            link.filled.set()
 
-    async def _write(self, link: _Link, context: Any) -> None:
+    async def _write(self, link: IngressLink, context: Any) -> None:
         while True:
             await link.filled.wait()
             link.filled.clear()
@@ -285,13 +301,3 @@ class GateServer(gate_pb2_grpc.GateServicer):
         while True:
             await asyncio.sleep(SNAPSHOT_S)
             await self.save()
-
-
-class _Link:
-    """The stream of one ingress."""
-
-    def __init__(self) -> None:
-        self.ingress = ""
-        self.message = pb.ToIngress()
-        self.filled = asyncio.Event()
-        self.left = asyncio.Event()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED
 from penstock.deployments.gate.types import (
@@ -143,15 +143,13 @@ def wait_message(wait: Wait) -> pb.Wait:
     )
 
 
-TOKEN_KEY = "penstock-gate-token"
-
-
 @dataclass(frozen=True, slots=True)
 class GateAddress:
-    """Where the gate listens until its next restart, the token to show, and what is in force."""
+    """Where the gate listens until its next restart, the token that both ends prove to know, and
+    what is in force."""
 
     address: str
-    token: str
+    token: str = field(repr=False)
     pid: int
     generation: int = 0  # of its settings
     digest: str = ""  # of its settings (GateSetup.digest)

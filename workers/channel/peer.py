@@ -16,12 +16,14 @@ from dataclasses import dataclass, fields
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import step_bytes
 from penstock.workers.channel.delta_size import num_bytes, num_prompt_bytes
+from penstock.workers.channel.encrypted import TlsEnd, message_connection
 from penstock.workers.channel.framing import MessageConnection
+from penstock.workers.channel.proof import Proof
 from penstock.workers.request import Delta
 
 log = logging.getLogger("penstock.worker")
 
-MAX_HELLO_BYTES = 4096
+MAX_HELLO_BYTES = 4096  # of a message, before its sender has proven itself
 # Of deltas that an ingress has not read. At 50 tokens a second 128 requests fill it in 5 s, if each
 # token has 15 alternatives; an ingress that reads nothing for so long does not live.
 MAX_PENDING_BYTES = 64 << 20
@@ -126,18 +128,24 @@ class IngressPeer:
         connection: socket.socket,
         number: int,
         *,
+        host: str,
+        token: str,
+        epoch: int,
         on_message: Callable[[IngressPeer, bytes], None],
         on_end: Callable[[IngressPeer, str], None],
-        epoch: int,
         max_pending_bytes: int,
+        tls: TlsEnd | None,
     ):
-        """`epoch`: of the worker. Callbacks: those of MessageConnection, with this peer."""
-        self.number = number
-        self.name = ""  # of the ingress, once it has sent Hello
+        """`host`: where the connection comes from. `token`, `epoch`: of the worker. Callbacks:
+        those of MessageConnection, with this peer. `tls`: None: the connection is in the clear."""
+        self.number, self.host = number, host
+        self.name = ""  # of the ingress, once it has proven itself
+        self.proof = Proof(token, own="worker", peer="ingress", epoch=epoch)
         self.num_silent_ticks = 0
-        self.connection = MessageConnection(
+        self.connection = message_connection(
             loop,
             connection,
+            tls,
             on_message=lambda message: on_message(self, message),
             on_end=lambda why: on_end(self, why),
             on_room=lambda: self.outbox.flush(),

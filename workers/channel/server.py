@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import logging
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -22,7 +20,9 @@ from typing import Protocol
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import request_from
-from penstock.workers.channel.framing import MAX_MESSAGE_BYTES, listening
+from penstock.workers.channel.encrypted import TlsSource
+from penstock.workers.channel.framing import listening
+from penstock.workers.channel.listener import ChannelListener, PeerHandlers
 from penstock.workers.channel.peer import MAX_PENDING_BYTES, IngressPeer, RequestRoute
 from penstock.workers.channel.reports import StepTimeAverage, report_message
 from penstock.workers.request import DECLINED, Delta, FinishReason, Request
@@ -33,8 +33,6 @@ log = logging.getLogger("penstock.worker")
 REPORT_S = 1.0  # or BUSY_REPORT_S, where a request has arrived or ended
 BUSY_REPORT_S = 0.1
 SILENCE_TICKS = 100  # of BUSY_REPORT_S; an ingress sends a heartbeat twice a second
-HELLO_S = 5.0  # a connection that has not sent Hello by then is closed
-ACCEPT_RETRY_S = 0.1  # after a failed accept: the system may be out of file descriptors
 
 Announce = Callable[[WorkerInfo, EngineStats], Awaitable[None]]
 
@@ -68,14 +66,13 @@ class ChannelServer:
         numerics: str = "",
         weight_bytes: int = 0,
         model_digest: str = "",
+        tls: TlsSource | None = None,
     ):
+        """`tls`: for each new connection; None: they are in the clear."""
         self._host = host
         self._announce = announce
-        self._max_pending_bytes = max_pending_bytes
         self._engine: EngineLike
         self._routes: dict[str, RequestRoute] = {}
-        self._peers: set[IngressPeer] = set()
-        self._peer_numbers = itertools.count()
         self._report_numbers = itertools.count(1)
         self._step_time = StepTimeAverage()
         self._num_changes = 0  # requests that arrived or ended
@@ -95,7 +92,10 @@ class ChannelServer:
             numerics=numerics,
             weight_bytes=weight_bytes,
             model_digest=model_digest,
+            is_encrypted=tls is not None,
         )
+        handlers = PeerHandlers(self._welcome, self._take, self._ended)
+        self._connections = ChannelListener(self._loop, self.info, handlers, max_pending_bytes, tls)
 
     def start(self, engine: EngineLike) -> None:
         """Open the port; returns once it accepts. Raises RuntimeError if it cannot be opened."""
@@ -166,8 +166,6 @@ class ChannelServer:
         peer.outbox.heard += 1
         if message.number != peer.outbox.heard:
             peer.connection.end("a message of it was lost")
-        elif not peer.name:
-            self._greet(peer, message)
         elif message.epoch != self.info.epoch:
             peer.connection.end("it addressed an earlier epoch of this worker")
         elif message.HasField("submit") and self.info.is_draining:
@@ -192,39 +190,24 @@ class ChannelServer:
 
     def _ended(self, peer: IngressPeer, why: str) -> None:
         """The connection has ended: cancel all requests of its ingress."""
-        self._peers.discard(peer)
         left = [id for id, route in list(self._routes.items()) if route.peer is peer]
         for request_id in left:
             self._cancel(request_id)
-        if peer.name:
-            log.info("ingress %s left (%s); %d requests cancelled", peer.name, why, len(left))
+        log.info("ingress %s left (%s); %d requests cancelled", peer.name, why, len(left))
 
     def _begin_drain(self) -> None:
         self.info = replace(self.info, is_draining=True)
-        for peer in list(self._peers):
-            if peer.name:  # its report arrives before any decline
-                self._send(peer, pb.DownMessage(report=self._report(peer)))
+        for peer in list(self._connections.peers):  # its report arrives before any decline
+            self._send(peer, pb.DownMessage(report=self._report(peer)))
         self._heartbeat_due.set()
 
-    def _greet(self, peer: IngressPeer, message: pb.UpMessage) -> None:
-        """Accept an ingress that has the token and addresses this epoch; refuse any other."""
-        if not message.HasField("hello"):
-            self._refuse(peer, "the first message must be Hello")
-        elif not hmac.compare_digest(message.hello.token.encode(), self.info.token.encode()):
-            self._refuse(peer, "wrong worker token")
-        elif message.epoch != self.info.epoch:
-            self._refuse(peer, "this worker has restarted with a new epoch")
-        else:
-            peer.name = message.hello.ingress_id or "(unnamed)"
-            peer.connection.max_bytes = MAX_MESSAGE_BYTES
-            log.info("ingress %s connected", peer.name)
-            welcome = pb.Welcome(model=self.info.model, max_model_len=self.info.max_model_len)
-            self._send(peer, pb.DownMessage(welcome=welcome))
-            self._send(peer, pb.DownMessage(report=self._report(peer)))
-
-    def _refuse(self, peer: IngressPeer, why: str) -> None:
-        self._send(peer, pb.DownMessage(rejection=pb.Rejection(reason=why)))
-        peer.connection.end(why)
+    def _welcome(self, peer: IngressPeer, proof: bytes) -> None:
+        log.info("ingress %s connected", peer.name)
+        welcome = pb.Welcome(
+            model=self.info.model, max_model_len=self.info.max_model_len, proof=proof
+        )
+        self._send(peer, pb.DownMessage(welcome=welcome))
+        self._send(peer, pb.DownMessage(report=self._report(peer)))
 
     def _send(self, peer: IngressPeer, message: pb.DownMessage) -> None:
         message.epoch, message.heard = self.info.epoch, peer.outbox.heard
@@ -261,43 +244,17 @@ class ChannelServer:
         listener, address = listening(self._host)
         self.info = replace(self.info, address=address)
         self._started.set_result(None)
+        accepting = self._connections.accept(listener)
         tasks = [
             asyncio.ensure_future(each)
-            for each in (self._accept(listener), self._announce_forever(), self._report_forever())
+            for each in (accepting, self._announce_forever(), self._report_forever())
         ]
         await self._stopping.wait()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         listener.close()
-        for peer in list(self._peers):
-            peer.connection.end("this worker stops")
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = await self._loop.sock_accept(listener)
-                self._open(connection)
-            except OSError as error:
-                log.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(ACCEPT_RETRY_S)
-
-    def _open(self, connection: socket.socket) -> None:
-        peer = IngressPeer(
-            self._loop,
-            connection,
-            next(self._peer_numbers),
-            on_message=self._take,
-            on_end=self._ended,
-            epoch=self.info.epoch,
-            max_pending_bytes=self._max_pending_bytes,
-        )
-        self._peers.add(peer)
-        self._loop.call_later(HELLO_S, self._expect_hello, peer)
-
-    def _expect_hello(self, peer: IngressPeer) -> None:
-        if not peer.name:
-            peer.connection.end("it sent no Hello")
+        self._connections.close()
 
     async def _report_forever(self) -> None:
         """Report arrivals, ends and preemptions within BUSY_REPORT_S, and the rest every REPORT_S.
@@ -315,13 +272,13 @@ class ChannelServer:
             is_due = reported != (num_changes, num_preemptions) or rest_s <= 0
             if is_due:
                 rest_s = REPORT_S
-            for peer in list(self._peers):
+            for peer in list(self._connections.peers):
                 # Counts turns of this loop, not seconds: if this process was suspended, messages
                 # of the ingress have not been read yet.
                 peer.num_silent_ticks += 1
                 if peer.num_silent_ticks > SILENCE_TICKS:
                     peer.connection.end("it sent no heartbeat")
-                elif is_due and peer.name and not peer.connection.is_stuck:
+                elif is_due and not peer.connection.is_stuck:
                     self._send(peer, pb.DownMessage(report=self._report(peer)))
             rest_s -= BUSY_REPORT_S
             await asyncio.sleep(BUSY_REPORT_S)

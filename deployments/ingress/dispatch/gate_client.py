@@ -8,6 +8,7 @@ back to the ingress's own queue (local_queue.py). Three faults in a row open the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 import grpc
 
-from penstock.deployments.gate.wire import TOKEN_KEY, GateAddress
+from penstock.deployments.gate.greeting import Refused, greet_gate
+from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.admission_gate import ANY_WORKER, Returned
@@ -26,6 +28,7 @@ from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
 from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
 from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+from penstock.workers.channel.refusals import RefusalLog
 from penstock.workers.stats import Histogram
 
 log = logging.getLogger("penstock.gate")
@@ -34,6 +37,7 @@ ANSWER_S = 0.02
 SILENCE_TICKS = 5  # the gate sends something every TICK_S; after this many without, it is gone
 TICK_S = 0.25
 CONNECT_TIMEOUT_S = 3.0
+EXPLAIN_S = 1.0
 BACKOFF_S = (0.1, 1.0)
 WAIT_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
@@ -65,7 +69,9 @@ class GateClient:
         self._outbox = GateOutbox(ingress_id, tokenizer_digest)
         self._is_connected = False
         self._num_silent_ticks = 0
-        self._address: GateAddress | None = None
+        self._explaining: dict[int, asyncio.Future[pb.ExplainResponse | None]] = {}
+        self._explain_numbers = itertools.count(1)
+        self._refusals = RefusalLog(log)
 
     @property
     def is_connected(self) -> bool:
@@ -152,34 +158,33 @@ class GateClient:
 
     async def explain(self, limit: int) -> pb.ExplainResponse | None:
         """What waits, and why; None while the gate is away."""
-        if self._address is None or not self._is_connected:
+        if not self._is_connected:
             return None
+        number = next(self._explain_numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._explaining[number] = answer
+        self._outbox.explain(number, limit)
         try:
-            response: pb.ExplainResponse = await self._stub.Explain(
-                pb.ExplainRequest(limit=limit), metadata=self._metadata(), timeout=1.0
-            )
-        except grpc.aio.AioRpcError:
+            async with asyncio.timeout(EXPLAIN_S):
+                return await answer
+        except TimeoutError:
             return None
-        except asyncio.CancelledError:  # also gRPC's word for a channel that was closed meanwhile
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return None
-        return response
+        finally:
+            del self._explaining[number]
 
     async def run(self) -> None:
         """Connect, and again after each break, for ever."""
         backoff_s = BACKOFF_S[0]
         while True:
             try:
-                self._address = await self._where()
-                async with grpc.aio.insecure_channel(
-                    self._address.address, options=OPTIONS
-                ) as channel:
-                    self._stub = gate_pb2_grpc.GateStub(channel)
-                    await self._serve_stream()
+                gate = await self._where()
+                async with grpc.aio.insecure_channel(gate.address, options=OPTIONS) as channel:
+                    stub = gate_pb2_grpc.GateStub(channel)
+                    await self._serve_stream(stub.Connect(), gate.token)
             except asyncio.CancelledError:
                 raise
+            except Refused as refused:
+                self._refusals.note("gate", gate.address, str(refused))
             except Exception as error:  # Ray's, gRPC's, or time: all mean that it is away
                 level = logging.WARNING if self._is_connected else logging.DEBUG
                 kind = type(error).__name__
@@ -217,11 +222,13 @@ class GateClient:
             return False
         return True
 
-    async def _serve_stream(self) -> None:
-        stream = self._stub.Connect(metadata=self._metadata())
-        self._outbox.begin()
+    async def _serve_stream(self, stream: Any, token: str) -> None:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await stream.write(self._outbox.take())
+            proof = await greet_gate(stream, token)
+            self._outbox.begin()
+            message = self._outbox.take()
+            message.proof = proof
+            await stream.write(message)
             first = await stream.read()
         if first is grpc.aio.EOF:
             return
@@ -267,6 +274,9 @@ class GateClient:
             credits = message.credits
             given = dict(zip(credits.epochs, zip(credits.tokens, credits.slots)))
             self._credits.renew(credits.as_of, given, self._clock())
+        for explained in message.explained:
+            if (answer := self._explaining.get(explained.number)) is not None and not answer.done():
+                answer.set_result(explained)
         if message.HasField("figures"):
             self.figures = message.figures
         if message.queued or message.expired or message.tickets or message.refusals:
@@ -288,8 +298,7 @@ class GateClient:
         self._is_connected = False
         self._outbox.close()
         self._credits = Credits()
+        for answer in self._explaining.values():
+            if not answer.done():
+                answer.set_result(None)
         self.release()
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        assert self._address is not None
-        return ((TOKEN_KEY, self._address.token),)

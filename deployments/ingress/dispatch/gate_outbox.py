@@ -150,6 +150,12 @@ class GateOutbox:
             loop = asyncio.get_running_loop()
             self._report_timer = loop.call_later(REPORT_GATHER_S, self._add_reports)
 
+    def explain(self, number: int, limit: int) -> None:
+        """Ask now what waits, and why."""
+        if self._is_open:
+            self._message.explain.add(number=number, limit=limit)
+            self._due.set()
+
     def lost(self, epoch: int) -> None:
         """That worker is no longer connected."""
         self._reports.pop(epoch, None)

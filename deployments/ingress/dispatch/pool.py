@@ -31,6 +31,7 @@ from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink
 from penstock.deployments.ingress.dispatch.worker_links import WorkerLinks
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.channel.encrypted import TlsSource
 from penstock.workers.request import DECLINED, STORE_UNAVAILABLE, Delta, FinishReason
 from penstock.workers.stats import WorkerInfo
 
@@ -58,6 +59,7 @@ class WorkerPool:
         tokenizer_digest: str = "",
         lost_wait_s: float = LOST_WAIT_S,
         longest_wait_s: float | None = None,
+        tls: TlsSource | None = None,
     ):
         """Without a gate, requests go to the worker with the least to do, and wait there.
 
@@ -65,14 +67,15 @@ class WorkerPool:
         `tokenizer_digest`: requests go to workers of that one only; empty: to any.
         `lost_wait_s`: longest wait for another worker, of requests whose worker was lost.
         `longest_wait_s`: longest wait to be admitted; then a request is refused. The gate does
-        that, too: here it holds while the gate does not answer.
+        that, too: here it holds while the gate does not answer. `tls`: for each connection with a
+        worker; None: they are in the clear.
         """
         self.lost_requests = LostRequests()
         self._lost_wait_s, self._longest_wait_s = lost_wait_s, longest_wait_s
         self._is_closed = False
         self._gate = gate or NoGate()
         self._may_wake = may_wake and self._gate.decides
-        self._workers = WorkerLinks(ingress_id, self, tokenizer_digest)
+        self._workers = WorkerLinks(ingress_id, self, tokenizer_digest, tls)
         self._links = self._workers.by_epoch
         self._mean_answer = float(FIRST_GUESS_TOKENS)
         self._local = LocalQueue(self._place_with_room, lambda: self._gate.answers)

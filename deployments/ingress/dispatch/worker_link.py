@@ -18,9 +18,18 @@ from penstock.deployments.ingress.dispatch.in_flight import (
     InFlightRequest,
     nothing_to_cancel,
 )
+from penstock.deployments.ingress.dispatch.worker_greeting import Refused, WorkerGreeting
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import delta_from, submit_bytes
-from penstock.workers.channel.framing import MessageConnection, connected
+from penstock.workers.channel.encrypted import TlsSource, message_connection
+from penstock.workers.channel.framing import (
+    CLOSED,
+    MAX_MESSAGE_BYTES,
+    MessageConnection,
+    connected,
+)
+from penstock.workers.channel.peer import MAX_HELLO_BYTES
+from penstock.workers.channel.refusals import RefusalLog
 from penstock.workers.request import STORE_UNAVAILABLE, Delta
 from penstock.workers.stats import WorkerInfo
 
@@ -52,8 +61,16 @@ class WorkerLinkHandlers(Protocol):
 class WorkerLink:
     """The connection with one epoch of one worker, and the requests on it."""
 
-    def __init__(self, info: WorkerInfo, ingress_id: str, owner: WorkerLinkHandlers):
+    def __init__(
+        self,
+        info: WorkerInfo,
+        ingress_id: str,
+        owner: WorkerLinkHandlers,
+        tls: TlsSource | None = None,
+    ):
+        """`tls`: asked for each connection; None: they are in the clear."""
         self.info = info
+        self._tls = tls
         self.task: asyncio.Task[None] | None = None
         self.is_listed = True
         self.is_connected = False
@@ -70,6 +87,8 @@ class WorkerLink:
         self._own_tokens = 0
         self._others_tokens = 0
         self._messages: MessageConnection | None = None  # while there is a connection
+        self._greeting: WorkerGreeting  # of that connection
+        self._refusals = RefusalLog(log)
         self._welcomed: asyncio.Future[None]
         self._ended: asyncio.Future[str]
         self._num_silent_ticks = self._num_unheard_ticks = 0
@@ -106,8 +125,11 @@ class WorkerLink:
         call.cancel, call.stream_id = partial(self.cancel, call), next(self._stream_ids)
         self._calls[call.stream_id] = call
         self._own_tokens += call.num_expected
-        if self._messages is not None:
-            self._messages.send(
+        messages = self._messages
+        if messages is None or not self.is_connected:
+            return
+        with messages.lock:  # as in _send
+            messages.send(
                 submit_bytes(
                     call.request,
                     call.stream_id,
@@ -120,8 +142,9 @@ class WorkerLink:
 
     def cancel(self, call: InFlightRequest) -> None:
         self._remove(call)
-        message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
-        self._send(pb.UpMessage(cancel=message))
+        if self.is_connected:
+            message = pb.Cancel(stream_id=call.stream_id, request_id=call.request.request_id)
+            self._send(pb.UpMessage(cancel=message))
 
     async def run(self) -> None:
         """Connect, and reconnect after each break, while the registry lists the worker."""
@@ -147,18 +170,22 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         self._welcomed, self._ended = loop.create_future(), loop.create_future()
         self._num_sent = self._heard = 0
+        self._greeting = WorkerGreeting(self.info, self._ingress_id)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            self._messages = MessageConnection(
+            self._messages = message_connection(
                 loop,
                 await connected(self.info.address),
+                None if self._tls is None else self._tls(),
                 on_message=self._take_message,
                 on_end=self._ended.set_result,
+                max_bytes=MAX_HELLO_BYTES,
             )
-            hello = pb.Hello(ingress_id=self._ingress_id, token=self.info.token)
-            self._send(pb.UpMessage(hello=hello))
             await asyncio.wait((self._welcomed, self._ended), return_when=asyncio.FIRST_COMPLETED)
         if self._ended.done():
-            return self._ended.result()
+            why = self._ended.result()
+            if not self._welcomed.done() and why != CLOSED:
+                self._refusals.note("worker", self.info.address, why)
+            return why
         log.info("worker %s connected", self.info.address)
         watching = asyncio.ensure_future(self._watch())
         try:
@@ -185,6 +212,9 @@ class WorkerLink:
             self._send(pb.UpMessage())
 
     def _take_message(self, data: bytes) -> None:
+        if not self.is_connected:
+            self._greet(data)
+            return
         message = pb.DownMessage.FromString(data)
         self._num_silent_ticks = 0
         if message.epoch != self.info.epoch:
@@ -194,21 +224,34 @@ class WorkerLink:
         if message.HasField("step"):
             self._take_step(message.step)
         elif message.HasField("report"):
-            self._others_tokens = message.report.others_tokens
-            self.capacity = message.report.num_blocks * message.report.block_size
-            self.max_num_seqs = message.report.max_num_seqs
-            self.is_draining = self.is_draining or message.report.is_draining
-            self.is_stalled = message.report.is_stalled
-            self._owner.reported(self, message.report)
-            if self.is_stalled and self._calls and self._messages is not None:
-                self._messages.end("its engine has computed no token for some seconds")
-        elif message.HasField("welcome"):
-            # Set here, not in the task that awaits _welcomed: the messages that follow count.
-            self.is_connected = True
-            if not self._welcomed.done():
-                self._welcomed.set_result(None)
-        elif message.HasField("rejection") and self._messages is not None:
-            self._messages.end(message.rejection.reason)
+            self._take_report(message.report)
+
+    def _greet(self, data: bytes) -> None:
+        """A message of what listens at the worker's address, and has not proven that it is it."""
+        messages = self._messages
+        assert messages is not None, "it received this message"
+        try:
+            hello = self._greeting.take(data, messages.binding)
+        except Refused as refused:
+            messages.end(str(refused))
+            return
+        if hello is not None:
+            self._send(pb.UpMessage(hello=hello))
+            return
+        messages.max_bytes = MAX_MESSAGE_BYTES
+        # Set here, not in the task that awaits _welcomed: the messages that follow count.
+        self.is_connected = True
+        self._welcomed.set_result(None)
+
+    def _take_report(self, report: pb.Report) -> None:
+        self._others_tokens = report.others_tokens
+        self.capacity = report.num_blocks * report.block_size
+        self.max_num_seqs = report.max_num_seqs
+        self.is_draining = self.is_draining or report.is_draining
+        self.is_stalled = report.is_stalled
+        self._owner.reported(self, report)
+        if self.is_stalled and self._calls and self._messages is not None:
+            self._messages.end("its engine has computed no token for some seconds")
 
     async def _watch(self) -> str:
         """Returns why the connection is to end: the worker is silent, or hears nothing."""

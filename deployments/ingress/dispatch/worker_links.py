@@ -17,6 +17,7 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest
 from penstock.deployments.ingress.dispatch.local_queue import share_of
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink, WorkerLinkHandlers
+from penstock.workers.channel.encrypted import TlsSource
 from penstock.workers.stats import WorkerInfo
 
 log = logging.getLogger("penstock.channel")
@@ -28,13 +29,19 @@ REACH_S = 1.0  # longest from a ticket to the connection with its worker, if tha
 class WorkerLinks:
     """The connections of one ingress with its workers. Lives on one event loop."""
 
-    def __init__(self, ingress_id: str, owner: WorkerLinkHandlers, tokenizer_digest: str):
+    def __init__(
+        self,
+        ingress_id: str,
+        owner: WorkerLinkHandlers,
+        tokenizer_digest: str,
+        tls: TlsSource | None = None,
+    ):
         """`owner`: gets what happens on the links. `tokenizer_digest`: of the workers that may be
-        used; empty: of any."""
+        used; empty: of any. `tls`: as WorkerLink has it."""
         self.by_epoch: dict[int, WorkerLink] = {}
         self._ingress_id, self._owner = ingress_id, owner
-        self._tokenizer_digest = tokenizer_digest
-        self._foreign: set[int] = set()  # epochs that have another tokenizer
+        self._tokenizer_digest, self._tls = tokenizer_digest, tls
+        self._foreign: set[int] = set()  # epochs that cannot be used
         self._drained_s = float("-inf")  # when a worker was last seen to drain
         self._num_ingresses = 1
         self._turn = itertools.count(1)
@@ -64,25 +71,33 @@ class WorkerLinks:
                 continue
             if self._is_foreign(listed[epoch]):
                 continue
-            link = WorkerLink(listed[epoch], self._ingress_id, self._owner)
+            link = WorkerLink(listed[epoch], self._ingress_id, self._owner, self._tls)
             link.task = asyncio.ensure_future(link.run())
             self.by_epoch[epoch] = link
 
     def _is_foreign(self, info: WorkerInfo) -> bool:
-        """Whether token ids mean something else to that worker."""
-        own, its = self._tokenizer_digest, info.tokenizer_digest
-        if not own or not its or own == its:
-            return False
-        if info.epoch not in self._foreign:
+        """Whether token ids mean something else to that worker, or it connects otherwise."""
+        why = self._difference(info)
+        if why and info.epoch not in self._foreign:
             self._foreign.add(info.epoch)
-            log.warning(
-                "worker %s has another tokenizer than this ingress (digest %s, not %s): it gets no "
-                "requests from here. In an update this passes; else compare the model's files",
-                info.address,
-                its,
-                own,
+            log.warning("worker %s gets no requests from here: %s", info.address, why)
+        return bool(why)
+
+    def _difference(self, info: WorkerInfo) -> str:
+        own, its = self._tokenizer_digest, info.tokenizer_digest
+        if own and its and own != its:
+            return (
+                f"it has another tokenizer than this ingress (digest {its}, not {own}). In an "
+                "update this passes; else compare the model's files"
             )
-        return True
+        has_tls = self._tls is not None
+        if info.is_encrypted != has_tls:
+            its, own = ("has", "has not") if info.is_encrypted else ("has not", "has")
+            return (
+                f"it {its} cluster_certs_dir, and this ingress {own}. In an update this passes; "
+                "else give all machines the same settings"
+            )
+        return ""
 
     @property
     def num_connected(self) -> int:

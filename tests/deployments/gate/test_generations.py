@@ -27,9 +27,9 @@ class Watched(GateClient):
 
     num_connections = 0
 
-    async def _serve_stream(self) -> None:
+    async def _serve_stream(self, stream: Any, token: str) -> None:
         self.num_connections += 1
-        await super()._serve_stream()
+        await super()._serve_stream(stream, token)
 
 
 @contextlib.asynccontextmanager

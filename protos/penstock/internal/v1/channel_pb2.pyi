@@ -35,36 +35,48 @@ class UpMessage(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class DownMessage(_message.Message):
-    __slots__ = ("epoch", "heard", "welcome", "step", "report", "rejection")
+    __slots__ = ("epoch", "heard", "welcome", "step", "report", "rejection", "challenge")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     REJECTION_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     heard: int
     welcome: Welcome
     step: Step
     report: Report
     rejection: Rejection
-    def __init__(self, epoch: _Optional[int] = ..., heard: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ...) -> None: ...
+    challenge: Challenge
+    def __init__(self, epoch: _Optional[int] = ..., heard: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ...) -> None: ...
+
+class Challenge(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("ingress_id", "token")
+    __slots__ = ("ingress_id", "nonce", "proof")
     INGRESS_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     ingress_id: str
-    token: str
-    def __init__(self, ingress_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+    nonce: bytes
+    proof: bytes
+    def __init__(self, ingress_id: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("model", "max_model_len")
+    __slots__ = ("model", "max_model_len", "proof")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     model: str
     max_model_len: int
-    def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("reason",)

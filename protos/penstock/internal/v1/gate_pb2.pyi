@@ -8,10 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromIngress(_message.Message):
-    __slots__ = ("number", "ingress_id", "tokenizer_digest", "reports", "offers", "ended", "declined", "labels", "texts", "lost")
+    __slots__ = ("number", "ingress_id", "tokenizer_digest", "challenge", "proof", "explain", "reports", "offers", "ended", "declined", "labels", "texts", "lost")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INGRESS_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +25,9 @@ class FromIngress(_message.Message):
     number: int
     ingress_id: str
     tokenizer_digest: str
+    challenge: _channel_pb2.Challenge
+    proof: bytes
+    explain: _containers.RepeatedCompositeFieldContainer[ExplainRequest]
     reports: _containers.RepeatedCompositeFieldContainer[WorkerReport]
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
@@ -29,7 +35,7 @@ class FromIngress(_message.Message):
     labels: _containers.RepeatedCompositeFieldContainer[Label]
     texts: _containers.RepeatedCompositeFieldContainer[TextFeatures]
     lost: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., ingress_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., declined: _Optional[_Iterable[str]] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., texts: _Optional[_Iterable[_Union[TextFeatures, _Mapping]]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., ingress_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., challenge: _Optional[_Union[_channel_pb2.Challenge, _Mapping]] = ..., proof: _Optional[bytes] = ..., explain: _Optional[_Iterable[_Union[ExplainRequest, _Mapping]]] = ..., reports: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., declined: _Optional[_Iterable[str]] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., texts: _Optional[_Iterable[_Union[TextFeatures, _Mapping]]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("address", "epoch", "report")
@@ -126,20 +132,26 @@ class Features(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., template: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., ignore_eos: _Optional[bool] = ..., num_stop: _Optional[int] = ..., structured: _Optional[bool] = ..., num_messages: _Optional[int] = ..., has_tools: _Optional[bool] = ..., text_keys: _Optional[bytes] = ..., text_facts: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ToIngress(_message.Message):
-    __slots__ = ("queued", "tickets", "refusals", "expired", "credits", "figures")
+    __slots__ = ("queued", "tickets", "refusals", "expired", "credits", "figures", "challenge", "proof", "explained")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    EXPLAINED_FIELD_NUMBER: _ClassVar[int]
     queued: _containers.RepeatedScalarFieldContainer[str]
     tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
     expired: _containers.RepeatedScalarFieldContainer[str]
     credits: Credits
     figures: Figures
-    def __init__(self, queued: _Optional[_Iterable[str]] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., expired: _Optional[_Iterable[str]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...
+    challenge: _channel_pb2.Challenge
+    proof: bytes
+    explained: _containers.RepeatedCompositeFieldContainer[ExplainResponse]
+    def __init__(self, queued: _Optional[_Iterable[str]] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., expired: _Optional[_Iterable[str]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., challenge: _Optional[_Union[_channel_pb2.Challenge, _Mapping]] = ..., proof: _Optional[bytes] = ..., explained: _Optional[_Iterable[_Union[ExplainResponse, _Mapping]]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("request_id", "epoch")
@@ -215,20 +227,24 @@ class Figures(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_admitted: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_declined: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., num_learnt: _Optional[int] = ..., levels: _Optional[_Iterable[float]] = ..., coverage: _Optional[_Iterable[float]] = ..., num_waits: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., actual_wait_s: _Optional[float] = ..., wait_error_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_completed: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("limit",)
+    __slots__ = ("limit", "number")
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     limit: int
-    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, limit: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("waits", "workers", "num_waiting")
+    __slots__ = ("number", "waits", "workers", "num_waiting")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    number: int
     waits: _containers.RepeatedCompositeFieldContainer[Wait]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerAccount]
     num_waiting: int
-    def __init__(self, waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("request_id", "tenant", "reason", "waited_s", "expected_s", "worker", "peak", "limit")

@@ -39,11 +39,6 @@ class GateStub:
                 request_serializer=penstock_dot_internal_dot_v1_dot_gate__pb2.FromIngress.SerializeToString,
                 response_deserializer=penstock_dot_internal_dot_v1_dot_gate__pb2.ToIngress.FromString,
                 _registered_method=True)
-        self.Explain = channel.unary_unary(
-                '/penstock.internal.v1.Gate/Explain',
-                request_serializer=penstock_dot_internal_dot_v1_dot_gate__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=penstock_dot_internal_dot_v1_dot_gate__pb2.ExplainResponse.FromString,
-                _registered_method=True)
 
 
 class GateServicer:
@@ -55,13 +50,6 @@ class GateServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Explain(self, request, context):
-        """What waits, and why. For operators.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_GateServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -69,11 +57,6 @@ def add_GateServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=penstock_dot_internal_dot_v1_dot_gate__pb2.FromIngress.FromString,
                     response_serializer=penstock_dot_internal_dot_v1_dot_gate__pb2.ToIngress.SerializeToString,
-            ),
-            'Explain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Explain,
-                    request_deserializer=penstock_dot_internal_dot_v1_dot_gate__pb2.ExplainRequest.FromString,
-                    response_serializer=penstock_dot_internal_dot_v1_dot_gate__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -103,33 +86,6 @@ class Gate:
             '/penstock.internal.v1.Gate/Connect',
             penstock_dot_internal_dot_v1_dot_gate__pb2.FromIngress.SerializeToString,
             penstock_dot_internal_dot_v1_dot_gate__pb2.ToIngress.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Explain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.internal.v1.Gate/Explain',
-            penstock_dot_internal_dot_v1_dot_gate__pb2.ExplainRequest.SerializeToString,
-            penstock_dot_internal_dot_v1_dot_gate__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

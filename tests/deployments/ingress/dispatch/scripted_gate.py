@@ -9,10 +9,12 @@ from typing import Any
 
 import grpc
 
+from penstock.deployments.gate.greeting import greeted
 from penstock.deployments.gate.wire import GateAddress
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.protos.penstock.internal.v1 import gate_pb2_grpc
 
+TOKEN = "token"
 BEAT_S = 0.2  # it sends something so often, while it is not silent
 
 
@@ -29,16 +31,20 @@ class ScriptedGate(gate_pb2_grpc.GateServicer):
     async def Connect(self, _: Any, context: Any) -> None:
         while self.is_silent:
             await asyncio.sleep(0.02)
+        message = await greeted(context, TOKEN)
+        if message is None:
+            return
         self._streams.append(context)
         await self._write(context, pb.ToIngress())
         beating = asyncio.ensure_future(self._beat(context))
         try:
-            while (message := await context.read()) is not grpc.aio.EOF:
+            while message is not grpc.aio.EOF:
                 names = [offer.request_id for offer in message.offers]
                 self.offered += names
                 self.ended += [ended.request_id for ended in message.ended]
                 if self.queues and not self.is_silent and names:
                     await self._write(context, pb.ToIngress(queued=names))
+                message = await context.read()
         finally:
             beating.cancel()
             self._streams.remove(context)
@@ -68,6 +74,6 @@ async def serving(gate: ScriptedGate) -> AsyncIterator[GateAddress]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield GateAddress(f"127.0.0.1:{port}", "token", 0)
+        yield GateAddress(f"127.0.0.1:{port}", TOKEN, 0)
     finally:
         await server.stop(0)

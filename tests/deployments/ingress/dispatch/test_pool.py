@@ -21,7 +21,7 @@ from penstock.deployments.ingress.core.call import Call
 from penstock.deployments.ingress.dispatch import worker_link
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.channel import framing, server
+from penstock.workers.channel import framing, server, unproven
 from penstock.workers.channel.codec import delta_from, delta_message, request_from, submit_message
 from penstock.workers.channel.delta_size import num_bytes
 from penstock.workers.channel.framing import connected
@@ -40,6 +40,13 @@ from penstock.workers.request import (
     TokenLogprob,
 )
 from penstock.workers.stats import WorkerInfo
+from tests.deployments.ingress.dispatch.raw_ingress import (
+    challenged,
+    framed,
+    greeted,
+    heard,
+    hello,
+)
 from tests.deployments.waiting import until
 
 CONFIG = EngineConfig(weights="fp32", device="cpu", num_blocks=400, max_num_seqs=16, threads=1)
@@ -384,47 +391,35 @@ def test_a_silent_worker_is_dead_and_what_it_sends_later_is_dropped(model, nodes
     assert last.finish_reason is FinishReason.LENGTH
 
 
-def framed(number: int = 1, **body: Any) -> bytes:
-    message = pb.UpMessage(number=number, **body).SerializeToString()
-    return struct.pack("<II", len(message), number - 1) + message
-
-
-async def heard(connection: socket.socket) -> pb.DownMessage | None:
-    """The next message, or None once the connection is closed."""
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < 8 or len(data) < 8 + struct.unpack_from("<I", data)[0]:
-        try:
-            part = await loop.sock_recv(connection, 1)
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            assert not data, "cut off within a message"
-            return None
-        data += part
-    return pb.DownMessage.FromString(data[8:])
+def reflected(nonce: bytes) -> pb.Hello:
+    """The worker's own words, sent back to it."""
+    return pb.Hello(nonce=nonce, proof=nonce)
 
 
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (lambda info: framed(epoch=info.epoch, hello=pb.Hello(token="wrong")), "token"),
-        (lambda info: framed(epoch=info.epoch, hello=pb.Hello()), "token"),
-        (lambda info: framed(epoch=info.epoch ^ 1, hello=pb.Hello(token=info.token)), "new epoch"),
-        (lambda info: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
-        (lambda info: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
-        (lambda info: struct.pack("<II", 5000, 0), None),  # more than a stranger may say
-        (lambda info: struct.pack("<II", 4, 0) + b"\xff\xff\xff\xff", None),
-        (lambda info: b"", None),  # says nothing at all
+        (lambda info, nonce: hello(info, nonce, token="wrong"), "token"),
+        (lambda info, nonce: hello(info, bytes(32)), "token"),  # the answer to another challenge
+        (lambda info, nonce: framed(epoch=info.epoch, hello=pb.Hello()), "token"),
+        (lambda info, nonce: framed(epoch=info.epoch, hello=reflected(nonce)), "token"),
+        (lambda info, nonce: hello(replace(info, epoch=info.epoch ^ 1), nonce), "new epoch"),
+        (lambda info, nonce: framed(epoch=info.epoch, submit=pb.Submit(prompt_ids=[5])), "Hello"),
+        (lambda info, nonce: b"GET / HTTP/1.1\r\n\r\n", None),  # as a length: half a gigabyte
+        (lambda info, nonce: struct.pack("<II", 5000, 0), None),  # more than a stranger may say
+        (lambda info, nonce: struct.pack("<II", 4, 0) + b"\xff\xff\xff\xff", None),
+        (lambda info, nonce: b"", "prove itself"),  # says nothing at all
     ],
 )
 def test_strangers_and_other_epochs_are_refused(nodes, run, monkeypatch, first, reason):
-    monkeypatch.setattr(server, "HELLO_S", 0.5)
+    monkeypatch.setattr(unproven, "HELLO_S", 0.5)
     info = nodes[0].channel.info
 
     async def scenario():
         connection = await connected(info.address)
         with connection:
-            await asyncio.get_running_loop().sock_sendall(connection, first(info))
+            nonce = await challenged(connection)
+            await asyncio.get_running_loop().sock_sendall(connection, first(info, nonce))
             async with asyncio.timeout(30):
                 said = await heard(connection)
                 if reason is None:
@@ -461,12 +456,11 @@ def test_a_frozen_ingress_is_cut_off(nodes, run, monkeypatch):
     info = nodes[0].channel.info
 
     async def scenario():
-        connection = await connected(info.address)
+        connection = await greeted(info)
         with connection:  # open, and acknowledged by the system: only it itself says nothing
-            hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
             submit = submit_message(request(1, max_tokens=1900), 1, 100)
             submit = framed(2, epoch=info.epoch, submit=submit)
-            await asyncio.get_running_loop().sock_sendall(connection, hello + submit)
+            await asyncio.get_running_loop().sock_sendall(connection, submit)
             async with asyncio.timeout(60):
                 while (await heard(connection)) is not None:
                     pass
@@ -485,8 +479,7 @@ async def narrow(info: WorkerInfo) -> AsyncIterator[socket.socket]:
         connection.setblocking(False)
         host, port = info.address.split(":")
         await loop.sock_connect(connection, (host, int(port)))
-        hello = framed(epoch=info.epoch, hello=pb.Hello(token=info.token))
-        await loop.sock_sendall(connection, hello)
+        await loop.sock_sendall(connection, hello(info, await challenged(connection)))
         yield connection
 
 
