@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from penstock.deployments.supervision.ray_workarounds import one_event_loop, req
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.replica import WorkerReplica
+
+log = logging.getLogger("penstock.app")
 
 HEALTH_PERIOD_S = 2.0  # a dead replica is noticed and replaced within it
 HEALTH_TIMEOUT_S = 30.0
@@ -72,6 +75,7 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     if not config.insecure:
         require_token_auth()
     cluster = cluster_resources()
+    _warn_of_clear_links(config, cluster)
     resolved = resolve(config, cluster)
     config, setup = resolved.config, gate_setup(resolved.config, channel_host)
     if setup is not None and cluster is not None:
@@ -172,4 +176,15 @@ def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
         state=redis_options(config),
         snapshot_key=f"predictor/{config.app_name}",
         may_wake=config.min_workers == 0,
+        certs_dir=config.cluster_certs_dir,
     )
+
+
+def _warn_of_clear_links(config: ServeConfig, cluster: ClusterResources | None) -> None:
+    num_nodes = 0 if cluster is None else len(cluster.nodes)
+    if config.cluster_certs_dir is None and num_nodes > 1:
+        log.warning(
+            "cluster_certs_dir is not set, and the cluster has %d machines: prompts and answers go "
+            "between them in the clear. `penstock certs init` makes certificates",
+            num_nodes,
+        )

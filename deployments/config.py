@@ -40,7 +40,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATHS = (
     *("api_keys_file", "predictor_file", "data_dir"),
     *("state_password_file", "state_ca_file", "state_cert_file", "state_key_file"),
-    *("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+    *("tls_cert_file", "tls_key_file", "tls_client_ca_file", "cluster_certs_dir"),
 )
 
 

@@ -91,6 +91,12 @@ class SecurityOptions:
         "file with the CAs that sign the certificates of clients, in PEM: a client without one is "
         "refused; none: clients need none",
     )
+    cluster_certs_dir: str | None = option(
+        None,
+        "folder with the certificates of the cluster's own processes, as penstock certs init makes "
+        "it, on each machine: TLS between ingress, worker and gate, each of which proves its role; "
+        "none: these connections are not encrypted",
+    )
     allowed_hosts: str | None = option(
         None,
         "with loopback as host and no API keys: further names, with commas between them, under "

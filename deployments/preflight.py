@@ -14,6 +14,7 @@ from pathlib import Path
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.security.api_keys import read_api_keys
 from penstock.deployments.security.certificates import client_certificates
+from penstock.deployments.security.cluster_links import ROLES, ClusterCertificate
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError
@@ -38,6 +39,9 @@ def check_before_start(config: ServeConfig) -> None:
     if config.api_keys_file is not None:
         read_api_keys(config.api_keys_file)
     client_certificates(config)
+    if config.cluster_certs_dir is not None and config.ray_address is None:
+        for role in ROLES:
+            ClusterCertificate(config.cluster_certs_dir, role)
     if config.data_dir is not None:
         check_data_dir(Path(config.data_dir).expanduser())
     if config.ray_address is not None:

@@ -16,7 +16,6 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -25,13 +24,16 @@ import ray
 from penstock.deployments.gate.greeting import Refused, greeted
 from penstock.deployments.gate.ingress_link import IngressLink
 from penstock.deployments.gate.load_meter import GateLoad
+from penstock.deployments.gate.port import GatePort, open_port
 from penstock.deployments.gate.service import GateService
 from penstock.deployments.gate.snapshots import PredictorSnapshots
 from penstock.deployments.gate.status import explain
+from penstock.deployments.gate.tls import check_ingress
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.predictor import LengthPredictor
+from penstock.deployments.security.identity import WrongPeer
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.protos.penstock.internal.v1 import gate_pb2_grpc
 from penstock.workers.channel.refusals import RefusalLog
@@ -50,13 +52,6 @@ SNAPSHOT_S = 60.0
 FAULT_REST_S = 1.0  # pause after an unexpected exception
 
 
-@dataclass(frozen=True, slots=True)
-class _Listener:
-    address: str
-    server: Any
-    tasks: list[asyncio.Task[None]]
-
-
 class GateServer(gate_pb2_grpc.GateServicer):
     """The actor. Everything happens on its event loop.
 
@@ -71,7 +66,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
         self._refusals = RefusalLog(log)
         self.service = self._new_service(setup, predictor_file.load(setup.snapshot_file))
         self._snapshots = PredictorSnapshots()
-        self._listener: _Listener | None = None
+        self._port: GatePort | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
         self._wake = asyncio.Event()
         self._offer_s = 0.001  # duration of judging one offer, moving average
@@ -88,12 +84,13 @@ class GateServer(gate_pb2_grpc.GateServicer):
             if setup.generation > self.service.setup.generation:
                 log.info("settings of generation %d are in force", setup.generation)
                 self.service.adopt(setup)
-            if self._listener is None:
+            if self._port is None:
                 await self._snapshots.restore(setup, self.service.learner)
-                self._listener = await self._listen(setup)
+            port = await self._listen()
         now = self.service.setup
-        address = self._listener.address
-        return GateAddress(address, self._token, os.getpid(), now.generation, now.digest)
+        return GateAddress(
+            port.address, self._token, os.getpid(), now.generation, now.digest, port.shown
+        )
 
     async def save(self) -> None:
         """Keep what was learnt so far; actor.py asks for it before it ends the gate."""
@@ -106,21 +103,26 @@ class GateServer(gate_pb2_grpc.GateServicer):
         """What the autoscaler reads, once a second."""
         return self.service.load(time.monotonic())
 
-    async def _listen(self, setup: GateSetup) -> _Listener:
-        server = grpc.aio.server()
-        gate_pb2_grpc.add_GateServicer_to_server(self, server)
-        host = setup.host or ray.util.get_node_ip_address()
-        port = server.add_insecure_port(f"{host}:0")
-        await server.start()
-        tasks = [
+    async def _listen(self) -> GatePort:
+        """The port, opened anew where a deployment has other certificates."""
+        setup = self.service.setup
+        if self._port is not None and self._port.certs_dir == setup.certs_dir:
+            return self._port
+        before = self._port
+        self._port = await open_port(
+            self, setup.host or ray.util.get_node_ip_address(), setup.certs_dir
+        )
+        if before is not None:
+            await before.server.stop(0)  # its ingresses ask again
+            return self._port
+        self._tasks = [
             asyncio.ensure_future(self._always(each))
             for each in (self._work, self._beat, self._learn, self._save)
         ]
         # All objects made so far live as long as the process: exclude them from collections.
         gc.collect()
         gc.freeze()
-        log.info("the gate listens on %s:%d", host, port)
-        return _Listener(f"{host}:{port}", server, tasks)
+        return self._port
 
     def _new_service(self, setup: GateSetup, predictor: LengthPredictor) -> GateService:
         return GateService(setup, predictor, self._outgoing, time.monotonic())
@@ -178,16 +180,18 @@ class GateServer(gate_pb2_grpc.GateServicer):
 
     async def close(self) -> None:
         """End, for tests: Ray kills the process."""
-        if self._listener is not None:
-            for task in self._listener.tasks:
-                task.cancel()
-            await self._listener.server.stop(0)
+        for task in self._tasks:
+            task.cancel()
+        if self._port is not None:
+            await self._port.server.stop(0)
         await self._snapshots.close()
 
     async def _read(self, link: IngressLink, context: Any) -> None:
         try:
+            if self._port is not None and self._port.certificate is not None:
+                check_ingress(context, self._port.certificate)
             message = await greeted(context, self._token)
-        except Refused as refused:
+        except (Refused, WrongPeer) as refused:
             link.refuse(str(refused))
             return
         if message is None:

@@ -110,6 +110,7 @@ class GateSetup:
     state: StateOptions | None = None  # and a Redis that keeps it, too
     snapshot_key: str = "predictor"  # there
     may_wake: bool = False  # without a worker, requests wait for one that is started for them
+    certs_dir: str | None = None  # of the cluster's certificates; None: in the clear
     generation: int = 0  # as Registry.begin numbers it; not a setting
 
     @property

@@ -153,3 +153,4 @@ class GateAddress:
     pid: int
     generation: int = 0  # of its settings
     digest: str = ""  # of its settings (GateSetup.digest)
+    certificate: bytes = b""  # of the gate, DER; empty: it is reached in the clear

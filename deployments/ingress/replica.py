@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,11 +25,12 @@ from penstock.deployments.ingress import garbage
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import open_listeners
+from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import configure_logging, start_failure
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, short_node
-from penstock.workers.errors import LoadError
+from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.weights.hub import resolve_model
 from penstock.workers.weights.model_digest import model_digest
 
@@ -61,12 +63,17 @@ class IngressReplica:
         self._draining: asyncio.Task[None] | None = None
         self._view = ClusterView()
         tokenizer = await asyncio.to_thread(_tokenizer_digest, config)
+        certificate = await self._load_certificate()
         if setup is not None:
             assert config.gate_answer_ms is not None, "placement.resolve sets it"
             actor = GateActor(config.app_name, setup)
             answer_s = config.gate_answer_ms / 1000
             self._gate = GateClient(
-                self._ingress_id, actor.where, answer_s=answer_s, tokenizer_digest=tokenizer
+                self._ingress_id,
+                actor.where,
+                answer_s=answer_s,
+                tokenizer_digest=tokenizer,
+                certificate=certificate,
             )
             self._gate_task = asyncio.ensure_future(self._gate.run())
         may_wake = setup is not None and setup.may_wake
@@ -77,6 +84,7 @@ class IngressReplica:
             tokenizer_digest=tokenizer,
             lost_wait_s=config.lost_wait_s,
             longest_wait_s=config.longest_wait_s,
+            tls=None if certificate is None else partial(certificate.client_end, "worker"),
         )
         await self._connect_workers()
         try:
@@ -90,6 +98,18 @@ class IngressReplica:
         open_calls = self._listeners.core.open_calls
         self._collecting = garbage.begin(lambda: open_calls.num)
         self._heartbeat = asyncio.ensure_future(self._beat_forever())
+
+    async def _load_certificate(self) -> ClusterCertificate | None:
+        """For connections with workers and gate; None: in the clear. Raises ConfigError."""
+        folder = self._config.cluster_certs_dir
+        if folder is None:
+            return None
+        try:
+            return await asyncio.to_thread(ClusterCertificate, folder, "ingress")
+        except ConfigError as error:
+            message = start_failure("an ingress", error)
+            await asyncio.to_thread(self._registry.call_now, "failed", message)
+            raise
 
     async def _connect_workers(self) -> None:
         """Connect with the workers that serve, before clients can connect with this ingress.

@@ -7,6 +7,7 @@ next connection; those that stand go on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
+from cryptography.x509.oid import NameOID
 
+from penstock.deployments.security.authority import hosts_of
 from penstock.deployments.security.certificates import (
     RELOAD_S,
     Certificates,
@@ -34,6 +38,7 @@ from penstock.workers.errors import ConfigError
 
 SETTING = "cluster_certs_dir"
 Role = Literal["worker", "ingress", "gate"]
+ROLES: tuple[Role, ...] = ("worker", "ingress", "gate")
 
 
 class ClusterCertificate:
@@ -87,9 +92,27 @@ class ClusterCertificate:
         """Raises WrongPeer for a certificate (DER) that is not of a `peer` of this cluster."""
         return partial(check_peer, cluster=self._cluster, roles=(peer,))
 
-    def name_of(self, peer: Role) -> str:
-        """The identity that the processes of a role share, as their certificates have it."""
-        return str(Identity(self._cluster, peer))
+    def check_told(self, der: bytes, peer: Role) -> str:
+        """The name in the certificate of a `peer` that is to be trusted alone, before a connection.
+
+        Raises WrongPeer unless it is of that role and a CA of this cluster has signed it.
+        """
+        self.checks(peer)(der)
+        leaf = x509.load_der_x509_certificate(der)
+        for authority in x509.load_pem_x509_certificates(self.newest().ca or b""):
+            with contextlib.suppress(ValueError, TypeError, InvalidSignature):
+                leaf.verify_directly_issued_by(authority)
+                return _name_in(leaf)
+        raise WrongPeer(f"no CA in {SETTING} has signed its certificate")
+
+
+def _name_in(leaf: x509.Certificate) -> str:
+    """A host name, or else the common name. Raises WrongPeer."""
+    if hosts := hosts_of(leaf):
+        return hosts[0]
+    for attribute in leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME):
+        return str(attribute.value)
+    raise WrongPeer("its certificate has no name")
 
 
 @functools.lru_cache(maxsize=4)

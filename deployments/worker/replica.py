@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
+from functools import partial
 
 import ray
 
@@ -17,6 +18,7 @@ from penstock.deployments.experts.client import ExpertStoreClient
 from penstock.deployments.experts.remote import RemoteExperts
 from penstock.deployments.experts.spec import StoreSpec
 from penstock.deployments.placement import uses_gpus
+from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import (
@@ -43,6 +45,10 @@ class WorkerReplica:
         self._store: StoreHeartbeat | None = None
         self._node = short_node(ray.get_runtime_context().get_node_id())
         try:
+            tls = None
+            if config.cluster_certs_dir is not None:
+                certificate = ClusterCertificate(config.cluster_certs_dir, "worker")
+                tls = partial(certificate.server_end, "ingress")
             client = _store_client(config)
             manifest, far = None, None
             if client is not None:
@@ -55,6 +61,7 @@ class WorkerReplica:
                 announce=self._announce,
                 experts=manifest,
                 remote_experts=far,
+                tls=tls,
             )
             if client is not None and manifest is not None:
                 self._store = StoreHeartbeat(client, self._worker, manifest.epoch)

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from penstock.deployments.gate.greeting import Refused, greet_gate
+from penstock.deployments.gate.tls import open_channel
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError
@@ -26,6 +27,8 @@ from penstock.deployments.ingress.dispatch.circuit_breaker import CircuitBreaker
 from penstock.deployments.ingress.dispatch.credits import Credits
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
 from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
+from penstock.deployments.security.cluster_links import ClusterCertificate
+from penstock.deployments.security.identity import WrongPeer
 from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2_grpc
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.channel.refusals import RefusalLog
@@ -55,6 +58,7 @@ class GateClient:
         *,
         answer_s: float = ANSWER_S,
         tokenizer_digest: str = "",
+        certificate: ClusterCertificate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.breaker = CircuitBreaker()
@@ -62,6 +66,7 @@ class GateClient:
         self.waits = Histogram(WAIT_BOUNDS)  # seconds, of requests that were offered and admitted
         self.num_on_credit = self.num_asked = self.num_ticketed = self.num_fallback = 0
         self._where = where
+        self._certificate = certificate  # None: connections are in the clear
         self._answer_s = answer_s
         self._clock = clock
         self._pending: dict[str, PendingAdmission] = {}
@@ -178,12 +183,12 @@ class GateClient:
         while True:
             try:
                 gate = await self._where()
-                async with grpc.aio.insecure_channel(gate.address, options=OPTIONS) as channel:
+                async with open_channel(gate, self._certificate, OPTIONS) as channel:
                     stub = gate_pb2_grpc.GateStub(channel)
                     await self._serve_stream(stub.Connect(), gate.token)
             except asyncio.CancelledError:
                 raise
-            except Refused as refused:
+            except (Refused, WrongPeer) as refused:
                 self._refusals.note("gate", gate.address, str(refused))
             except Exception as error:  # Ray's, gRPC's, or time: all mean that it is away
                 level = logging.WARNING if self._is_connected else logging.DEBUG
