@@ -1,4 +1,7 @@
-"""The gate as a Ray actor between an ingress and two workers: killed, suspended, and back again."""
+"""The gate as a Ray actor between an ingress and two workers: killed, suspended, and back again.
+
+All connections between them are under TLS, with certificates as `penstock certs init` makes them.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.deployments.prediction.snapshot import restore
+from penstock.deployments.security.authority import make_all
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import is_running
 from penstock.workers.config import EngineConfig
-from tests.deployments.clusters import await_view, generate, running
+from penstock.workers.engine.engine import Engine
+from penstock.workers.request import Request, SamplingParams
+from tests.deployments.clusters import await_view, generate, prompt, running
 from tests.deployments.ports import free_port
 
 # 40 blocks: 640 tokens on each worker, so that some must wait.
@@ -63,8 +69,11 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    certs = tmp_path_factory.mktemp("certs")
+    make_all(certs, "gate-test", days=20)
     config = ServeConfig(
+        cluster_certs_dir=str(certs),
         engine=ENGINE,
         http_port=free_port(),
         grpc_port=free_port(),
@@ -95,6 +104,26 @@ async def answers(house: House, count: int, max_tokens: int, meanwhile: Any = No
         if meanwhile is not None:
             meanwhile()
         return await asyncio.gather(*running)
+
+
+def test_under_tls_the_tokens_are_those_of_an_engine_alone(house, run, model):
+    house.await_gate()
+    view = await_view(house.cluster, lambda view: len(view.workers) == 2, 120)
+    assert all(info.is_encrypted for info, _ in view.workers)
+    got = run(answers(house, 6, 40))
+    assert [ids for ids, _ in got] == [alone(model, number, 40) for number in range(6)]
+
+
+def alone(model: Any, number: int, max_tokens: int) -> list[int]:
+    """The ids of `generate` by an engine that has nothing else to do."""
+    engine = Engine(ENGINE, model)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add(Request("alone", tuple(prompt(number)), params))
+    ids: list[int] = []
+    while engine.has_work():
+        for delta in engine.step():
+            ids += delta.token_ids
+    return ids
 
 
 def test_a_killed_gate_loses_nothing_and_comes_back(house, run):

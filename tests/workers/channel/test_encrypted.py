@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.deployments.security.authority import make_all
+from penstock.deployments.security.authority import make_all, new_leaf, read_authority
 from penstock.deployments.security.cluster_links import ClusterCertificate, der_of
+from penstock.deployments.security.identity import Identity
 from penstock.workers.channel import encrypted
 from penstock.workers.channel.encrypted import EncryptedConnection
 from penstock.workers.channel.framing import CLOSED, HEADER
+from penstock.workers.errors import ConfigError
 from tests.workers.channel.ends import Certs, End, both, sockets, until
 
 SIZES = (0, 1, 15, 200, 4096, 16_376, 16_384, 65_528, 65_536, 70_001, 300_000)
@@ -270,6 +272,30 @@ def test_a_certificate_of_another_role_is_refused(certs: Certs) -> None:
     _, ours, got = refusals(certs.worker.client_end("worker"), certs.worker.server_end("ingress"))
     assert ours == ["its certificate is refused: it is a worker, not a ingress"]
     assert b"secret" not in got
+
+
+def test_an_expired_certificate_is_refused(certs: Certs, tmp_path: Path) -> None:
+    """Of an end that has started before it expired: files that have are not loaded."""
+    authority = read_authority(certs.folder)
+    contexts = {}
+    for role in ("worker", "ingress"):
+        leaf = new_leaf(authority, Identity("test", role), days=-60 / 86_400)  # a minute ago
+        leaf.write(tmp_path, role)
+        is_server = role == "worker"
+        kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+        context = contexts[role] = ssl.SSLContext(kind)
+        context.check_hostname = False
+        context.load_verify_locations(certs.folder / "ca.crt")
+        context.load_cert_chain(tmp_path / f"{role}.crt", tmp_path / f"{role}.key")
+    server = encrypted.TlsEnd(contexts["worker"], lambda _: None, is_server=True, certificate=b"x")
+    ours, _, got = refusals(certs.ingress.client_end("worker"), server)
+    assert ours == ["TLS failed: certificate has expired"] and not got
+    client = encrypted.TlsEnd(contexts["ingress"], lambda _: None)
+    _, ours, got = refusals(client, certs.worker.server_end("ingress"))
+    assert ours == ["TLS failed: certificate has expired"] and b"secret" not in got
+    (tmp_path / "ca.crt").write_bytes((certs.folder / "ca.crt").read_bytes())
+    with pytest.raises(ConfigError, match=r"cluster_certs_dir .* expired at"):
+        ClusterCertificate(str(tmp_path), "worker")
 
 
 def test_an_end_without_a_certificate_is_refused(certs: Certs) -> None:
