@@ -73,6 +73,7 @@ TABLES: dict[str, Table] = {
     "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
+    "channel-cpu": Table(["channel-cpu/x86-64"], serving.channel_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
     "tls-cost": Table(["tls-cost/epyc"], faults.tls_cost),
     "fault-table": Table(["faults/epyc-table"], faults.fault_table),

@@ -161,6 +161,25 @@ def ingress_cpu(result: Result) -> str:
     return markdown(head, rows)
 
 
+def channel_cpu(result: Result) -> str:
+    ends = {"engine": "engine's thread", "ingress": "ingress"}
+    head = ["tokens in a step"]
+    for name in ends.values():
+        head += [f"{name}, in the clear", "under TLS", "added (range)"]
+    rows = []
+    for row in result.figures["rows"]:
+        cells = [f"{row['tokens']}"]
+        for end in ends:
+            low, high = row[f"{end}_added_range_us"]
+            cells += [
+                fixed(row[f"{end}_clear_us"], 1, " us"),
+                fixed(row[f"{end}_tls_us"], 1, " us"),
+                f"{row[f'{end}_added_us']:+.1f} us ({low:+.1f} to {high:+.1f})",
+            ]
+        rows.append(cells)
+    return markdown(head, rows)
+
+
 def ablation(result: Result) -> str:
     head = ("without", "tokens/s", "gain of the part (range)", "running at once", "steps")
     rows = []

@@ -72,7 +72,7 @@ class Worker:
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def start(self) -> None:
         """Returns once the ingress has connected in each kind."""

@@ -18,7 +18,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from penstock.workers.channel.framing import CLOSED, MessageConnection
 
@@ -54,7 +54,6 @@ class _Broken(Exception):
 class EncryptedConnection(MessageConnection):
     """A MessageConnection under TLS; messages that are sent before the handshake ends wait."""
 
-    READ_BYTES = 1 << 16
     AT_END = "the connection was cut"  # an end that closes it says so first
 
     def __init__(
@@ -137,14 +136,14 @@ class EncryptedConnection(MessageConnection):
             else:
                 super()._put(said)
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | memoryview) -> None:
         try:
             for start in range(0, len(data), RECORD_BYTES):
                 self._take_piece(data[start : start + RECORD_BYTES])
         except _Broken as broken:
             self.end(str(broken))
 
-    def _take_piece(self, data: bytes) -> None:
+    def _take_piece(self, data: bytes | memoryview) -> None:
         if not self._is_ready:
             self._num_handshake_bytes += len(data)
             if self._num_handshake_bytes > MAX_HANDSHAKE_BYTES:
@@ -166,7 +165,8 @@ class EncryptedConnection(MessageConnection):
                 self._session.do_handshake()
                 self._begin()
                 return 0
-            num_bytes: int = self._session.read(RECORD_BYTES, self._record)
+            # With a buffer it returns a number; the stubs do not know.
+            num_bytes = cast(int, self._session.read(RECORD_BYTES, self._record))
         except ssl.SSLWantReadError:
             return 0
         except ssl.SSLError as error:

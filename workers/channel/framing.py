@@ -24,6 +24,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 # To an end that does not read, beside one message: eight of the largest requests that a client may
 # send, or thousands of common ones, in the 5 s after which its silence ends the connection anyway.
 MAX_UNSENT_BYTES = 32 << 20
+READ_BYTES = 1 << 16  # the allocator asks the kernel for larger buffers, at each read
 # A host that is gone acknowledges nothing, and TCP would take a quarter of an hour to report it.
 UNANSWERED_MS = 10_000
 HEADER = struct.Struct("<II")  # bytes of the message, and its number modulo 2^32
@@ -37,7 +38,6 @@ class MessageConnection:
     it, too.
     """
 
-    READ_BYTES = 1 << 18
     AT_END = CLOSED  # why it ends when nothing more can be read
 
     def __init__(
@@ -159,7 +159,7 @@ class MessageConnection:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(self.READ_BYTES)
+            data = self._socket.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -174,7 +174,7 @@ class MessageConnection:
             log.exception("a message could not be handled")
             self.end("a message could not be handled")
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | memoryview) -> None:
         """Received bytes: pass every complete message to the owner."""
         self._received += data
         received, start = self._received, 0

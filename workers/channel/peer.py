@@ -151,7 +151,7 @@ class IngressPeer:
             on_room=lambda: self.outbox.flush(),
             max_bytes=MAX_HELLO_BYTES,
         )
-        self.outbox = Outbox(self.connection, epoch, max_pending_bytes)
+        self.outbox: Outbox = Outbox(self.connection, epoch, max_pending_bytes)
 
     def request_id(self, message: pb.Submit | pb.Cancel) -> str:
         """The engine's id: separates a second attempt from late deltas of the first."""

@@ -21,7 +21,7 @@ from penstock.deployments.security.cluster_links import ClusterCertificate, der_
 from penstock.deployments.security.identity import Identity
 from penstock.workers.channel import encrypted
 from penstock.workers.channel.encrypted import EncryptedConnection
-from penstock.workers.channel.framing import CLOSED, HEADER
+from penstock.workers.channel.framing import CLOSED, HEADER, READ_BYTES
 from penstock.workers.errors import ConfigError
 from tests.workers.channel.ends import Certs, End, both, sockets, until
 
@@ -351,7 +351,7 @@ def test_half_a_handshake_is_bounded(
 
     end, num_bytes = asyncio.run(scenario())
     assert end.reasons[0].startswith(why) and not end.messages
-    assert num_bytes <= encrypted.MAX_HANDSHAKE_BYTES + EncryptedConnection.READ_BYTES
+    assert num_bytes <= encrypted.MAX_HANDSHAKE_BYTES + READ_BYTES
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
