@@ -8,6 +8,8 @@ import random
 import socket
 import ssl
 import threading
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,11 @@ def test_messages_arrive_whole_and_in_order(
     assert asyncio.run(scenario()) == sent[::-1]
 
 
-def any_reason(ends: tuple[End, End]) -> bool:
+def _has_last(end: End) -> bool:
+    return end.messages[-1:] == [b"last"]
+
+
+def any_reason(ends: Sequence[End]) -> bool:
     return any(end.reasons for end in ends)
 
 
@@ -136,11 +142,9 @@ class Twins(RuleBasedStateMachine):
             for number, end in enumerate(pair):  # the handshake is over, if nothing was sent
                 end.connection.send(b"last")
                 other = pair[1 - number]
-                self.loop.run_until_complete(
-                    until(lambda other=other: other.messages[-1:] == [b"last"])
-                )
+                self.loop.run_until_complete(until(partial(_has_last, other)))
             pair[0].connection.end("done")
-            self.loop.run_until_complete(until(lambda pair=pair: pair[1].reasons))
+            self.loop.run_until_complete(until(partial(any_reason, pair[1:])))
             assert pair[1].reasons == [CLOSED]
         self.loop.close()
 

@@ -68,7 +68,8 @@ def test_a_request_under_way_to_a_draining_worker_is_declined_and_goes_elsewhere
     """The ingress does not know yet: its first choice is the draining worker, once."""
     leaving, staying = nodes
     submits = []
-    begin = leaving.channel._take
+    connections = leaving.channel._connections
+    begin = connections._handlers.message
 
     def take(peer, data):
         message = pb.UpMessage.FromString(data)
@@ -77,7 +78,7 @@ def test_a_request_under_way_to_a_draining_worker_is_declined_and_goes_elsewhere
             leaving.channel._begin_drain()  # after the request was sent
         begin(peer, data)
 
-    monkeypatch.setattr(leaving.channel, "_take", take)
+    monkeypatch.setattr(connections, "_handlers", replace(connections._handlers, message=take))
 
     async def scenario():
         async with pool_of(*nodes) as pool:

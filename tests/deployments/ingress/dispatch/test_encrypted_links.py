@@ -219,13 +219,13 @@ def test_new_certificates_are_taken_and_streams_go_on(model, run, tmp_path):
         renew_all(tmp_path, days=20)
         second.update([node.channel.info])
         await until(lambda: second.num_connected == 1)
-        bindings = [_binding(each) for each in (first, second)]
+        before, after = _binding(first), _binding(second)
         _, last = await collect(second, request(4))
         assert last.finish_reason is FinishReason.LENGTH
         ids, _ = await running
         await first.close()
         await second.close()
-        return ids, *bindings
+        return ids, before, after
 
     ids, before, after = run(scenario())
     node.stop()
