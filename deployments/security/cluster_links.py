@@ -63,7 +63,7 @@ class ClusterCertificate:
                 f"{SETTING}: {cert}: {error}; use one of penstock certs init"
             ) from None
         if own.role != role:
-            raise ConfigError(f"{SETTING}: {cert} is the certificate of a {own.role}, not a {role}")
+            raise ConfigError(f"{SETTING}: {cert} is of the role {own.role}, and must be of {role}")
         self._cluster = own.cluster
 
     def newest(self) -> LoadedCertificate:
