@@ -41,7 +41,8 @@ class ListenOptions:
     grpc_port: int = option(8001, "port of the gRPC API", min=1, max=65535)
     api_keys_file: str | None = option(
         None,
-        "file with one API key a line; none: every client that can reach the ports is served",
+        "file with one API key a line, which `penstock keys` makes; read again when it changes; "
+        "none: every client that can reach the ports is served (docs/operations/security.md)",
     )
     max_connections: int | None = option(
         None,
@@ -105,8 +106,8 @@ class SecurityOptions:
     )
     prefix_sharing: Literal["tenant", "all"] = option(
         "tenant",
-        "who shares the prefix cache; tenant: requests with the same API key; all: every request, "
-        "so that a client can find out by the time of an answer what others have asked",
+        "who shares the prefix cache; tenant: requests with keys of the same tenant; all: every "
+        "request, so that a client can find out by the time of an answer what others have asked",
     )
 
 

@@ -12,9 +12,10 @@ import tempfile
 from pathlib import Path
 
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.security.api_keys import read_api_keys
 from penstock.deployments.security.certificates import client_certificates
 from penstock.deployments.security.cluster_links import ROLES, ClusterCertificate
+from penstock.deployments.security.key_file import read_key_file
+from penstock.deployments.security.quotas import check_quotas
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError
@@ -37,7 +38,8 @@ def check_before_start(config: ServeConfig) -> None:
         _check_experts(config.engine, scheme)
     check_cores(config)
     if config.api_keys_file is not None:
-        read_api_keys(config.api_keys_file)
+        keys = read_key_file(config.api_keys_file)
+        check_quotas(keys, config.max_ingress, config.state_url)
     client_certificates(config)
     if config.cluster_certs_dir is not None and config.ray_address is None:
         for role in ROLES:

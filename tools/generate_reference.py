@@ -26,6 +26,7 @@ from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
+from penstock.deployments.security.roles import ROUTES, RPCS
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
 
@@ -131,7 +132,16 @@ def errors_table() -> str:
     return _table(("code", "HTTP", "gRPC", "`error.type`", "message"), rows)
 
 
+def access_tables() -> str:
+    """Which role each route and each method asks for."""
+    routes = [(f"`{method}`", f"`{path}`", need) for (method, path), need in ROUTES.items()]
+    http = _table(("method", "path", "asks for"), routes)
+    grpc = _table(("method", "asks for"), [(f"`{name}`", need) for name, need in RPCS.items()])
+    return f"## HTTP\n\n{http}\n## gRPC\n\n{grpc}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "access": access_tables,
     "settings": settings_tables,
     "commands": command_tables,
     "metrics": metrics_table,

@@ -28,7 +28,7 @@ from penstock.deployments.batch.file_store import (
 )
 from penstock.deployments.batch.run import BatchFiles
 
-MAX_UNFINISHED = 100  # batches of one API key
+MAX_UNFINISHED = 100  # batches of one tenant
 KEPT_S = 30 * 86400  # after which a batch that has ended is removed
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 
@@ -104,7 +104,7 @@ class BatchStore:
         self._folder = folder
 
     def of(self, principal: str) -> OwnerBatches:
-        """The batches of one API key's owner."""
+        """The batches of one tenant."""
         return OwnerBatches(owner_folder(self._folder, principal) / "batches")
 
     def unfinished(self) -> list[StoredBatch]:

@@ -1,7 +1,7 @@
 """Uploaded files and the results of batches, in a data folder that ingresses share.
 
 Layout: `OWNER/files/ID` is the content and `OWNER/files/ID.json` its record, written last: a file
-without a record does not exist. OWNER is a digest of the principal, so one API key cannot reach the
+without a record does not exist. OWNER is a digest of the principal, so one tenant cannot reach the
 files of another. Ids are random and made here; no name from a client is part of a path.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from penstock.deployments.batch.part_file import sync_folder
 
 MAX_FILE_BYTES = 200_000_000
-MAX_OWNER_BYTES = 20 * MAX_FILE_BYTES  # of all the files of one API key
+MAX_OWNER_BYTES = 20 * MAX_FILE_BYTES  # of all the files of one tenant
 MAX_OWNER_FILES = 10_000
 MAX_FILENAME_CHARS = 255
 DEFAULT_TTL_S = 30 * 86400
@@ -55,7 +55,7 @@ class FileStore:
         self._folder = folder
 
     def of(self, principal: str) -> OwnerFiles:
-        """The files of one API key's owner; "" where the server has no keys."""
+        """The files of one tenant; "" where the server has no keys."""
         return OwnerFiles(owner_folder(self._folder, principal))
 
     def sweep(self) -> None:

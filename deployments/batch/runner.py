@@ -27,7 +27,6 @@ from penstock.deployments.batch.window import Window
 log = logging.getLogger("penstock.batch")
 
 LOWEST_PRIORITY = 100  # the largest value that clients may send
-RAISED_PRIORITY = 0  # of requests that send none
 CHECK_URGENCY_S = 2.0
 SYNC_RECORDS = 64
 SYNC_S = 1.0
@@ -40,7 +39,7 @@ class RunSettings:
 
     `priority` replaces that of every line; None: lines keep theirs. `deadline_s`: point on
     time.monotonic() after which unfinished lines become `batch_expired` errors; None: never. While
-    the deadline is at risk, lines are sent at RAISED_PRIORITY.
+    the deadline is at risk, lines are sent without one: they have the best that the key permits.
     """
 
     run_seed: int
@@ -197,8 +196,9 @@ class Runner:
         if body.get("seed") is None:
             body["seed"] = seed_of(self._settings.run_seed, line.number)
         if self._settings.priority is not None:
-            raised = self._raised.is_set()
-            body["priority"] = RAISED_PRIORITY if raised else self._settings.priority
+            body.pop("priority", None)  # without one it is the best that the API key permits
+            if not self._raised.is_set():
+                body["priority"] = self._settings.priority
         return body
 
     def _record(self, line: BatchLine, kind: str, content: bytes, tokens: TokenCounts) -> None:

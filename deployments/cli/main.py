@@ -19,6 +19,7 @@ from penstock.deployments.cli.flags.batch import add_batch
 from penstock.deployments.cli.flags.bench import add_bench
 from penstock.deployments.cli.flags.certs import add_certs
 from penstock.deployments.cli.flags.commands import add_command
+from penstock.deployments.cli.flags.keys import add_keys
 from penstock.deployments.cli.flags.plan import add_plan
 from penstock.deployments.cli.flags.server import (
     DEFAULT_URL,
@@ -31,7 +32,7 @@ from penstock.deployments.cli.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
 from penstock.deployments.config import config_from, settings, settings_by_group
 from penstock.deployments.config_file import read_config
-from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.security.key_file import read_client_key
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 
@@ -82,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         run_ablate=_bench_ablate,
     )
     add_batch(commands, _batch)
+    add_keys(commands, _keys)
     add_plan(commands, run_plan)
     add_certs(commands, _certs)
     experts = commands.add_parser(
@@ -233,6 +235,12 @@ def _batch(args: argparse.Namespace) -> int:
     return run_batch(args, url, _api_key(args), tls_of(args, url))
 
 
+def _keys(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.keys import run_keys
+
+    return run_keys(args)
+
+
 def _bench_serve(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.bench import run_serve
 
@@ -266,7 +274,7 @@ def _server(args: argparse.Namespace) -> Any:
 
 def _api_key(args: argparse.Namespace) -> str | None:
     if args.api_key_file is not None:
-        return read_api_keys(args.api_key_file)[0]
+        return read_client_key(args.api_key_file)
     return os.environ.get(KEY_VARIABLE)
 
 

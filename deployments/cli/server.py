@@ -27,7 +27,14 @@ START_ONE = "is one running? `penstock serve` starts one"
 
 
 class ServerError(RuntimeError):
-    """The server refused, failed or cannot be reached; the message is for the user."""
+    """The server refused, failed or cannot be reached; the message is for the user.
+
+    `code`: of the server's error; "": it named none.
+    """
+
+    def __init__(self, message: str, code: str = ""):
+        super().__init__(message)
+        self.code = code
 
 
 class Server(Protocol):
@@ -207,7 +214,8 @@ def _check(response: httpx.Response) -> None:
     if not response.is_error:
         return
     try:
-        message = response.json()["error"]["message"]
+        error = response.json()["error"]
+        message, code = error["message"], error.get("code") or ""
     except (ValueError, KeyError, TypeError):
-        message = f"HTTP status {response.status_code}"
-    raise ServerError(message)
+        message, code = f"HTTP status {response.status_code}", ""
+    raise ServerError(message, code)

@@ -132,7 +132,7 @@ class Gate:
             lasting_s = patience_s if request.deadline is None else None
             return self._admission.refuse(entry, "too_long", text, wait - patience_s / 2, lasting_s)
         if len(self.queue) >= self.settings.queue.max_waiting:
-            leaves = self.queue.displaced_by(request.tenant)
+            leaves = self.queue.displaced_by(request.tenant, request.weight)
             if leaves is None:
                 return self._admission.refuse(
                     entry, "queue_full", f"the queue is full with {len(self.queue)} requests", wait
@@ -291,6 +291,7 @@ class Gate:
             number=self._number,
             expected=length.mean,
             area=area * self._pace_s / self._capacity,
+            weight=request.weight,
             deadline=request.deadline,
             prefix=request.prefix,
             remaining=remaining,

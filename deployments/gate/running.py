@@ -106,7 +106,7 @@ class RunningRequests:
             (moved or held)[-1].headroom.count(completions=1)
         entry, settings = record.entry, self._queue.settings
         if entry is not None:
-            owed = settings.charge(entry.tenant, entry.demand.prompt_tokens, generated)
+            owed = settings.charge(entry.weight, entry.demand.prompt_tokens, generated)
             self._queue.counters.charge(entry.tenant, owed - self._queue.charge_of(entry))
 
     def report(

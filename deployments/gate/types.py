@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
@@ -30,7 +29,6 @@ class QueueSettings:
     ageing: float = 0.05  # seconds of KV area that a second of waiting is worth
     prompt_charge: float = 1.0  # of a prompt token
     answer_charge: float = 2.0  # of an answer token
-    weights: Mapping[str, float] = field(default_factory=dict)  # shares of tenants, others 1
 
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
@@ -39,17 +37,11 @@ class QueueSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be 0 or more and finite, not {value}")
-        for tenant, weight in self.weights.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(f"the weight of tenant {tenant!r} must exceed 0, not {weight}")
 
-    def weight(self, tenant: str) -> float:
-        return self.weights.get(tenant, 1.0)
-
-    def charge(self, tenant: str, prompt_tokens: int, answer_tokens: float) -> float:
-        """What an answer costs its tenant."""
+    def charge(self, weight: float, prompt_tokens: int, answer_tokens: float) -> float:
+        """What an answer costs a tenant of that weight."""
         tokens = self.prompt_charge * prompt_tokens + self.answer_charge * answer_tokens
-        return tokens / self.weight(tenant)
+        return tokens / weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +133,11 @@ class GateRequest:
     prefix: tuple[int, ...] = ()  # marks of the prompt's prefix (forecast/prefix_affinity.py)
     tokenizer: str = ""  # digest: it goes to workers with this one; empty: to any
     generated: int = 0  # tokens of its answer that workers which were lost have emitted
+    weight: float = 1.0  # share of its tenant beside the others that wait
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight must exceed 0 and be finite, not {self.weight}")
         if self.prompt_tokens < 0:
             raise ValueError(f"prompt_tokens must be 0 or more, not {self.prompt_tokens}")
         if self.ceiling is not None and self.ceiling < 1:

@@ -37,6 +37,7 @@ class Waiting:
     number: int  # of its arrival: unique
     expected: float  # tokens of its answer
     area: float  # predicted tokens x seconds of KV, as seconds of all the workers' memory
+    weight: float = 1.0  # of its tenant, as its newest request says
     deadline: float | None = None  # then it is dropped
     returned: bool = False  # a worker declined it, or was lost
     num_overtaken: int = 0  # later ones admitted before it while it was the first
@@ -143,8 +144,9 @@ class GateQueue:
         """When each waiting request arrived, by its id."""
         return {name: each.arrived for name, each in self._waiting.items()}
 
-    def displaced_by(self, tenant: str) -> Waiting | None:
-        """Which request leaves a full queue for one of this tenant; None: refuse the new one.
+    def displaced_by(self, tenant: str, weight: float = 1.0) -> Waiting | None:
+        """Which request leaves a full queue for one of this tenant, which has this weight; None:
+        refuse the new one.
 
         The newest of the lowest priority of the tenant that has most waiting for its weight, if
         that one still has no less than the newcomer's once both are counted.
@@ -152,10 +154,11 @@ class GateQueue:
         counts: dict[str, int] = {}
         for each in self._waiting.values():
             counts[each.tenant] = counts.get(each.tenant, 0) + 1
-        shares = {name: count / self.settings.weight(name) for name, count in counts.items()}
+        weights = {each.tenant: each.weight for each in self._waiting.values()}
+        shares = {name: count / weights[name] for name, count in counts.items()}
         largest = max(shares, key=lambda name: shares[name])
-        own = (counts.get(tenant, 0) + 1) / self.settings.weight(tenant)
-        if largest == tenant or own > (counts[largest] - 1) / self.settings.weight(largest):
+        own = (counts.get(tenant, 0) + 1) / weight
+        if largest == tenant or own > (counts[largest] - 1) / weights[largest]:
             return None
         theirs = [e for e in self._waiting.values() if e.tenant == largest and not e.returned]
         return min(theirs, key=lambda e: (e.priority, -e.number), default=None)
@@ -201,7 +204,7 @@ class GateQueue:
 
     def charge_of(self, entry: Waiting) -> float:
         """What admitting it costs its tenant."""
-        return self.settings.charge(entry.tenant, entry.demand.prompt_tokens, entry.expected)
+        return self.settings.charge(entry.weight, entry.demand.prompt_tokens, entry.expected)
 
     def area_ahead(self, entry: Waiting, now: float) -> float:
         """KV area, seconds of all memory, that is served before this one (waiting or offered).
@@ -215,6 +218,7 @@ class GateQueue:
         own = entry.area
         others: dict[str, float] = {}
         largest: dict[str, float] = {}
+        weights: dict[str, float] = {}
         for each in self._waiting.values():
             if each.request_id == entry.request_id:
                 continue
@@ -223,9 +227,9 @@ class GateQueue:
             elif self._class(each, now, top) >= rank:
                 others[each.tenant] = others.get(each.tenant, 0.0) + each.area
                 largest[each.tenant] = max(largest.get(each.tenant, 0.0), each.area)
-        weight = self.settings.weight(entry.tenant)
+                weights[each.tenant] = each.weight
         shared = sum(
-            min(area, own * self.settings.weight(name) / weight + largest[name])
+            min(area, own * weights[name] / entry.weight + largest[name])
             for name, area in others.items()
         )
         return own - entry.area + shared

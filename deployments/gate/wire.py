@@ -84,6 +84,7 @@ def request_from(message: pb.Offer, came_s: float, tokenizer: str = "") -> GateR
         tuple(message.prefix),
         tokenizer,
         message.generated,
+        message.weight or 1.0,
     )
 
 

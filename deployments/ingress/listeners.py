@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import LOOPBACK, ServeConfig
+from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.connections import Connections, connections_for
 from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.loop_watch import LoopWatch
@@ -35,8 +36,11 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes
 from penstock.deployments.ingress.metrics.server import MetricsServer
-from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates, client_certificates
+from penstock.deployments.security.key_file import read_key_file
+from penstock.deployments.security.quotas import QuotaLimiter, check_quotas
+from penstock.deployments.security.watch import KeyFileWatch
 from penstock.deployments.state.embedded.folder import FolderInUse
 from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
@@ -70,9 +74,8 @@ class Listeners:
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
     jobs: JobBoard
-    noting: asyncio.Task[None]  # for the probes of the metrics port
-    watching: asyncio.Task[None]  # the event loop
-    reloading: asyncio.Task[None] | None  # the certificate; None: there is no TLS
+    # For the probes of the metrics port; the event loop's watch; the file of keys; the certificate.
+    background: tuple[asyncio.Future[None], ...]
 
     @property
     def num_connections(self) -> int:
@@ -103,10 +106,8 @@ class Listeners:
         )
         if self.journals is not None:
             await self.journals.close()
-        self.noting.cancel()
-        self.watching.cancel()
-        if self.reloading is not None:
-            self.reloading.cancel()
+        for task in self.background:
+            task.cancel()
 
     async def _idle(self, within_s: float) -> None:
         """Until nothing runs: responses in the background have no connection that waits."""
@@ -134,16 +135,17 @@ async def open_listeners(
     LoadError or OSError.
     """
     asyncio.get_running_loop().set_exception_handler(_Complaints())
-    core = await _request_core(config, pool, gate)
+    keys = await asyncio.to_thread(_api_keys, config)
     journals = await _journals(config, owner)
+    limiter = QuotaLimiter(None if journals is None else journals.store)
+    core = await _request_core(config, pool, gate, Billing(keys, limiter))
     if journals is not None:
         pool.lost_requests.shared = SharedRefusals(journals.store)
-    api_keys = read_api_keys(config.api_keys_file) if config.api_keys_file else ()
     data_dir = Path(config.data_dir) if config.data_dir else None
     jobs = JobBoard()
     app = build_app(
         core,
-        api_keys=api_keys,
+        keys=keys,
         workers=lambda: view().workers,
         view=view,
         gate=gate,
@@ -161,7 +163,7 @@ async def open_listeners(
     grpc = await start_server(
         core,
         config.address(config.grpc_port),
-        api_keys=api_keys,
+        keys=keys,
         journals=journals,
         certificates=certificates,
     )
@@ -184,12 +186,26 @@ async def open_listeners(
     batches = None
     if data_dir is not None:
         batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
-    noting, watching = asyncio.ensure_future(probes.run()), asyncio.ensure_future(watch.run())
-    reloading = None if certificates is None else asyncio.ensure_future(certificates.run())
-    return Listeners(
-        *(app, http, http_task, grpc, metrics, core, batches, journals, jobs),
-        *(noting, watching, reloading),
+    following = KeyFileWatch(
+        keys,
+        config.api_keys_file,
+        lambda: core.end_calls(keys.ended),
+        check=lambda records: check_quotas(records, config.max_ingress, config.state_url),
     )
+    work = [probes.run(), watch.run(), following.run()]
+    if certificates is not None:
+        work.append(certificates.run())
+    background = tuple(map(asyncio.ensure_future, work))
+    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs, background)
+
+
+def _api_keys(config: ServeConfig) -> ApiKeys:
+    """The keys of the configured file. Raises ConfigError."""
+    if config.api_keys_file is None:
+        return ApiKeys()
+    records = read_key_file(config.api_keys_file)
+    check_quotas(records, config.max_ingress, config.state_url)
+    return ApiKeys(records)
 
 
 def _http_server(
@@ -239,7 +255,7 @@ async def _journals(config: ServeConfig, owner: str) -> Journals | None:
 
 
 async def _request_core(
-    config: ServeConfig, pool: WorkerPool, gate: GateClient | None
+    config: ServeConfig, pool: WorkerPool, gate: GateClient | None, billing: Billing
 ) -> RequestCore:
     """The request core for the configured model. Raises ConfigError or LoadError."""
     folder = await asyncio.to_thread(resolve_model, config.engine.model)
@@ -259,6 +275,7 @@ async def _request_core(
         longest_wait_s=config.longest_possible_wait_s,
         has_state_store=config.state_url is not None,
         shares_prefixes=config.prefix_sharing == "all",
+        billing=billing,
         open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
     )
 

@@ -11,11 +11,19 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import httpx
@@ -23,6 +31,7 @@ import torch
 import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
 from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.limits import OpenCalls
@@ -37,7 +46,12 @@ from penstock.deployments.ingress.http.protocol import bounded_protocol
 from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
+from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates
+from penstock.deployments.security.key_file import read_key_file
+from penstock.deployments.security.quotas import QuotaLimiter
+from penstock.deployments.security.records import KeyRecord
+from penstock.deployments.security.watch import KeyFileWatch
 from penstock.deployments.state.factory import open_store
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
@@ -50,6 +64,7 @@ from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 
 MODEL = "builtin"
+T = TypeVar("T")
 
 
 @functools.cache
@@ -223,23 +238,29 @@ class Serving:
         self,
         backend: Any,
         *,
-        api_keys: Sequence[str] = (),
+        api_keys: Sequence[str | KeyRecord] | ApiKeys = (),
         data_dir: Path | None = None,
         state_url: str | None = None,
         hosts: AllowedHosts | None = None,
         certificates: Certificates | None = None,
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+        api_keys_file: Path | None = None,
         **of_core: Any,
     ):
         """`state_url`: of the store for journals; None: there are none. `certificates`: for TLS;
-        None: there is none."""
+        None: there is none. `api_keys_file`: followed while the servers run, in place of
+        `api_keys`."""
         self.backend = backend
         self._state_url = state_url
         self._hosts = hosts
         self._certificates = certificates
         self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
-        self._api_keys = api_keys
+        self._keys_path = None if api_keys_file is None else str(api_keys_file)
+        lines: Sequence[str | KeyRecord] | ApiKeys = api_keys
+        if self._keys_path is not None:
+            lines = read_key_file(self._keys_path)
+        self.keys = lines if isinstance(lines, ApiKeys) else ApiKeys(lines)
         self._data_dir = data_dir
         self._loop = new_loop()
         self._started = threading.Event()
@@ -261,7 +282,11 @@ class Serving:
         async def on_loop() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(on_loop(), self._loop).result(10)
+        return self.wait(on_loop())
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the servers' loop and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
@@ -272,9 +297,11 @@ class Serving:
         if self._state_url is not None:
             store = await open_store(StateOptions(state_url=self._state_url))
             self.journals = Journals(store, "ingress", flush_s=0.02)
+        shared = None if self.journals is None else self.journals.store
+        self.core.billing = Billing(self.keys, QuotaLimiter(shared))
         app = build_app(
             self.core,
-            api_keys=self._api_keys,
+            keys=self.keys,
             journals=self.journals,
             workers=workers,
             view=getattr(self.backend, "view", None),
@@ -299,7 +326,7 @@ class Serving:
         grpc_server = await start_server(
             self.core,
             "127.0.0.1:0",
-            api_keys=self._api_keys,
+            keys=self.keys,
             journals=self.journals,
             certificates=self._certificates,
         )
@@ -308,8 +335,13 @@ class Serving:
         serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
         while not self._http.started:
             await asyncio.sleep(0.01)
+        watch = KeyFileWatch(
+            self.keys, self._keys_path, lambda: self.core.end_calls(self.keys.ended), look_s=0.05
+        )
+        following = asyncio.ensure_future(watch.run())
         self._started.set()
         await serving
+        following.cancel()
         if batches is not None:
             batches.cancel()
             await asyncio.gather(batches, return_exceptions=True)

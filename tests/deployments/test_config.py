@@ -26,7 +26,8 @@ from penstock.deployments.config import (
 )
 from penstock.deployments.config_file import read_config
 from penstock.deployments.preflight import check_before_start, check_cores, check_model
-from penstock.deployments.security.api_keys import read_api_keys
+from penstock.deployments.security.key_file import read_key_file
+from penstock.deployments.security.records import record_from
 from penstock.workers.config import ContextOptions, EngineConfig, KvOptions
 from penstock.workers.errors import ConfigError
 from tests.deployments.ports import free_port
@@ -187,31 +188,31 @@ def test_a_cluster_that_does_not_answer_is_named_at_once():
 def test_api_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\nfirst\n\n  second \n")
-    assert read_api_keys(str(file)) == ("first", "second")
+    assert read_key_file(str(file)) == (record_from("first"), record_from("second"))
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="no key"):
-        read_api_keys(str(file))
+        read_key_file(str(file))
     with pytest.raises(ConfigError, match="cannot read"):
-        read_api_keys(str(tmp_path / "missing"))
+        read_key_file(str(tmp_path / "missing"))
     for digest in ("sha256:12", "sha256:" + "x" * 64, "sha256:"):
         file.write_text(f"{digest}\n")
         with pytest.raises(ConfigError, match="64 hexadecimal digits"):
-            read_api_keys(str(file))
+            read_key_file(str(file))
     file.write_bytes(b"\xff\xfe\n")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        read_api_keys(str(file))
+        read_key_file(str(file))
 
 
 def test_a_file_of_keys_that_every_user_may_write_is_refused(tmp_path, caplog):
     file = tmp_path / "keys"
     file.write_text("first\n")
     file.chmod(0o600)
-    assert read_api_keys(str(file)) == ("first",) and not caplog.text
+    assert read_key_file(str(file)) and not caplog.text
     file.chmod(0o644)
-    assert read_api_keys(str(file)) == ("first",) and "can be read by every user" in caplog.text
+    assert read_key_file(str(file)) and "can be read by every user" in caplog.text
     file.chmod(0o666)
     with pytest.raises(ConfigError, match="can be written by every user: chmod o-w"):
-        read_api_keys(str(file))
+        read_key_file(str(file))
 
 
 def test_open_means_reachable_by_strangers():

@@ -30,6 +30,7 @@ class AdmissionRequest:
     ceiling: int | None = None  # tokens of KV that it never exceeds: a window that rolls
     has_limit: bool = True  # the client said how long the answer may be
     prefix: tuple[int, ...] = ()  # hashes of its first blocks, made by prefix_marks
+    weight: float = 1.0  # share of its tenant beside other tenants that wait
     longest_wait_s: float | None = None  # until a worker computes it, at first and after a loss
 
     @property
@@ -51,6 +52,7 @@ def admission_request(
     model: str,
     contexts: ContextSettings,
     longest_wait_s: float | None = None,
+    weight: float = 1.0,
 ) -> AdmissionRequest:
     """`request`, made from `call` with a checked context, and its features for the gate."""
     params, num_prompt = request.params, len(request.prompt_ids)
@@ -81,6 +83,7 @@ def admission_request(
         ceiling=None if full_tokens is None else full_tokens + contexts.block_size,
         has_limit=params.max_tokens is not None,
         prefix=prefix_marks(request.prompt_ids, request.cache_domain),
+        weight=weight,
         longest_wait_s=longest_wait_s,
     )
 

@@ -53,7 +53,8 @@ class CallOptions:
     `model` None or "" means the one that is served. The last `truncate_prompt_tokens` tokens of the
     prompt are used. With `echo` the prompt is part of the text, and `max_tokens` may then be 0: the
     prompt is scored and not answered. `bad_words` are added to `SamplingParams.bad_words_ids`.
-    Of waiting requests the lowest `priority` is admitted first. `tenant` is the end user that the
+    Of waiting requests the lowest `priority` is admitted first; None: the best that the API key
+    permits, which is 0 without keys. `tenant` is the end user that the
     client names: waiting requests share by principal, or without API keys by tenant.
     `cache_salt` separates cached prefixes further than by principal; "": it does not.
     With `splits_reasoning` a chat answer's reasoning is kept apart, where the model marks it.
@@ -67,7 +68,7 @@ class CallOptions:
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     tenant: str = ""
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str = ""
     splits_reasoning: bool = False
 
@@ -76,19 +77,24 @@ class CallOptions:
 class CallContext:
     """Where a call comes from: what its connection and headers say, in contrast to its body.
 
-    `deadline_s` is a point on time.monotonic(). `principal` is the API key's owner, who alone may
-    cancel the call. `front` and `client_id` are for the access log only. With `wants_timings` the
-    usage has the duration of each phase. `seed` is that of a request that gives none, where it must
-    be the same at a later try.
+    `deadline_s` is a point on time.monotonic(). `principal` is the tenant of the API key, who alone
+    may cancel the call; `key_id` names the key, with which the call ends, and `max_priority` is the
+    smallest number that it may have as its priority. `front` and `client_id` are for the access log
+    only. With `wants_timings` the usage has the duration of each phase. `seed` is that of a request
+    that gives none, where it must be the same at a later try. `is_continued`: it was begun, and
+    counted, by an earlier call.
     """
 
     request_id: str = field(default_factory=new_request_id)
     client_id: str | None = None
     principal: str = ""
+    key_id: str = ""
+    max_priority: int = 0
     deadline_s: float | None = None
     front: str = ""
     wants_timings: bool = False
     seed: int | None = None
+    is_continued: bool = False
 
     def of_prompt(self, index: int, num_prompts: int) -> CallContext:
         """The context of one of several prompts of a call; each is a request of its own."""

@@ -27,6 +27,7 @@ class CatalogueEntry:
 
 _BAD = "invalid_request_error"
 _SERVER = "server_error"
+_KEY = "authentication_error"
 
 CATALOGUE: dict[str, CatalogueEntry] = {
     # Errors of the request.
@@ -48,6 +49,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "context_length_exceeded": CatalogueEntry(
         400, "INVALID_ARGUMENT", _BAD, "prompt and answer exceed the context length of the model"
     ),
+    "quota_too_small": CatalogueEntry(
+        400,
+        "INVALID_ARGUMENT",
+        _BAD,
+        "this request may need more tokens than the whole quota of its tenant; lower max_tokens",
+    ),
     "chat_template_missing": CatalogueEntry(
         400, "FAILED_PRECONDITION", _BAD, "this model has no chat template"
     ),
@@ -55,10 +62,19 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         400, "INVALID_ARGUMENT", _BAD, "the chat template of this model refused the messages"
     ),
     "invalid_api_key": CatalogueEntry(
-        401,
-        "UNAUTHENTICATED",
-        "authentication_error",
-        "send a valid key: 'Authorization: Bearer <key>'",
+        401, "UNAUTHENTICATED", _KEY, "send a valid key: 'Authorization: Bearer <key>'"
+    ),
+    "api_key_expired": CatalogueEntry(
+        401, "UNAUTHENTICATED", _KEY, "the API key has expired; ask for a new one"
+    ),
+    "api_key_revoked": CatalogueEntry(
+        401, "UNAUTHENTICATED", _KEY, "the API key was revoked; ask for a new one"
+    ),
+    "api_key_not_yet_valid": CatalogueEntry(
+        401, "UNAUTHENTICATED", _KEY, "the API key is not valid yet"
+    ),
+    "permission_denied": CatalogueEntry(
+        403, "PERMISSION_DENIED", "permission_error", "the API key has no role that permits this"
     ),
     "model_not_found": CatalogueEntry(
         404, "NOT_FOUND", _BAD, "this server does not serve that model"
@@ -101,6 +117,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "RESOURCE_EXHAUSTED",
         "rate_limit_error",
         "this caller exceeds its share of the waiting requests; try again shortly",
+    ),
+    "rate_limit_exceeded": CatalogueEntry(
+        429,
+        "RESOURCE_EXHAUSTED",
+        "rate_limit_error",
+        "this key's tenant has used its quota; try again later",
     ),
     "no_worker": CatalogueEntry(
         503, "UNAVAILABLE", _SERVER, "no worker is ready to serve this model; try again shortly"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.billing import Bill
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
@@ -38,15 +39,17 @@ class Generation:
         *,
         split: ReasoningSplit | None = None,
         first: Generation | None = None,
+        bill: Bill | None = None,
     ):
         """`start_s`: when the call came. `split`: of reasoning from the answer, where it is marked.
 
-        `first`: the first answer to the same prompt, if this is another one.
+        `first`: the first answer to the same prompt, if this is another one. `bill`: of all
+        answers to the prompt; None: its tenant has no quotas.
         """
         self.admission = admission
         self.request = request = admission.request
         self.call = call
-        self.first = first
+        self.first, self.bill = first, bill
         self.times = RequestTimes(start_s)
         self.usage = TokenUsage(
             prompt_tokens=len(request.prompt_ids), shares_prompt=first is not None

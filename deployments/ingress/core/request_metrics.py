@@ -182,6 +182,10 @@ def log_request(
         return
     line: dict[str, Any] = {"id": request_id or context.request_id, "front": context.front}
     line["finish"] = finish
+    if context.principal:
+        line["tenant"] = context.principal
+    if context.key_id:
+        line["key"] = context.key_id
     if context.client_id is not None:
         line["client_id"] = context.client_id
     if times is not None and usage is not None:

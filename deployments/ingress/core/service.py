@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
 from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
+from penstock.deployments.ingress.core.billing import Bill, Billing
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
@@ -38,6 +39,7 @@ from penstock.deployments.ingress.core.validation import (
     check_num_ids,
     check_text,
     checked_params,
+    checked_priority,
     nth_choice,
 )
 from penstock.workers.config import EngineConfig
@@ -78,6 +80,7 @@ class RequestCore:
         open_calls: OpenCalls | None = None,
         has_state_store: bool = False,
         shares_prefixes: bool = False,
+        billing: Billing | None = None,
     ):
         """`learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
@@ -85,7 +88,8 @@ class RequestCore:
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
         what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
-        continued after the end of this server. `shares_prefixes`: tenants share cached prompts."""
+        continued after the end of this server. `shares_prefixes`: tenants share cached prompts.
+        `billing`: quotas and weights of tenants; None: there are none."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
@@ -100,6 +104,7 @@ class RequestCore:
         self._longest_wait_s = longest_wait_s
         self._has_state_store = has_state_store
         self._shares_prefixes = shares_prefixes
+        self.billing = billing
         self.texts = TextPool()
         self._prompts = PromptReader(tokenizer, self.texts)
         self._marks = marks
@@ -145,7 +150,8 @@ class RequestCore:
         except (RequestError, ServiceError) as refusal:
             log_request(call.context, refusal.code)
             raise
-        first = Generation(admission, call, self.tokenizer, start_s, split=split)
+        bill = self._bill(call, admission.request, num_choices)
+        first = Generation(admission, call, self.tokenizer, start_s, split=split, bill=bill)
         generations = [first]
         for index in range(1, num_choices):
             request = replace(
@@ -155,7 +161,9 @@ class RequestCore:
             )
             other = replace(admission, request=request)
             generations.append(
-                Generation(other, call, self.tokenizer, start_s, split=split, first=first)
+                Generation(
+                    other, call, self.tokenizer, start_s, split=split, first=first, bill=bill
+                )
             )
         return generations
 
@@ -169,8 +177,11 @@ class RequestCore:
         answers = self._running.setdefault(generation.call.context.request_id, [])
         answers.append(generation)
         times, usage = generation.times, generation.usage
-        finish = DISCONNECT
+        finish, bill, is_billed = DISCONNECT, generation.bill, False
         try:
+            if bill is not None:
+                await bill.begin()
+                is_billed = True
             await generation.wait_for_prompt()
             admission = generation.admission
             generated = (
@@ -213,6 +224,8 @@ class RequestCore:
             answers.remove(generation)
             if not answers:
                 self._running.pop(generation.call.context.request_id, None)
+            if bill is not None and is_billed:
+                bill.ended(usage, is_computed=bool(times.engine or usage.completion_tokens))
             self.metrics.count_end(times, finish, usage)
             self._learn(generation, finish)
             request_id = generation.request.request_id
@@ -239,6 +252,16 @@ class RequestCore:
         for generation in answers:
             generation.cancel()
         return True
+
+    def end_calls(self, ended: Callable[[str, str], str | None]) -> None:
+        """End the calls of keys that are valid no more. `ended`: with which error code, by the id
+        and the tenant of a key; None: they go on."""
+        for answers in list(self._running.values()):
+            context = answers[0].call.context
+            code = ended(context.key_id, context.principal) if context.key_id else None
+            if code is not None:
+                for generation in answers:
+                    generation.cancel(code)
 
     async def tokenize(
         self,
@@ -284,6 +307,13 @@ class RequestCore:
             skip_special_tokens=skip_special_tokens,
         )
 
+    def _bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:
+        """What the call costs its tenant; None: nothing, or an earlier call has paid for it."""
+        if self.billing is None or call.context.is_continued:
+            return None
+        num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
+        return self.billing.bill(call.context.principal, num_prompt, max_tokens, num_answers)
+
     def _learn(self, generation: Generation, finish: str) -> None:
         """Report the length of an answer, unless an error ended it."""
         ended = _ENDED.get(finish)
@@ -317,11 +347,12 @@ class RequestCore:
             params,
             deadline_s=context.deadline_s,
             wait_until_s=None if wait_s is None else now_s + wait_s,
-            priority=call.options.priority,
+            priority=checked_priority(call),
             cache_domain=cache_domain(
                 "" if self._shares_prefixes else context.principal, call.options.cache_salt
             ),
         )
+        weight = 1.0 if self.billing is None else self.billing.weight(context.principal)
         if self._learner is None:
-            return AdmissionRequest(request, longest_wait_s=wait_s), split
-        return admission_request(request, call, model.name, self._contexts, wait_s), split
+            return AdmissionRequest(request, longest_wait_s=wait_s, weight=weight), split
+        return admission_request(request, call, model.name, self._contexts, wait_s, weight), split

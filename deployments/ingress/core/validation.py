@@ -117,6 +117,21 @@ def checked_params(
     return params, contexts.max_total_tokens(params)
 
 
+def checked_priority(call: Call) -> int:
+    """Of those that wait, lower goes first. Raises RequestError for one above the key's."""
+    priority, best = call.options.priority, call.context.max_priority
+    if priority is None:
+        return best
+    if priority < best:
+        raise RequestError(
+            f"priority must be {best} or more for this API key, not {priority}: lower numbers go "
+            "first",
+            param="priority",
+            code="permission_denied",
+        )
+    return priority
+
+
 def cache_domain(principal: str, salt: str) -> bytes:
     """Names, in 16 bytes, who shares cached prefixes: empty for callers without key and salt."""
     if not principal and not salt:

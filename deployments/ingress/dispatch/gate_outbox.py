@@ -206,6 +206,7 @@ class GateOutbox:
             credit_epoch=pending.credit_epoch,
             prefix=request.prefix,
             generated=len(inner.emitted_ids),
+            weight=request.weight,
         )
 
     def _add_text(self, pending: PendingAdmission) -> None:

@@ -2,8 +2,9 @@
 
 An ingress knows neither the requests of others nor the memory that is free, so it sends each worker
 only its share of what the worker runs at a time, and a few more. What exceeds that waits here:
-bounded in requests and in bytes, one tenant after the other in turn. When the gate answers again,
-the waiting requests go there, a few at a time: all at once would be more than it answers in time.
+bounded in requests and in bytes, the tenants in turn, by their weights. When the gate answers
+again, the waiting requests go there, a few at a time: all at once would be more than it answers in
+time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import itertools
 import logging
 from bisect import insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
@@ -41,6 +42,7 @@ class Seat:
     def __init__(self, call: InFlightRequest, number: int):
         self.call, self.number = call, number
         self.tenant = call.admission.features.tenant
+        self.weight = call.admission.weight
         self.num_bytes = size_of(call.admission)
         # True: it was sent to a worker. False: the gate is there again.
         self.turn: asyncio.Future[bool] | None = None
@@ -60,7 +62,10 @@ class LocalQueue:
         self._place, self._gate_answers = place, gate_answers
         self._seats: set[Seat] = set()
         self._num_bytes = 0
-        self._waiting: OrderedDict[str, list[Seat]] = OrderedDict()  # by tenant, next one first
+        self._waiting: dict[str, list[Seat]] = {}  # by tenant
+        # By tenant: turns that it has had, each divided by its weight, and the number of the last.
+        self._turns: dict[str, tuple[float, int]] = {}
+        self._turn = 0.0  # of the tenant that had the last one
         self._number = itertools.count()
         self._gap_s = 0.1  # from one placed request to the next
         self._placed_s = 0.0
@@ -76,7 +81,8 @@ class LocalQueue:
     def take_seat(self, call: InFlightRequest) -> Seat:
         """A place for `call`; give it back with `leave`. Raises ServiceError if there is none.
 
-        In a full queue the tenant with the most places gives one to a tenant with fewer.
+        In a full queue the tenant with the most places for its weight gives one to a tenant with
+        fewer.
         """
         seat = Seat(call, next(self._number))
         while self._is_full_for(seat):
@@ -92,7 +98,9 @@ class LocalQueue:
         """
         loop = asyncio.get_running_loop()
         seat.turn = loop.create_future()
-        insort(self._waiting.setdefault(seat.tenant, []), seat, key=lambda each: each.order)
+        if seat.tenant not in self._waiting:
+            self._join(seat)
+        insort(self._waiting[seat.tenant], seat, key=lambda each: each.order)
         self.place_next()
         if self._timer is None and self._waiting:
             self._timer = loop.call_later(LOOK_S, self._look)
@@ -110,14 +118,13 @@ class LocalQueue:
     def place_next(self) -> None:
         """Send waiting requests to workers while they have room, the tenants in turn."""
         while self._waiting:
-            tenant, seats = next(iter(self._waiting.items()))
-            seat = seats[0]
+            seat = self._waiting[self._next_tenant()][0]
             if not self._place(seat.call):
                 return
             now_s = asyncio.get_running_loop().time()
             self._gap_s += 0.05 * (min(now_s - self._placed_s, 1.0) - self._gap_s)
             self._placed_s = now_s
-            self._waiting.move_to_end(tenant)
+            self._has_had_a_turn(seat)
             self._end_turn(seat, True)
 
     def release(self) -> None:
@@ -140,9 +147,27 @@ class LocalQueue:
         for _ in range(RELEASED):
             if not self._waiting:
                 return
-            tenant, seats = next(iter(self._waiting.items()))
-            self._waiting.move_to_end(tenant)
-            self._end_turn(seats[0], False)
+            seat = self._waiting[self._next_tenant()][0]
+            self._has_had_a_turn(seat)
+            self._end_turn(seat, False)
+
+    def _join(self, seat: Seat) -> None:
+        """A tenant waits that did not. It has saved up nothing meanwhile, and owes what it owed."""
+        if len(self._turns) > 2 * MAX_QUEUED:
+            self._turns = {name: self._turns[name] for name in self._waiting}
+        turn, _ = self._turns.get(seat.tenant, (0.0, 0))
+        self._turns[seat.tenant] = (max(turn, self._turn), seat.number)
+        self._waiting[seat.tenant] = []
+
+    def _next_tenant(self) -> str:
+        """Whose turn it is: of the waiting tenants the one with the fewest turns for its weight,
+        and of several the one that had none for longest."""
+        return min(self._waiting, key=self._turns.__getitem__)
+
+    def _has_had_a_turn(self, seat: Seat) -> None:
+        turn, _ = self._turns[seat.tenant]
+        self._turn = turn
+        self._turns[seat.tenant] = (turn + 1.0 / seat.weight, next(self._number))
 
     def _end_turn(self, seat: Seat, is_placed: bool) -> None:
         self._forget(seat)
@@ -162,8 +187,11 @@ class LocalQueue:
 
     def _make_room(self, seat: Seat) -> None:
         counts = Counter(each.tenant for each in self._seats)
-        most = max(self._waiting, key=lambda tenant: counts[tenant], default=None)
-        if most is None or counts[most] <= counts[seat.tenant] + 1:
+        weights = {each.tenant: each.weight for each in self._seats}
+        weights[seat.tenant] = seat.weight
+        most = max(self._waiting, key=lambda name: counts[name] / weights[name], default=None)
+        own = (counts[seat.tenant] + 1) / seat.weight
+        if most is None or most == seat.tenant or own > (counts[most] - 1) / weights[most]:
             raise ServiceError(
                 "overloaded",
                 "too many requests wait at this server, which cannot reach its gate",

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import ApiError, describe
-from penstock.deployments.security.api_keys import ApiKeys
+from penstock.deployments.security.api_keys import ApiKeys, Caller
 from penstock.workers.request import RequestError
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -104,20 +104,22 @@ def context_of(
     """
     if client_id and not is_client_id(client_id):
         raise RequestError(f"{id_field} has up to 128 of A-Z a-z 0-9 . _ -", param=id_field)
-    remaining_s = context.time_remaining()
+    remaining_s, caller = context.time_remaining(), caller_of(context, keys)
     return CallContext(
         request_id=request_id,
         client_id=client_id or None,
-        principal=principal(context, keys),
+        principal=caller.tenant,
+        key_id=caller.key_id,
+        max_priority=caller.max_priority,
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
         front="grpc",
         wants_timings=wants_timings,
     )
 
 
-def principal(context: Context, keys: ApiKeys) -> str:
-    """Who calls; "" where the server has no keys."""
-    return keys.principal(metadata_value(context.invocation_metadata(), "authorization")) or ""
+def caller_of(context: Context, keys: ApiKeys) -> Caller:
+    """Who calls. Raises RequestError where the key has ended since the call was let in."""
+    return keys.caller(metadata_value(context.invocation_metadata(), "authorization"))
 
 
 def metadata_value(metadata: Any, name: str) -> str | None:

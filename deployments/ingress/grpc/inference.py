@@ -16,9 +16,9 @@ from penstock.deployments.ingress.grpc.calls import (
     Context,
     Named,
     answering,
+    caller_of,
     context_of,
     metadata_value,
-    principal,
 )
 from penstock.deployments.ingress.grpc.messages import (
     AnswerT,
@@ -83,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request.text,
                 model=request.model,
                 add_special_tokens=flag(request, "add_special_tokens", True),
-                principal=principal(context, self._keys),
+                principal=caller_of(context, self._keys).tenant,
             )
             max_model_len = self._core.model(request.model).max_model_len
             return pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
@@ -96,13 +96,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request.token_ids,
                 model=request.model,
                 skip_special_tokens=request.skip_special_tokens,
-                principal=principal(context, self._keys),
+                principal=caller_of(context, self._keys).tenant,
             )
             return pb.DetokenizeResponse(text=text)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         async with answering(context, self._errors):
-            done = self._core.cancel(request.request_id, principal(context, self._keys))
+            done = self._core.cancel(request.request_id, caller_of(context, self._keys).tenant)
             return pb.CancelResponse(cancelled=done)
 
     async def ListModels(
@@ -212,6 +212,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             client_id=head.client_id,
             seed=head.seed,
             wants_timings=head.wants_timings,
+            max_priority=0,
+            is_continued=True,
         )
         generations = await self._prepared(request, about)
         await self._answer(request, generations, context, named, method.answer, journal)

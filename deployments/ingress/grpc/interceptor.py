@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
 from penstock.deployments.ingress.core.limits import OpenCalls, Turns
-from penstock.deployments.ingress.grpc import health
 from penstock.deployments.ingress.grpc.calls import Context, abort, metadata_value
-from penstock.deployments.security.api_keys import ApiKeys
+from penstock.deployments.security.api_keys import ApiKeys, check_access
+from penstock.deployments.security.roles import RPCS, Access
 from penstock.workers.request import RequestError
 
 Handler: TypeAlias = grpc.RpcMethodHandler
@@ -24,7 +24,8 @@ Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Denies by default: without an API key only the health service is open.
+    """Denies by default: security/roles.py says which method asks for which role, and what it does
+    not know asks for the role admin.
 
     Counts the calls that run, since grpc.aio does not say how many connections a server has.
 
@@ -47,17 +48,19 @@ class Guard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Find, details: grpc.HandlerCallDetails
     ) -> Handler | None:
-        offered = metadata_value(details.invocation_metadata, "authorization")
-        is_open = details.method.startswith(f"/{health.SERVICE}/")
-        if is_open:
-            return _reading(await continuation(details), self._errors, self._enter_freely, None)
-        refusal: RequestError | ServiceError = _error("invalid_api_key")
-        if self._keys.principal(offered) is not None:
-            try:
-                self._open_calls.check_room()  # before the message is read
-                return _reading(await continuation(details), self._errors, self._enter, self._turns)
-            except ServiceError as overloaded:
-                refusal = overloaded
+        need = RPCS.get(details.method)
+        handler = await continuation(details)
+        if need is Access.PUBLIC:
+            return _reading(handler, self._errors, self._enter_freely, None)
+        try:
+            caller = self._keys.caller(metadata_value(details.invocation_metadata, "authorization"))
+            if handler is not None:  # else gRPC answers UNIMPLEMENTED
+                check_access(caller, need, ascii(details.method[:100])[1:-1])
+            self._open_calls.check_room()  # before the message is read
+        except (RequestError, ServiceError) as error:
+            refusal = error
+        else:
+            return _reading(handler, self._errors, self._enter, self._turns)
 
         async def refuse(_: Any, context: Context) -> None:
             await _refuse(context, refusal, self._errors)

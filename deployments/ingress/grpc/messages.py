@@ -79,14 +79,14 @@ def sampling(message: pb.SamplingParams, toolset: Toolset | None = None) -> Samp
     )
 
 
-def priority(request: pb.GenerateRequest | pb.ChatRequest) -> int:
-    """Of those that wait, lower goes first. Raises RequestError."""
+def priority(request: pb.GenerateRequest | pb.ChatRequest) -> int | None:
+    """Of those that wait, lower goes first; None: it names none. Raises RequestError."""
     if not 0 <= request.priority <= MAX_PRIORITY:
         raise RequestError(
             f"priority must be between 0 and {MAX_PRIORITY}, not {request.priority}",
             param="priority",
         )
-    return request.priority
+    return request.priority if request.HasField("priority") else None
 
 
 def bad_words(message: pb.SamplingParams) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ The services are penstock.v1 (inference.py), the Open Inference Protocol, health
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -60,17 +59,17 @@ async def start_server(
     core: RequestCore,
     address: str,
     *,
-    api_keys: Sequence[str] = (),
+    keys: ApiKeys | None = None,
     journals: Journals | None = None,
     certificates: Certificates | None = None,
 ) -> GrpcServer:
     """Serve `core` on `address` ("127.0.0.1:8001"; port 0 for any). TLS with `certificates`.
 
-    With `api_keys` every method except those of grpc.health.v1 requires one of them in the metadata
-    `authorization: Bearer <key>`. `journals`: of streams; None: none can be continued. Raises
-    RuntimeError if the address cannot be bound.
+    `keys`: those that are accepted, in the metadata `authorization: Bearer <key>`, for what
+    security/roles.py says; None: every caller is accepted. `journals`: of streams; None: none can
+    be continued. Raises RuntimeError if the address cannot be bound.
     """
-    keys = ApiKeys(api_keys)
+    keys = keys or ApiKeys()
     guard = Guard(keys, core.metrics.num_errors_returned, core.open_calls, core.turns)
     server = grpc.aio.server(
         interceptors=[guard],

@@ -7,7 +7,6 @@ errors.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -21,13 +20,16 @@ from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.http import jobs as job_reports
 from penstock.deployments.ingress.http import tokenize
 from penstock.deployments.ingress.http.anthropic import routes as anthropic
+from penstock.deployments.ingress.http.asgi import Scope
 from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
+from penstock.deployments.ingress.http.events import ANTHROPIC_PATH, RESPONSES_PATH
 from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
 from penstock.deployments.ingress.http.openai import routes as openai
+from penstock.deployments.ingress.http.openai.answers import CHAT_PATH, COMPLETIONS_PATH
 from penstock.deployments.ingress.http.openai.schemas import (
     ModelBody,
     ModelList,
@@ -40,14 +42,12 @@ from penstock.deployments.ingress.http.responses import routes as responses
 from penstock.deployments.ingress.http.static import (
     API_PAGE,
     API_PAGE_HEADERS,
-    FILES,
     add_console_routes,
 )
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
-PUBLIC_PATHS = ("/health", "/live", "/ready", *FILES)
 _APIS = (openai, anthropic, responses, tokenize, batches, job_reports)
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
@@ -55,7 +55,7 @@ _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 def build_app(
     core: RequestCore,
     *,
-    api_keys: Sequence[str] = (),
+    keys: ApiKeys | None = None,
     workers: Workers | None = None,
     view: View | None = None,
     gate: GateClient | None = None,
@@ -67,8 +67,8 @@ def build_app(
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
-    With `api_keys` (keys, or 'sha256:' and their hex digests) every path except PUBLIC_PATHS
-    requires one of them as a Bearer token. `workers`: living ones, by their last heartbeats.
+    `keys`: those that are accepted, as Bearer tokens, for what roles.py says; None: every caller is
+    accepted. `workers`: living ones, by their last heartbeats.
     `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
     gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
     `journals`: of streams; None: none can be continued. `jobs`: reports of batches that run
@@ -76,7 +76,7 @@ def build_app(
     any.
     """
     calls = None if journals is None else JournalledCalls(journals)
-    jobs = jobs or JobBoard()
+    jobs, keys = jobs or JobBoard(), keys or ApiKeys()
     app = FastAPI(
         title="Penstock",
         version=importlib.metadata.version("penstock"),
@@ -88,13 +88,15 @@ def build_app(
     )
     app.add_middleware(
         EdgeMiddleware,
-        keys=ApiKeys(api_keys),
+        keys=keys,
         num_errors_returned=core.metrics.num_errors_returned,
         open_calls=core.open_calls,
         turns=core.turns,
-        public_paths=PUBLIC_PATHS,
+        has_route=lambda scope: _has_route(app, scope),
         fast_paths=openai.fast_paths(core, calls),
         hosts=hosts,
+        quota_headers=None if core.billing is None else core.billing.headers,
+        limited_paths=(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
     )
     app.add_exception_handler(HTTPException, _on_http_exception)
     openai.add_openai_routes(app, core, calls)
@@ -106,7 +108,7 @@ def build_app(
     add_console_routes(app)
     add_job_route(app, jobs)
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
-    add_queue_route(app, gate, admission, is_open=not api_keys)
+    add_queue_route(app, gate, admission)
     _add_service_routes(app, core)
     return app
 
@@ -177,6 +179,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         allowed = ", ".join(sorted(_methods_of(request)))
         request.scope["state"]["error_headers"] = [(b"allow", allowed.encode())]
     raise RequestError(message, code=code)
+
+
+def _has_route(app: FastAPI, scope: Scope) -> bool:
+    """Whether an endpoint would run for `scope`, by the router's own rules."""
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
 
 
 def _methods_of(request: Request) -> set[str]:

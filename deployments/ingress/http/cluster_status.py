@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.jobs import JobBoard, JobStatus
-from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody, ModelBody, model_body
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, ScaleReport
 from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo
@@ -86,7 +85,7 @@ class Status(BaseModel):
     ingresses: list[IngressStatus]
     scaling: list[ScaleStatus]  # the last decision for each autoscaled deployment
     scale_changes: list[ScaleStatus]  # the last ones that changed a number, newest first
-    jobs: list[JobStatus]  # batches of this key that run elsewhere, in the last minute
+    jobs: list[JobStatus]  # batches of the tenant that run elsewhere, in the last minute
     has_batches: bool  # /v1/batches works: there is a data_dir
     num_failed_starts: int  # replicas that could not start, since the last deployment
 
@@ -101,13 +100,15 @@ def add_status_route(
     has_batches: bool,
 ) -> None:
     """`workers`: by their last heartbeats. `view`: the registry's; None: no cluster."""
-    refusals: dict[int | str, dict[str, Any]] = {401: {"model": ErrorBody}}
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody} for status in (401, 403)
+    }
 
     @app.get("/v1/penstock/status", response_model=Status, responses=refusals)
     async def status(request: Request) -> Status:
         """How busy the cluster is: nodes, workers with queues, KV blocks and totals, scaling."""
         alive = sorted(workers() if workers is not None else (), key=lambda each: each[0].address)
-        seen = ClusterView() if view is None else view()
+        seen, caller = ClusterView() if view is None else view(), request.scope["state"]["caller"]
         return Status(
             version=app.version,
             is_ready=core.ready(),
@@ -120,7 +121,7 @@ def add_status_route(
             ingresses=[_ingress_status(each) for each in seen.ingresses],
             scaling=[_scale_status(each) for each in seen.scaling],
             scale_changes=[_scale_status(each) for each in reversed(seen.scale_changes)],
-            jobs=jobs.of(context_of(request.scope).principal, seen),
+            jobs=jobs.of(None if caller.sees_all else caller.tenant, seen),
             has_batches=has_batches,
             num_failed_starts=seen.num_failures,
         )

@@ -15,6 +15,7 @@ ANTHROPIC_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.deployments.batch.executor import Executor
 from penstock.deployments.batch.target import Reply, TargetError
+from penstock.deployments.ingress.core.billing import BATCH_PREFIX
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.service import RequestCore
@@ -76,7 +77,7 @@ def batch_executor(core: RequestCore, folder: Path) -> Executor:
     """
     return Executor(
         folder,
-        lambda principal: InProcessTarget(core, principal=f"batch:{principal}"),
+        lambda principal: InProcessTarget(core, principal=f"{BATCH_PREFIX}{principal}"),
         [model.name for model in core.models()],
     )
 

@@ -2,7 +2,7 @@
 
 `penstock batch` sends such a report every few seconds to the server that it uses; a job of Ray is
 one, too. Reports are kept for a minute, and pass between ingresses in their heartbeats, so each
-ingress knows all. The status route shows them to the key that sent them.
+ingress knows all. The status route shows them to the tenant that sent them.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class JobBoard:
         self._reports = {key: each for key, each in self._reports.items() if each.at >= oldest}
         return tuple(self._reports.values())
 
-    def of(self, owner: str, view: ClusterView) -> list[JobStatus]:
-        """Jobs of a key, by the reports that any ingress got."""
-        newest: dict[str, JobReport] = {}
+    def of(self, owner: str | None, view: ClusterView) -> list[JobStatus]:
+        """Jobs of a tenant, by the reports that any ingress got; None: those of all tenants."""
+        newest: dict[tuple[str, str], JobReport] = {}
         for each in (*self.own(), *(job for ingress in view.ingresses for job in ingress.jobs)):
-            known = newest.get(each.job)
-            if each.owner == owner and (known is None or known.number < each.number):
-                newest[each.job] = each
-        return [self._status(each) for each in sorted(newest.values(), key=lambda each: each.job)]
+            known = newest.get((each.job, each.owner))
+            if owner in (None, each.owner) and (known is None or known.number < each.number):
+                newest[each.job, each.owner] = each
+        return [self._status(newest[name]) for name in sorted(newest)]
 
     def _status(self, report: JobReport) -> JobStatus:
         return JobStatus(

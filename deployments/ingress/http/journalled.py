@@ -148,7 +148,9 @@ class JournalledCalls:
         if attached is not None:
             return attached
         journal = await self.journals.resume(call_id, head, received, after)
-        about = replace(continued_context(call_id, head), deadline_s=context.deadline_s)
+        about = replace(
+            continued_context(call_id, head), deadline_s=context.deadline_s, key_id=context.key_id
+        )
         call = await endpoint.prepare(head.body, about, head)
         return await call.answer(journal, headers)
 
@@ -159,9 +161,11 @@ def continued_context(call_id: str, head: Head) -> CallContext:
         request_id=call_id,
         client_id=head.client_id,
         principal=head.principal,
+        key_id=head.key_id,
         front="http",
         wants_timings=head.wants_timings,
         seed=head.seed,
+        is_continued=True,
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
@@ -26,7 +27,14 @@ from penstock.deployments.ingress.http.asgi import (
 )
 from penstock.deployments.ingress.http.events import error_format_of
 from penstock.deployments.ingress.http.hosts import AllowedHosts
-from penstock.deployments.security.api_keys import ApiKeys
+from penstock.deployments.security.api_keys import (
+    ANYONE,
+    NOBODY,
+    ApiKeys,
+    Caller,
+    check_access,
+)
+from penstock.deployments.security.roles import PUBLIC_PATHS, Access, need_of_route
 from penstock.workers.request import RequestError
 
 STREAMS_PATH = "/v1/penstock/streams/"
@@ -43,8 +51,12 @@ class EdgeMiddleware:
     `open_calls` bounds the requests that may cost much: POSTs, and streams that are continued.
     `turns`: these begin in turns, so that many at once hold no others up.
 
-    Sets `request_id`, `client_id` and `principal` in the scope's state, and echoes the ids. Access
-    is denied by default: a path is open without a key only if it is one of `public_paths` exactly.
+    Sets `request_id`, `client_id`, `principal` and `caller` in the scope's state, and echoes the
+    ids. Access is denied by default: roles.py says which method and path asks for which role, and
+    what it does not know asks for the role admin. `has_route`: whether the app has an endpoint for
+    a scope; for what has none the app answers 404 or 405 to any valid key.
+
+    `quota_headers`: of a tenant, for answers to a POST to one of `limited_paths`.
 
     `hosts`: the names to which a server without keys answers; None: any.
 
@@ -59,18 +71,22 @@ class EdgeMiddleware:
         num_errors_returned: Counter[str],
         open_calls: OpenCalls,
         turns: Turns,
-        public_paths: Collection[str] = (),
+        has_route: Callable[[Scope], bool],
         fast_paths: Mapping[str, App] | None = None,
         hosts: AllowedHosts | None = None,
+        quota_headers: Callable[[str], Headers] | None = None,
+        limited_paths: Collection[str] = (),
     ):
         self._app = app
         self._keys = keys
         self._num_errors_returned = num_errors_returned
         self._open_calls = open_calls
         self._turns = turns
-        self._public_paths = frozenset(public_paths)
+        self._has_route = has_route
         self._fast_paths = fast_paths or {}
         self._hosts = hosts
+        self._quota_headers = quota_headers
+        self._limited_paths = frozenset(limited_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,27 +106,29 @@ class EdgeMiddleware:
             id_headers.append((b"x-client-request-id", client_id.encode()))
 
         has_started = False
+        quota_headers: Callable[[], Headers] | None = None  # made when the answer begins
 
         async def send_with_ids(message: MutableMapping[str, Any]) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
+                further = id_headers if quota_headers is None else [*id_headers, *quota_headers()]
+                message = {**message, "headers": [*message.get("headers", ()), *further]}
             await send(message)
 
-        principal = self._keys.principal(_offered_key(scope))
         try:
             if self._hosts is not None:
                 self._hosts.check(scope)
-            if principal is None and path not in self._public_paths:
-                raise _missing_key()
+            caller = self._admitted(scope)
         except RequestError as error:
             refusal = describe(error, request_id, self._num_errors_returned)
             await send_error(send_with_ids, refusal, request_id, error_format)
             return
         scope.setdefault("state", {}).update(
-            request_id=request_id, client_id=client_id, principal=principal or ""
+            request_id=request_id, client_id=client_id, principal=caller.tenant, caller=caller
         )
+        if self._quota_headers is not None and path in self._limited_paths:
+            quota_headers = partial(self._quota_headers, caller.tenant)
         is_work = scope["method"] == "POST" or path.startswith(STREAMS_PATH)
         fast_path = self._fast_paths.get(path) if is_work else None
         open_call: OpenCall | None = None
@@ -130,11 +148,21 @@ class EdgeMiddleware:
             if open_call is not None:
                 open_call.leave()
 
-
-def _missing_key() -> RequestError:
-    return RequestError(
-        "this server requires an API key: 'Authorization: Bearer <key>'", code="invalid_api_key"
-    )
+    def _admitted(self, scope: Scope) -> Caller:
+        """Who calls. Raises RequestError unless the caller may use the route."""
+        method, path = scope["method"], scope["path"]
+        need = need_of_route(method, path)
+        is_served = need is not None or self._has_route(scope)
+        is_public = need is Access.PUBLIC or (path in PUBLIC_PATHS and not is_served)
+        try:
+            caller = self._keys.caller(_offered_key(scope))
+        except RequestError:
+            if is_public:
+                return NOBODY
+            raise
+        if is_served:
+            check_access(caller, need, f"{method} {ascii(path[:100])[1:-1]}")
+        return caller
 
 
 def _offered_key(scope: Scope) -> str | None:
@@ -146,6 +174,7 @@ def _offered_key(scope: Scope) -> str | None:
 def context_of(scope: Scope) -> CallContext:
     """From EdgeMiddleware's entries in the scope, and from headers. Raises RequestError."""
     state = scope["state"]
+    caller = state.get("caller", ANYONE)  # none for calls from within the process
     deadline_s = None
     timeout_ms = header(scope, TIMEOUT_HEADER)
     if timeout_ms is not None:
@@ -161,6 +190,8 @@ def context_of(scope: Scope) -> CallContext:
         request_id=state["request_id"],
         client_id=state["client_id"],
         principal=state["principal"],
+        key_id=caller.key_id,
+        max_priority=caller.max_priority,
         deadline_s=deadline_s,
         front="http",
         wants_timings=header(scope, TIMINGS_HEADER) == "1",

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
+from penstock.deployments.ingress.core.billing import BATCH_PREFIX
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
-from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.request import RequestError
@@ -57,21 +57,23 @@ class QueueBody(BaseModel):
     workers: list[WorkerAccountBody]
 
 
-def add_queue_route(
-    app: FastAPI, gate: GateClient | None, admission: str, *, is_open: bool
-) -> None:
-    refusals: dict[int | str, dict[str, Any]] = {401: {"model": ErrorBody}}
+def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> None:
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody} for status in (401, 403)
+    }
 
     @app.get("/v1/penstock/queue", response_model=QueueBody, responses=refusals)
     async def queue(request: Request) -> QueueBody:
         """The requests that wait at the gate, each with its predicted wait and the reason: the
-        first 50, or the first `limit`. With API keys: those of the caller's key."""
-        limit = _limit(request)
-        reply = None if gate is None else await gate.explain(limit if is_open else MAX_LISTED)
+        first 50, or the first `limit`. With API keys: those of the caller's tenant, or all for a
+        key with the role admin."""
+        limit, caller = _limit(request), request.scope["state"]["caller"]
+        most = limit if caller.sees_all else MAX_LISTED
+        reply = None if gate is None else await gate.explain(most)
         waits = [] if reply is None else list(reply.waits)
-        if not is_open:
-            principal = context_of(request.scope).principal
-            waits = [each for each in waits if each.tenant == principal][:limit]
+        if not caller.sees_all:
+            own = (caller.tenant, f"{BATCH_PREFIX}{caller.tenant}")
+            waits = [each for each in waits if each.tenant in own][:limit]
         return QueueBody(
             gate=reply is not None,
             admission=admission,

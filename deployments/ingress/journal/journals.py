@@ -106,6 +106,7 @@ class Journals:
             context.principal,
             context.client_id,
             context.wants_timings,
+            key_id=context.key_id,
         )
         return CallJournal(context.request_id, head, self._record)
 

@@ -26,7 +26,7 @@ class Head:
 
     `route`: path of the HTTP endpoint, or full name of the gRPC method. `seed`: of the draws of a
     request that gave none. `ttl_s`: from the last record to the end of the journal.
-    `before`: what the body only names, in a form of the endpoint's own.
+    `before`: what the body only names, in a form of the endpoint's own. `key_id`: of the API key.
     """
 
     route: str
@@ -38,6 +38,7 @@ class Head:
     client_id: str | None = None
     wants_timings: bool = False
     before: bytes = b""
+    key_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def head_bytes(head: Head) -> bytes:
         wants_timings=head.wants_timings,
         ttl_s=head.ttl_s,
         before=head.before,
+        key_id=head.key_id,
     ).SerializeToString()
 
 
@@ -81,6 +83,7 @@ def head_from(record: bytes) -> Head:
         message.client_id or None,
         message.wants_timings,
         message.before,
+        message.key_id,
     )
 
 

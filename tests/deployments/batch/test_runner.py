@@ -163,7 +163,7 @@ class StarvedTarget(ScriptedTarget):
     """Answers only requests of priority 0, as a busy server may."""
 
     async def send(self, url, body):
-        if body["priority"] > 0:
+        if body.get("priority", 0) > 0:
             self.num_starved = getattr(self, "num_starved", 0) + 1
             await asyncio.sleep(1000)
         return await super().send(url, body)

@@ -6,8 +6,10 @@ import time
 
 from penstock.deployments.cli import main as cli
 from penstock.deployments.cli.status import status_text
+from penstock.deployments.security.roles import Role
 from penstock.workers.stats import EngineStats
 from tests.deployments.ingress.http.test_console import ClusterBackend, worker
+from tests.deployments.security.keys import key_of
 from tests.deployments.serving import Serving
 
 
@@ -26,6 +28,18 @@ def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
     assert "Worker: 3 wanted of 1:8, 2 ready; 2 to 3: work waits" in lines
     assert any(line.startswith("  5 min ago: Worker up: 1 to 2") for line in lines)
     assert "2 replicas could not start: see Ray's logs" in lines
+
+
+def test_a_key_for_metrics_alone_sees_the_cluster_and_no_batches(capsys, tmp_path):
+    key, record = key_of("board", [Role.METRICS])
+    file = tmp_path / "key"
+    file.write_text(key)
+    with Serving(ClusterBackend([5]), data_dir=tmp_path, api_keys=[record]) as servers:
+        url = servers.base_url
+        assert cli.main(["status", "--url", url, "--api-key-file", str(file)]) == 0
+        assert "head0000 (head)" in capsys.readouterr().out
+        assert cli.main(["queue", "--url", url, "--api-key-file", str(file)]) == 1
+        assert "needs a key with the role queue" in capsys.readouterr().err
 
 
 def test_batches_have_their_progress():

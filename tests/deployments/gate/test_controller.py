@@ -615,7 +615,10 @@ def test_bad_settings(changes, named):
         GateSettings(**changes)
 
 
-@pytest.mark.parametrize(("name", "value"), [("prompt_tokens", -1), ("ceiling", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt_tokens", -1), ("ceiling", 0), ("weight", 0.0), ("weight", float("nan"))],
+)
 def test_bad_requests(name, value):
     with pytest.raises(ValueError, match=name):
         GateRequest(**{"request_id": "a", "prompt_tokens": 1, name: value})

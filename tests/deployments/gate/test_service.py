@@ -68,6 +68,22 @@ def test_an_offer_that_may_not_fit_is_judged_when_its_text_is_there():
     assert "b" in wire.service.gate.queue
 
 
+def test_offers_bring_the_weights_of_their_tenants():
+    wire = Wire()
+    wire.receive(offers=[offer("first", 500)], texts=[text("first")])
+    tenants = {"heavy": 3.0, "light": 0.0}  # 0: it says nothing, as 1
+    for n in range(12):
+        for tenant, weight in tenants.items():
+            name = f"{tenant}{n}"
+            made = offer(name, 500, weight=weight)
+            made.features.tenant = tenant
+            wire.receive(offers=[made], texts=[text(name)])
+    while wire.service.judge_next(0.0):
+        pass
+    order = [each.tenant for each in wire.service.gate.queue.order(0.0)]
+    assert order[:12].count("heavy") == 9 and len(order) >= 24
+
+
 def test_an_offer_with_its_text_is_answered_once():
     wire = Wire()
     wire.receive(offers=[offer("first", 500)], texts=[text("first")])

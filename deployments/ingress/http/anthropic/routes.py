@@ -33,7 +33,8 @@ from penstock.deployments.ingress.http.openai.schemas import request_schema
 
 SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": AnthropicError} for status in (400, 401, 404, 413, 415, 500, 504, 529)
+    status: {"model": AnthropicError}
+    for status in (400, 401, 403, 404, 413, 415, 429, 500, 504, 529)
 }
 
 

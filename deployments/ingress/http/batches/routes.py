@@ -119,7 +119,7 @@ def _add_file_routes(app: FastAPI, stores: _Stores) -> None:
 
     @app.get(FILES_PATH, response_model=FileList, responses=error_responses(400, 401, 404))
     async def list_files(request: Request) -> Response:
-        """The files of this API key, the newest first."""
+        """The files of the key's tenant, the newest first."""
         files, query = stores.files(request), request.query_params
         page = _page_of(query, MAX_FILES_LISTED, MAX_FILES_LISTED, ("purpose",))
         purpose = query.get("purpose")
@@ -199,7 +199,7 @@ def _add_batch_routes(app: FastAPI, stores: _Stores, keys: IdempotencyKeys | Non
 
     @app.get(BATCHES_PATH, response_model=BatchList, responses=error_responses(400, 401, 404))
     async def list_batches(request: Request) -> Response:
-        """The batches of this API key, the newest first."""
+        """The batches of the key's tenant, the newest first."""
         batches = stores.batches(request)
         page = _page_of(request.query_params, 20, MAX_BATCHES_LISTED)
         known = await asyncio.to_thread(batches.list)

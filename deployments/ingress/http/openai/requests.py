@@ -126,7 +126,7 @@ class _GenerationRequest(ShapeFields):
     def options(self) -> CallOptions:
         return CallOptions(
             model=self.model,
-            priority=self.priority or 0,
+            priority=self.priority,
             cache_salt=self.cache_salt or "",
             tenant=self.user or "",
             skip_special_tokens=self.skip_special_tokens is not False,

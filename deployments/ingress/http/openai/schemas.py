@@ -208,5 +208,6 @@ def request_schema(body: type[BaseModel]) -> dict[str, Any]:
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI entries of the errors that a route returns."""
-    return {status: {"model": ErrorBody} for status in statuses}
+    """The OpenAPI entries of the errors that a route returns; 403 comes wherever 401 does."""
+    named = sorted({*statuses, 403} if 401 in statuses else statuses)
+    return {status: {"model": ErrorBody} for status in named}

@@ -183,7 +183,7 @@ class ResponsesRequest(Strict):
     def options(self) -> CallOptions:
         return CallOptions(
             model=self.model,
-            priority=self.priority or 0,
+            priority=self.priority,
             cache_salt=self.cache_salt or "",
             splits_reasoning=True,
         )

@@ -63,7 +63,7 @@ def add_response_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls 
         RESPONSES_PATH,
         response_model=ResponseBody,
         responses={
-            **error_responses(400, 401, 404, 413, 415, 500, 503, 504),
+            **error_responses(400, 401, 404, 413, 415, 429, 500, 503, 504),
             200: {"content": {"text/event-stream": {}}},
         },
         openapi_extra=request_schema(ResponsesRequest),

@@ -147,7 +147,7 @@ class ResponseStore:
         if principal and own >= MAX_RUNNING_OF_PRINCIPAL:
             raise ServiceError(
                 "over_share",
-                f"{own} responses of this API key run in the background, as many as may; "
+                f"{own} responses of this tenant run in the background, as many as may; "
                 "wait for one to end",
                 retry_after_s=5.0,
             )

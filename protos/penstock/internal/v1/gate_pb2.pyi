@@ -48,7 +48,7 @@ class WorkerReport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ..., report: _Optional[_Union[_channel_pb2.Report, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "credit_epoch", "prefix", "generated")
+    __slots__ = ("request_id", "features", "priority", "remaining_s", "ceiling", "credit_epoch", "prefix", "generated", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Offer(_message.Message):
     CREDIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     features: Features
     priority: int
@@ -65,7 +66,8 @@ class Offer(_message.Message):
     credit_epoch: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
     generated: int
-    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., credit_epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., generated: _Optional[int] = ...) -> None: ...
+    weight: float
+    def __init__(self, request_id: _Optional[str] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., priority: _Optional[int] = ..., remaining_s: _Optional[float] = ..., ceiling: _Optional[int] = ..., credit_epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., generated: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class TextFeatures(_message.Message):
     __slots__ = ("request_id", "keys", "facts")

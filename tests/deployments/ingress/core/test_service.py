@@ -507,7 +507,26 @@ def test_unexpected_errors_are_reported_by_id_only(caplog):
 
 
 def test_the_catalogue_is_whole():
-    statuses = {400, 401, 404, 405, 408, 409, 413, 414, 415, 421, 422, 429, 431, 500, 501, 503, 504}
+    statuses = {
+        400,
+        401,
+        403,
+        404,
+        405,
+        408,
+        409,
+        413,
+        414,
+        415,
+        421,
+        422,
+        429,
+        431,
+        500,
+        501,
+        503,
+        504,
+    }
     documented = (Path(__file__).parents[4] / "docs" / "reference" / "errors.md").read_text()
     for code, entry in CATALOGUE.items():
         assert entry.http_status in statuses, code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,16 @@ async def is_due(outbox: GateOutbox, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_an_offer_has_the_weight_of_its_tenant():
+    async def scenario(outbox: GateOutbox) -> None:
+        heavy = replace(request("a"), weight=2.5)
+        outbox.offer(PendingAdmission(heavy), with_text=False)
+        outbox.offer(PendingAdmission(request("b")), with_text=False)
+        assert [each.weight for each in outbox.take().offers] == [2.5, 1.0]
+
+    with_outbox(scenario)
 
 
 def test_news_wait_for_more_and_go_by_themselves():

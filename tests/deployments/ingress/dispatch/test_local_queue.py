@@ -29,11 +29,13 @@ from tests.deployments.waiting import until
 PRINCIPALS = ("flood", "a", "b", "c", "d", "e")
 
 
-def admission(name: str, tenant: str, *, num_prompt: int = 3, priority: int = 0):
+def admission(
+    name: str, tenant: str, *, num_prompt: int = 3, priority: int = 0, weight: float = 1.0
+):
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     request = Request(name, tuple(range(5, 5 + num_prompt)), params, priority=priority)
     features = Features("m", tenant=tenant, prompt_tokens=num_prompt, max_tokens=2)
-    return AdmissionRequest(request, features=features)
+    return AdmissionRequest(request, features=features, weight=weight)
 
 
 def call(name: str, tenant: str = "", **options) -> InFlightRequest:
@@ -84,6 +86,42 @@ def test_tenants_go_in_turn_and_each_ones_requests_by_priority_and_arrival(run):
         return driven.placed
 
     assert run(scenario()) == ["f0", "a1", "f1", "a0", "f2", "f3"]
+
+
+def test_turns_follow_the_weights(run):
+    async def scenario():
+        driven = Driven()
+        tasks = await begun(
+            [driven.wait(call(f"a{n}", "a", weight=3.0)) for n in range(9)]
+            + [driven.wait(call(f"b{n}", "b")) for n in range(9)]
+        )
+        driven.room = 12
+        driven.queue.place_next()
+        first = "".join(name[0] for name in driven.placed)
+        driven.room = 10
+        driven.queue.place_next()
+        await asyncio.gather(*tasks)
+        return first
+
+    first = run(scenario())
+    assert first.count("a") == 9 and first[:8].count("a") == 6
+
+
+def test_a_tenant_that_leaves_and_comes_back_does_not_go_first_each_time(run):
+    async def scenario():
+        driven = Driven()
+        backlog = await begun([driven.wait(call(f"b{n}", "b")) for n in range(4)])
+        for n in range(4):
+            coming = await begun([driven.wait(call(f"a{n}", "a"))])
+            driven.room = 1
+            driven.queue.place_next()
+            driven.room = 1
+            driven.queue.place_next()
+            await asyncio.gather(*coming)
+        await asyncio.gather(*backlog)
+        return driven.placed
+
+    assert run(scenario()) == ["b0", "a0", "b1", "a1", "b2", "a2", "b3", "a3"]
 
 
 def test_what_finds_room_does_not_wait(run):

@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self) -> None:
         keys = ApiKeys((ALICE, BOB))
-        self.names = {key: keys.principal(f"Bearer {key}") for key in (ALICE, BOB)}
+        self.names = {key: keys.caller(f"Bearer {key}").tenant for key in (ALICE, BOB)}
 
     async def explain(self, limit: int) -> Any:
         tenants = [self.names[BOB]] * 60 + [self.names[ALICE]] * 3
@@ -40,7 +40,7 @@ class Gate:
 def listed(keys: tuple[str, ...], key: str | None, limit: int = 50) -> tuple[list[str], int]:
     """Ids of the waiting requests that the holder of `key` sees, and how many wait in all."""
     gate: Any = Gate()
-    app = build_app(core_over(ScriptedBackend()), api_keys=keys, gate=gate)
+    app = build_app(core_over(ScriptedBackend()), keys=ApiKeys(keys), gate=gate)
 
     async def scenario() -> Any:
         transport = httpx.ASGITransport(app)
