@@ -9,6 +9,7 @@ Each API gives an `Endpoint` for its path; what is the same for all of them is h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
@@ -157,6 +158,9 @@ class JournalledCalls:
 
 def continued_context(call_id: str, head: Head) -> CallContext:
     """Where a call came from, as its journal says."""
+    deadline_s = head.deadline_s
+    if deadline_s is not None:
+        deadline_s += time.monotonic() - time.time()
     return CallContext(
         request_id=call_id,
         client_id=head.client_id,
@@ -164,6 +168,7 @@ def continued_context(call_id: str, head: Head) -> CallContext:
         key_id=head.key_id,
         front="http",
         wants_timings=head.wants_timings,
+        deadline_s=deadline_s,
         seed=head.seed,
         is_continued=True,
     )

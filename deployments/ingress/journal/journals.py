@@ -97,6 +97,9 @@ class Journals:
         self, context: CallContext, route: str, body: bytes, *, has_key: bool = False
     ) -> CallJournal:
         """The journal of a new call, with its seed; see `begin`. `has_key`: of idempotency."""
+        deadline_s = context.deadline_s
+        if deadline_s is not None:  # of this process's clock: another ingress has its own
+            deadline_s += time.time() - time.monotonic()
         head = Head(
             route,
             body,
@@ -107,6 +110,7 @@ class Journals:
             context.client_id,
             context.wants_timings,
             key_id=context.key_id,
+            deadline_s=deadline_s,
         )
         return CallJournal(context.request_id, head, self._record)
 

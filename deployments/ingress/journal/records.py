@@ -27,6 +27,7 @@ class Head:
     `route`: path of the HTTP endpoint, or full name of the gRPC method. `seed`: of the draws of a
     request that gave none. `ttl_s`: from the last record to the end of the journal.
     `before`: what the body only names, in a form of the endpoint's own. `key_id`: of the API key.
+    `deadline_s`: the client's, in seconds since 1970; None: it gave none.
     """
 
     route: str
@@ -39,6 +40,7 @@ class Head:
     wants_timings: bool = False
     before: bytes = b""
     key_id: str = ""
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ def head_bytes(head: Head) -> bytes:
         ttl_s=head.ttl_s,
         before=head.before,
         key_id=head.key_id,
+        deadline_s=head.deadline_s or 0.0,
     ).SerializeToString()
 
 
@@ -84,6 +87,7 @@ def head_from(record: bytes) -> Head:
         message.wants_timings,
         message.before,
         message.key_id,
+        message.deadline_s or None,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import Headers
 from penstock.deployments.ingress.http.journalled import continued_context
@@ -143,6 +143,11 @@ class BackgroundResponses:
         except RequestError as error:  # its journal has expired, or this server would refuse it
             await self._give_up(kept, error)
             return None
+        except ServiceError as error:
+            if error.code != "deadline_exceeded":
+                raise
+            await self._give_up(kept, error)
+            return None
         journal.is_cancelled = is_cancelled
         entry = prepared.entry(journal)
         entry.version = kept.version
@@ -248,10 +253,11 @@ class BackgroundResponses:
     async def _claimed(self, call_id: str) -> bool:
         return self._journals is not None and await self._journals.background.claim(call_id)
 
-    async def _give_up(self, kept: Kept, error: RequestError) -> None:
+    async def _give_up(self, kept: Kept, error: RequestError | ServiceError) -> None:
         """End a response that cannot be continued."""
         assert self._journals is not None
-        failure = {"code": "server_error", "message": str(error), "type": error.code}
+        why = CATALOGUE[error.code].message if isinstance(error, ServiceError) else str(error)
+        failure = {"code": "server_error", "message": why, "type": error.code}
         failed = replace(kept, body={**kept.body, "status": "failed", "error": failure})
         await self._journals.responses.put(kept.request_id, failed.value(), expect=kept.version)
         self._journals.background.remove(kept.request_id)

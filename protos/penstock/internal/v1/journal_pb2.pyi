@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CallHead(_message.Message):
-    __slots__ = ("version", "route", "body", "principal", "client_id", "created_s", "seed", "wants_timings", "ttl_s", "before", "key_id")
+    __slots__ = ("version", "route", "body", "principal", "client_id", "created_s", "seed", "wants_timings", "ttl_s", "before", "key_id", "deadline_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class CallHead(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     version: int
     route: str
     body: bytes
@@ -31,7 +32,8 @@ class CallHead(_message.Message):
     ttl_s: float
     before: bytes
     key_id: str
-    def __init__(self, version: _Optional[int] = ..., route: _Optional[str] = ..., body: _Optional[bytes] = ..., principal: _Optional[str] = ..., client_id: _Optional[str] = ..., created_s: _Optional[int] = ..., seed: _Optional[int] = ..., wants_timings: _Optional[bool] = ..., ttl_s: _Optional[float] = ..., before: _Optional[bytes] = ..., key_id: _Optional[str] = ...) -> None: ...
+    deadline_s: float
+    def __init__(self, version: _Optional[int] = ..., route: _Optional[str] = ..., body: _Optional[bytes] = ..., principal: _Optional[str] = ..., client_id: _Optional[str] = ..., created_s: _Optional[int] = ..., seed: _Optional[int] = ..., wants_timings: _Optional[bool] = ..., ttl_s: _Optional[float] = ..., before: _Optional[bytes] = ..., key_id: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class CallRecord(_message.Message):
     __slots__ = ("entries",)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.deployments.ingress.core.errors import CATALOGUE
 from tests.deployments.ingress.journal.server import SlowBackend
 from tests.deployments.ingress.journal.test_journals import KEYS, http_of
 from tests.deployments.ingress.journal.test_resume import RESPONSES, events_of
@@ -148,6 +149,25 @@ def test_a_server_that_ends_hands_its_responses_over(
     after = ended(second, path)
     assert said(after) == said(alone) and after["status"] == alone["status"]
     assert time.monotonic() - begin_s < 60
+
+
+def test_what_is_handed_over_keeps_its_deadline(
+    redis: RedisServer, two: tuple[httpx.Client, httpx.Client]
+) -> None:
+    _, second = two
+    backend = SlowBackend()
+    url = f"redis://127.0.0.1:{redis.port}/0"
+    with Serving(backend, state_url=url, api_keys=KEYS) as third, http_of(third) as http:
+        deadline = {"x-request-timeout-ms": "2500"}
+        body = LONG | {"max_output_tokens": 480}
+        answer = http.post(RESPONSES, json=body, headers=deadline)
+        assert answer.status_code == 200, answer.text
+        path = f"{RESPONSES}/{answer.json()['id']}"
+        eventually(lambda: len(said_so_far(http, path)) > 10, 60)
+    backend.stop()
+    after = ended(second, path)
+    assert after["status"] == "failed", after["status"]
+    assert after["error"]["message"] == CATALOGUE["deadline_exceeded"].message
 
 
 def said_so_far(http: httpx.Client, path: str) -> str:
