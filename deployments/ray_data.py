@@ -145,7 +145,7 @@ class _Sender:
             try:
                 await self._target.models()
             except TargetError as error:
-                raise TargetError(f"{error} (in build_processor: url, api_key)") from error
+                raise TargetError(f"{error} (in build_processor: url, api_key, ca_file)") from error
         rows = await asyncio.gather(*(self._answered(row) for row in batch.to_pylist()))
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: [row.get(name) for row in rows] for name in names}

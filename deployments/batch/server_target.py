@@ -71,7 +71,8 @@ class ServerTarget:
             except httpx.HTTPError as error:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise TargetError(
-                        f"the certificate of {self.url} is not trusted; name its CA with --ca-file"
+                        f"the certificate of {self.url} is not trusted; name its CA "
+                        "(--ca-file, ca_file)"
                     ) from error
                 if time.monotonic() > end_s:
                     raise TargetError(

@@ -112,6 +112,6 @@ def _next_steps(folder: Path) -> list[str]:
         f"  serve: --tls-client-ca-file {ca}",
         f"  chat:  --cert-file {folder}/client.crt --key-file {folder}/client.key",
         f"{folder}/{CA}.key makes new certificates: keep it off the machines that serve.",
-        f"{', '.join(CLUSTER_ROLES)} are for connections within the cluster.",
+        f"for connections between {', '.join(CLUSTER_ROLES)}: serve --cluster-certs-dir {folder}",
         f"before they expire: penstock certs renew {folder}",
     ]

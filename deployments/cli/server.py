@@ -87,8 +87,7 @@ class HttpServer:
     def __init__(self, url: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
-        shows_one = tls is not None and tls.cert_file is not None
-        self._cut_hint = PLAIN_HINT if tls is None else "" if shows_one else NAMELESS_HINT
+        self._cut_hint = PLAIN_HINT if tls is None else _nameless(tls)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # No read timeout: the prefill of a long prompt may take minutes.
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
@@ -150,7 +149,8 @@ class HttpServer:
         except httpx.ConnectError as error:
             raise ServerError(_why(self._url, str(error))) from None
         except (httpx.RemoteProtocolError, httpx.ReadError) as error:
-            raise ServerError(f"{self._url}: {error or 'cut off'}{self._cut_hint}") from None
+            why = str(error).rstrip(".") or "the connection was cut"
+            raise ServerError(f"{self._url}: {why}{self._cut_hint}") from None
         except httpx.HTTPError as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, IndexError) as error:
@@ -162,7 +162,7 @@ class GrpcServer:
 
     def __init__(self, target: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._target = target
-        self._cut_hint = PLAIN_HINT.replace("https", "grpcs") if tls is None else ""
+        self._cut_hint = PLAIN_HINT.replace("https", "grpcs") if tls is None else _nameless(tls)
         credentials = None if tls is None else tls.credentials()
         self._client = Client(target, model=model or "", api_key=api_key, credentials=credentials)
 
@@ -194,6 +194,10 @@ class GrpcServer:
             if error.code == "unavailable":  # gRPC's code for a server that cannot be reached
                 raise ServerError(_why(self._target, error.message) + self._cut_hint) from None
             raise ServerError(error.message) from None
+
+
+def _nameless(tls: ClientTls) -> str:
+    return NAMELESS_HINT if tls.cert_file is None else ""
 
 
 def _why(where: str, reason: str) -> str:

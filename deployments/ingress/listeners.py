@@ -74,7 +74,7 @@ class Listeners:
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
     jobs: JobBoard
-    # For the probes of the metrics port; the event loop's watch; the file of keys; the certificate.
+    # For the probes of the metrics port; the event loop's watch; the file of keys; certificates.
     background: tuple[asyncio.Future[None], ...]
 
     @property
@@ -128,11 +128,12 @@ async def open_listeners(
     gate: GateClient | None,
     view: Callable[[], ClusterView],
     owner: str,
+    cluster: Certificates | None = None,
 ) -> Listeners:
     """Load the tokenizer, build the request core, and listen for HTTP, gRPC and Prometheus.
 
-    `view`: the registry's last answer. `owner`: names this ingress in journals. Raises ConfigError,
-    LoadError or OSError.
+    `view`: the registry's last answer. `owner`: names this ingress in journals. `cluster`: what it
+    shows to workers and gate. Raises ConfigError, LoadError or OSError.
     """
     asyncio.get_running_loop().set_exception_handler(_Complaints())
     keys = await asyncio.to_thread(_api_keys, config)
@@ -167,6 +168,8 @@ async def open_listeners(
         journals=journals,
         certificates=certificates,
     )
+    uses = (("clients", certificates), ("cluster", cluster))
+    in_use = {use: each for use, each in uses if each is not None}
     metrics, probes, watch = None, Probes(core.ready), LoopWatch(pool.beat)
     if config.metrics_port:
         collector = PenstockCollector(
@@ -177,7 +180,7 @@ async def open_listeners(
             None if journals is None else journals.counts,
             connections,
             watch,
-            {} if certificates is None else {"clients": certificates},
+            in_use,
         )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
@@ -192,9 +195,7 @@ async def open_listeners(
         lambda: core.end_calls(keys.ended),
         check=lambda records: check_quotas(records, config.max_ingress, config.state_url),
     )
-    work = [probes.run(), watch.run(), following.run()]
-    if certificates is not None:
-        work.append(certificates.run())
+    work = [probes.run(), watch.run(), following.run(), *(each.run() for each in in_use.values())]
     background = tuple(map(asyncio.ensure_future, work))
     return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs, background)
 

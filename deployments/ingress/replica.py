@@ -89,7 +89,12 @@ class IngressReplica:
         await self._connect_workers()
         try:
             self._listeners = await open_listeners(
-                config, self._pool, self._gate, lambda: self._view, self._ingress_id
+                config,
+                self._pool,
+                self._gate,
+                lambda: self._view,
+                self._ingress_id,
+                cluster=None if certificate is None else certificate.certificates,
             )
         except Exception as error:
             message = start_failure("an ingress", error)

@@ -66,6 +66,11 @@ class ClusterCertificate:
             raise ConfigError(f"{SETTING}: {cert} is of the role {own.role}, and must be of {role}")
         self._cluster = own.cluster
 
+    @property
+    def certificates(self) -> Certificates:
+        """For its metrics, and to look at the files while there are no new connections."""
+        return self._certificates
+
     def newest(self) -> LoadedCertificate:
         """What is in the files, looked at now and then."""
         now_s = time.monotonic()

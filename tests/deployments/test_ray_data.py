@@ -21,10 +21,12 @@ import ray.data
 from penstock.deployments.batch.runner import seed_of
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ray_data import COMPLETIONS, build_processor
+from penstock.deployments.security.authority import make_all
 from penstock.workers.request import Delta, FinishReason
 from tests.deployments.batch.engine_server import EngineServer
 from tests.deployments.ports import free_port
 from tests.deployments.serving import ScriptedBackend, Serving, reference_ids, tokenizer
+from tests.deployments.tls import certificates_of
 
 NUM_ROWS = 60
 BAD = 17  # this row's body is refused
@@ -172,3 +174,18 @@ def test_a_bad_setting_is_named(changed: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"url": "http://127.0.0.1:1", "preprocess": body_of}
     with pytest.raises(ValueError, match=message):
         build_processor(**(given | changed))
+
+
+def test_a_server_with_tls_is_reached_with_its_ca(cluster: None, tmp_path: Path) -> None:
+    make_all(tmp_path, "test", days=1)
+    backend = ScriptedBackend([100], [101], FinishReason.STOP)
+    with Serving(backend, certificates=certificates_of(tmp_path)) as server:
+        options: dict[str, Any] = {"endpoint": COMPLETIONS, "batch_size": 2}
+        process = build_processor(
+            server.base_url, body_of, ca_file=str(tmp_path / "ca.crt"), **options
+        )
+        rows = by_id(process(prompts(4)))
+        assert [(row["error"], row["completion_tokens"]) for row in rows] == [(None, 2)] * 4
+        untrusting = build_processor(server.base_url, body_of, **options)
+        with pytest.raises(ray.exceptions.RayError, match="ca_file"):
+            untrusting(prompts(4)).take_all()

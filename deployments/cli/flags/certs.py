@@ -17,7 +17,7 @@ ca.crt to clients, and keep ca.key where no server runs. Each role has a certifi
   server   what HTTP and gRPC show to clients: tls_cert_file, tls_key_file
   client   what a client shows to a server that asks for it (tls_client_ca_file)
   worker, ingress, gate
-           what the parts of a cluster show to one another
+           what the parts of a cluster show to one another: cluster_certs_dir
 
 Each names its holder as penstock://CLUSTER/ROLE/ID; that of the server has the names of its hosts.
 They are valid for 30 days, and `certs renew` makes new ones. A running server takes them within

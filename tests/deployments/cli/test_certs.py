@@ -231,7 +231,7 @@ def test_a_connection_that_cannot_be_made_says_what_to_change(folder: Path):
         secure = (serving.base_url, f"grpcs://{serving.grpc_target}")
         for url in secure:
             assert "is not trusted" in error(url) and "--ca-file" in error(url)
-        assert "--cert-file FILE" in error(secure[0], ClientTls(ca))
+        assert all("--cert-file FILE" in error(url, ClientTls(ca)) for url in secure)
         assert "write https://" in error(secure[0].replace("https", "http"))
         assert "write grpcs://" in error(secure[1].replace("grpcs", "grpc"))
     with Serving(ScriptedBackend(*SCRIPT)) as serving:

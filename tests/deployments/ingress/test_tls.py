@@ -23,11 +23,11 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.security.authority import make_all, renew_all
 from penstock.deployments.security.certificates import Certificates
 from penstock.workers.request import Delta, FinishReason
-from tests.deployments.serving import ScriptedBackend, Serving
+from tests.deployments.serving import ScriptedBackend, Serving, Step
 from tests.deployments.tls import LOOPS, certificates_of, serial_in, shown, shown_by_grpc, tls_of
 
 NUM_TOKENS = 40
-SCRIPT = (*([100 + n] for n in range(4)), FinishReason.STOP)
+SCRIPT: tuple[Step, ...] = (*([100 + n] for n in range(4)), FinishReason.STOP)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.listeners import open_listeners
 from penstock.deployments.ingress.metrics.families import of_certificates
 from penstock.deployments.security.authority import make_all
+from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.view import ClusterView
 from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
 from tests.deployments.ports import free_port
@@ -68,7 +69,8 @@ def test_an_ingress_with_tls_serves_and_drains(folder: Path, model: Any, run: An
 
     async def scenario() -> None:
         pool = WorkerPool("test")
-        listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
+        own = ClusterCertificate(str(folder), "ingress").certificates
+        listeners = await open_listeners(config, pool, None, ClusterView, "ingress", own)
         pool.update([node.channel.info])
         async with asyncio.timeout(60):
             while not (pool.ready() and listeners.http.started):
@@ -78,7 +80,8 @@ def test_an_ingress_with_tls_serves_and_drains(folder: Path, model: Any, run: An
             assert (await client.get("/ready")).status_code == 200
             assert listeners.num_connections == 1
             page = await client.get(f"http://127.0.0.1:{config.metrics_port}/metrics")
-            assert 'penstock_cert_reload_failed{use="clients"} 0.0' in page.text
+            for use in ("clients", "cluster"):
+                assert f'penstock_cert_reload_failed{{use="{use}"}} 0.0' in page.text
             assert "penstock_http_connections 1.0" in page.text
             target = config.address(config.grpc_port)
             async with AsyncClient(target, credentials=tls.credentials()) as over_grpc:
