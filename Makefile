@@ -41,6 +41,7 @@ check: setup
 	@$(BIN)/mypy tests
 	@$(BIN)/mypy benchmarks tools
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tools.find_asserts
 
 bench: setup
 	@$(BIN)/python -m benchmarks.engine.offline

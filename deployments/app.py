@@ -23,6 +23,7 @@ from penstock.deployments.supervision.ray_workarounds import one_event_loop, req
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.replica import WorkerReplica
+from penstock.workers.weights.hub import commit_of
 
 log = logging.getLogger("penstock.app")
 
@@ -74,6 +75,7 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     config.check_access()
     if not config.insecure:
         require_token_auth()
+    config = with_commit(config)
     cluster = cluster_resources()
     _warn_of_clear_links(config, cluster)
     resolved = resolve(config, cluster)
@@ -107,6 +109,14 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         **ingress_scale(config),
         **supervision,
     ).bind(config, setup, workers)
+
+
+def with_commit(config: ServeConfig) -> ServeConfig:
+    """The configuration with the commit of a model of the hub: processes that start at different
+    times load the same files. Raises LoadError as `commit_of` does."""
+    engine = config.engine
+    commit = commit_of(engine.model, engine.revision)
+    return config if commit is None else replace(config, engine=replace(engine, revision=commit))
 
 
 def worker_scale(config: ServeConfig, cluster: ClusterResources | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from penstock.deployments.app import application, wire
+from penstock.deployments.app import application, wire, with_commit
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.actor import end_gate
@@ -35,6 +35,7 @@ from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.cpu_affinity import allowed_cores, keep_to
+from penstock.workers.errors import LoadError
 
 log = logging.getLogger("penstock.serve")
 
@@ -119,7 +120,10 @@ class Cluster:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
         self._registry.call_when_up("begin")  # its process starts only now
-        config = self._config
+        try:
+            config = with_commit(self._config)
+        except LoadError as error:
+            raise StartError(str(error)) from None
         if not self._is_local:
             deploy_application(application(config, cluster))
             return

@@ -80,7 +80,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
     Raises LoadError or ConfigError.
     """
     engine = load_engine(config.engine)
-    tokenizer = Tokenizer.load(resolve_model(config.engine.model))
+    tokenizer = Tokenizer.load(resolve_model(config.engine.model, config.engine.revision))
     backend = LocalEngine(engine)
     core = RequestCore(
         tokenizer,

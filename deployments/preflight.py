@@ -16,12 +16,13 @@ from penstock.deployments.security.certificates import client_certificates
 from penstock.deployments.security.cluster_links import ROLES, ClusterCertificate
 from penstock.deployments.security.key_file import read_key_file
 from penstock.deployments.security.quotas import check_quotas
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, ModelOptions
 from penstock.workers.cpu_affinity import allowed_cores
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
-from penstock.workers.weights.hub import BUILTIN
+from penstock.workers.weights.hub import BUILTIN, is_hub_id
+from penstock.workers.weights.model_digest import verified_folder
 
 RAY_ANSWERS_S = 10.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -31,6 +32,7 @@ def check_before_start(config: ServeConfig) -> None:
     """Raise ConfigError for the first setting that cannot work on this machine."""
     config.check_access()
     check_model(config.engine.model)
+    check_pins(config.engine)
     folder = Path(config.engine.model).expanduser()
     if folder.is_dir():
         scheme = read_stored_scheme(folder)
@@ -135,6 +137,16 @@ def check_model(model: str) -> None:
             f"model {model!r} not found: name a local folder, a hub id such as 'org/name', "
             f"{' or '.join(map(repr, BUILTIN))}"
         )
+
+
+def check_pins(options: ModelOptions) -> None:
+    """Raise ConfigError if the model's files here are not the ones that were pinned."""
+    if is_hub_id(options.model):
+        return  # looked at when they are fetched
+    try:
+        verified_folder(options)
+    except LoadError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_port_free(name: str, host: str, port: int) -> None:

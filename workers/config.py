@@ -44,6 +44,16 @@ class ModelOptions:
         "builtin",
         "local folder, Hugging Face Hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)",
     )
+    revision: str | None = option(
+        None,
+        "with a hub id: branch, tag or commit; none: main. Penstock asks once for its commit, and "
+        "all processes load that one",
+    )
+    model_digest: str | None = option(
+        None,
+        "digest that the model's files must have, as a worker's log names it; a process that finds "
+        "other files does not start; none: any files (docs/operations/security.md)",
+    )
     weights: WeightFormat = option(
         "auto",
         "number format of the linear layers' weights, quantised while loading where necessary; "

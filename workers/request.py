@@ -54,6 +54,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+# Tokens named in the scores of a call's prompts, alternatives included: each takes some 500 bytes
+# of an ingress, and 70 of a JSON answer. A prompt of 4,761 tokens with 20 alternatives each.
+MAX_PROMPT_SCORES = 100_000
 MAX_LOGIT_BIAS = 1024
 LEAST_REPETITION_PENALTY = 0.01  # a logit divided by next to nothing is infinite
 MAX_BAD_WORDS = 128
@@ -121,7 +124,11 @@ class SamplingParams:
         None, WIDE_APIS, "return logprobs, with this many alternatives", Bounds(0, MAX_LOGPROBS)
     )
     prompt_logprobs: int | None = parameter(
-        None, WIDE_APIS, "the same for the tokens of the prompt", Bounds(0, MAX_LOGPROBS)
+        None,
+        WIDE_APIS,
+        "the same for the tokens of the prompt; tokens of all prompts, times (1 + alternatives), "
+        f"times answers: at most {MAX_PROMPT_SCORES}",
+        Bounds(0, MAX_LOGPROBS),
     )
     structured: StructuredSpec | None = parameter(
         None, SHAPED_APIS, "the shape that the answer must have"
@@ -290,6 +297,20 @@ class Delta:
     times: FirstTokenTimes | None = None  # with the first delta
     engine: str = ""  # address of the worker, where there are several
     is_replayed: bool = False  # at an ingress: from the journal of a stream that is continued
+
+
+def check_prompt_scores(num_scores: int, param: str = "prompt_logprobs") -> None:
+    """Raise RequestError if the scores of a call's prompts name more tokens than they may.
+
+    `num_scores`: tokens of the prompts, times (1 + alternatives), times answers. `param`: the field
+    that asks for them."""
+    if num_scores > MAX_PROMPT_SCORES:
+        raise RequestError(
+            f"{param}: the scores of the prompt would name {num_scores} tokens (tokens of all "
+            f"prompts, times 1 + alternatives, times n), and may name {MAX_PROMPT_SCORES}: ask for "
+            "fewer alternatives, or send the prompt in parts",
+            param=param,
+        )
 
 
 def _at_most(most: int, noun: str, name: str, values: Sized) -> None:

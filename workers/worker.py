@@ -7,6 +7,7 @@ the channel alone. Importing this file loads no torch; `Worker.load` does.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,12 +17,13 @@ from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.stats import WorkerInfo
-from penstock.workers.weights.hub import resolve_model
-from penstock.workers.weights.model_digest import model_digest
+from penstock.workers.weights.model_digest import model_digest, verified_folder
 
 if TYPE_CHECKING:
     from penstock.workers.engine.thread import EngineThread
     from penstock.workers.experts.routed import RoutedExperts
+
+log = logging.getLogger("penstock.worker")
 
 # An ingress without a connection to this worker learns of the drain from the registry, at its next
 # heartbeat: two heartbeats of an ingress, and the time of a message.
@@ -65,6 +67,8 @@ class Worker:
         """
         from penstock.workers.engine.load import load_engine, thread_for  # this loads torch
 
+        digest = model_digest(verified_folder(config))
+        log.info("model %s: digest %s", config.model, digest)
         engine = load_engine(config, experts, remote_experts)
         model = engine.model
         channel = ChannelServer(
@@ -75,7 +79,7 @@ class Worker:
             weights=model.weights.format,
             numerics=config.numerics,
             weight_bytes=model.weights.num_bytes,
-            model_digest=model_digest(resolve_model(config.model)),
+            model_digest=digest,
             tls=tls,
         )
         # If the engine fails, its requests end at once; Serve's health check, which replaces this

@@ -241,12 +241,13 @@ def _model_identity(config: ServeConfig) -> str:
     from penstock.workers.weights.hub import resolve_model
 
     digest = hashlib.sha256()
-    for path in sorted(resolve_model(config.engine.model).iterdir()):
+    for path in sorted(resolve_model(config.engine.model, config.engine.revision).iterdir()):
         if path.is_file():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             if path.suffix == ".json":
                 digest.update(path.read_bytes())
-    settings = {k: v for k, v in asdict(config.engine).items() if k not in ("model", "threads")}
+    same = ("model", "revision", "model_digest", "threads")  # or told by the files
+    settings = {k: v for k, v in asdict(config.engine).items() if k not in same}
     digest.update(repr(sorted(settings.items(), key=str)).encode())
     return f"{config.model_name} here, {digest.hexdigest()[:16]}"
 

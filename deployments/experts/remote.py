@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.deployments.experts.client import ExpertStoreClient
+from penstock.workers.errors import StoreUnavailable
 from penstock.workers.experts.expert_file import Bytes, Manifest, RowIndices
 
 
@@ -36,7 +37,11 @@ class RemoteExperts:
             end = first + len(row_indices) * row_bytes
             found.append(packed[first:end].reshape(len(row_indices), row_bytes))
             first = end
-        assert first == len(packed)
+        if first != len(packed):
+            raise StoreUnavailable(
+                f"the expert store sent {len(packed)} bytes where {first} were asked for: it has "
+                "another version, or other experts"
+            )
         return found
 
     def rows(self, layer: int, expert: int) -> Bytes:

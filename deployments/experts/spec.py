@@ -23,6 +23,7 @@ class StoreSpec:
     folder: str
     has_int8_copies: bool = False  # the file also holds int8 copies of all experts
     is_single: bool = False  # one store for all nodes
+    revision: str | None = None  # of the model, where it comes from the hub
     idle_s: float = 60.0  # without a heartbeat of a worker: the store frees its memory and ends
 
     @property

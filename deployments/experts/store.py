@@ -28,6 +28,7 @@ from penstock.workers.experts.writer import read_manifest, remove_expert_file, w
 from penstock.workers.models.loader import open_model
 from penstock.workers.quantization import check_neurons, weight_plan
 from penstock.workers.stats import ExpertStats
+from penstock.workers.weights.hub import resolve_model
 from penstock.workers.weights.sources import DTYPES
 
 log = logging.getLogger("penstock.experts")
@@ -171,7 +172,8 @@ class ExpertStore:
 
     def _experts(self) -> tuple[CheckpointExperts, Any]:
         spec = self._spec
-        folder, config, tensors = open_model(spec.model, spec.weights, spec.device)
+        model = resolve_model(spec.model, spec.revision)
+        folder, config, tensors = open_model(str(model), spec.weights, spec.device)
         weight_plan(config.stored_scheme, spec.weights)
         if spec.has_int8_copies:
             check_neurons(config.stored_scheme, spec.weights, "moe_mode quantized")

@@ -47,7 +47,7 @@ from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
 from penstock.workers.text.tokenizer import Tokenizer
-from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.model_digest import verified_folder
 
 ERRORS_S = 1.0  # after the drain, for errors to reach clients
 # Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60 s). The client
@@ -259,7 +259,7 @@ async def _request_core(
     config: ServeConfig, pool: WorkerPool, gate: GateClient | None, billing: Billing
 ) -> RequestCore:
     """The request core for the configured model. Raises ConfigError or LoadError."""
-    folder = await asyncio.to_thread(resolve_model, config.engine.model)
+    folder = await asyncio.to_thread(verified_folder, config.engine)
     vocab_size, max_model_len = read_limits(folder)
     max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
     tokenizer = Tokenizer.load(folder)

@@ -219,6 +219,7 @@ class IngressReplica:
 def _tokenizer_digest(config: ServeConfig) -> str:
     """Of the configured model; empty if its files cannot be read, which loading reports."""
     try:
-        return model_digest(resolve_model(config.engine.model)).partition("-")[0]
+        folder = resolve_model(config.engine.model, config.engine.revision)
+        return model_digest(folder).partition("-")[0]
     except (LoadError, OSError, ValueError):
         return ""

@@ -118,5 +118,6 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
         engine.expert_store_dir,
         has_int8_copies=engine.moe_mode == "quantized",
         is_single=engine.expert_store == "one",
+        revision=engine.revision,
     )
     return ExpertStoreClient(spec)

@@ -16,6 +16,11 @@ def num_bytes(delta: Delta) -> int:
     return size + _bytes_of(delta.logprobs) if delta.logprobs else size
 
 
+def num_token_bytes(delta: Delta, index: int) -> int:
+    """The memory that one of its tokens takes."""
+    return TOKEN_BYTES + (_bytes_of(delta.logprobs[index : index + 1]) if delta.logprobs else 0)
+
+
 def num_prompt_bytes(delta: Delta) -> int:
     """The memory that its prompt_logprobs take; a request has them once."""
     return _bytes_of(delta.prompt_logprobs) if delta.prompt_logprobs else 0

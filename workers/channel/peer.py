@@ -2,7 +2,8 @@
 
 The channel sends one message a step, or one for several steps if the ingress reads slowly: while
 the socket has no room, the deltas of later steps are merged here, those of one request into one. So
-a slow reader delays no other reader and costs bounded memory.
+a slow reader delays no other reader and costs bounded memory. What is large is sent in several
+messages: no message is as long as the other end refuses.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import step_bytes
-from penstock.workers.channel.delta_size import num_bytes, num_prompt_bytes
+from penstock.workers.channel.delta_size import num_bytes, num_prompt_bytes, num_token_bytes
 from penstock.workers.channel.encrypted import TlsEnd, message_connection
 from penstock.workers.channel.framing import MessageConnection
 from penstock.workers.channel.proof import Proof
@@ -27,6 +28,8 @@ MAX_HELLO_BYTES = 4096  # of a message, before its sender has proven itself
 # Of deltas that an ingress has not read. At 50 tokens a second 128 requests fill it in 5 s, if each
 # token has 15 alternatives; an ingress that reads nothing for so long does not live.
 MAX_PENDING_BYTES = 64 << 20
+# Of deltas in one message, as they lie in memory: on the wire they take less, a fourth at most.
+MAX_STEP_BYTES = 8 << 20
 _LISTS = ("token_ids", "logprobs", "prompt_logprobs")
 _COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
 _OF_FIRST = ("request_id", "times", "engine")
@@ -85,23 +88,46 @@ class Outbox:
                 self._drop("it did not read what was sent to it")
                 return
             for stream_id, delta in deltas:
-                self.num_pending_bytes += num_bytes(delta) + num_prompt_bytes(delta)
+                self.num_pending_bytes += _size_of(delta)
                 earlier = self._pending.get(stream_id)
                 self._pending[stream_id] = delta if earlier is None else joined(earlier, delta)
             self.flush()
 
     def flush(self) -> None:
-        """Send what is pending, if there is room; with the connection's lock held."""
-        if not self._pending or self._connection.is_stuck:
-            return
-        pending, self._pending, self.num_pending_bytes = self._pending, {}, 0
-        try:
-            message = step_bytes(pending, self._epoch, self.heard)
-        except Exception:  # ends one connection; this is the engine's thread, which serves others
-            log.exception("the deltas of a step could not be encoded")
-            self._drop("the deltas of a step could not be encoded")
-        else:
+        """Send what is pending, while there is room; with the connection's lock held."""
+        while self._pending and not self._connection.is_stuck:
+            part = self._next_part()
+            try:
+                message = step_bytes(part, self._epoch, self.heard)
+            except Exception:  # ends one connection; this is the engine's thread, of others, too
+                log.exception("the deltas of a step could not be encoded")
+                self._drop("the deltas of a step could not be encoded")
+                return
             self._connection.send(message)
+
+    def _next_part(self) -> dict[int, Delta]:
+        """Take out as much of what is pending as one message may have."""
+        if self.num_pending_bytes <= MAX_STEP_BYTES:
+            part, self._pending, self.num_pending_bytes = self._pending, {}, 0
+            return part
+        part, room = {}, MAX_STEP_BYTES
+        for stream_id, delta in list(self._pending.items()):
+            size = _size_of(delta)
+            if size <= room:
+                del self._pending[stream_id]
+            elif part:  # it begins the next message
+                break
+            else:
+                delta, rest = cut(delta, room)
+                if rest is None:
+                    del self._pending[stream_id]
+                else:
+                    self._pending[stream_id] = rest
+                size = _size_of(delta)
+            part[stream_id] = delta
+            room -= size
+            self.num_pending_bytes -= size
+        return part
 
     def _drop(self, why: str) -> None:
         self._pending, self.num_pending_bytes = {}, 0
@@ -117,6 +143,40 @@ def joined(earlier: Delta, later: Delta) -> Delta:
     for name in _OF_LAST:
         setattr(earlier, name, getattr(later, name))
     return earlier
+
+
+def cut(delta: Delta, most: int) -> tuple[Delta, Delta | None]:
+    """`delta` in two that give it when `joined`: the first with as many tokens as take `most` bytes
+    of memory, at least one, and with the scores of the prompt; None if these are all."""
+    num, room = 0, most - num_prompt_bytes(delta)
+    for i in range(len(delta.token_ids)):
+        room -= num_token_bytes(delta, i)
+        if room < 0 and num:
+            break
+        num += 1
+    if num >= len(delta.token_ids):
+        return delta, None
+    first = Delta(
+        delta.request_id,
+        delta.token_ids[:num],
+        num_cached_tokens=delta.num_cached_tokens,
+        logprobs=delta.logprobs[:num],
+        prompt_logprobs=delta.prompt_logprobs,
+        times=delta.times,
+        engine=delta.engine,
+    )
+    rest = replace(
+        delta,
+        token_ids=delta.token_ids[num:],
+        logprobs=delta.logprobs[num:],
+        prompt_logprobs=[],
+        times=None,
+    )
+    return first, rest
+
+
+def _size_of(delta: Delta) -> int:
+    return num_bytes(delta) + num_prompt_bytes(delta)
 
 
 class IngressPeer:

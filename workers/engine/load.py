@@ -20,6 +20,7 @@ from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.model_digest import verified_folder
 
 
 def load_engine(
@@ -37,7 +38,7 @@ def load_engine(
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         model = load_model(
-            config.model,
+            str(verified_folder(config)),
             weights=config.weights,
             quantize_o=config.quantize_o,
             quantize_lm_head=config.quantize_lm_head,
@@ -57,7 +58,7 @@ def thread_for(
     """A thread, not started, that runs `engine`. The callables are those of EngineThread."""
     config, model = engine.config, engine.model.config
     grammars = GrammarCompiler(
-        lambda: Tokenizer.load(resolve_model(config.model)).to_json(),
+        lambda: Tokenizer.load(resolve_model(config.model, config.revision)).to_json(),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )

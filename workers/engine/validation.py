@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.workers.context_policy import Context, ContextSettings
 from penstock.workers.experts.modes import mode_for
-from penstock.workers.request import Request, RequestError
+from penstock.workers.request import Request, RequestError, check_prompt_scores
 from penstock.workers.structured.grammar import GrammarMatcher
 
 LATE = "the deadline of this request has passed, or it has waited too long for a worker"
@@ -44,6 +44,8 @@ class RequestValidator:
         if any(not 0 <= token_id < vocab for token_id in request.emitted_ids):
             raise RequestError(f"emitted token ids must lie in [0, {vocab})", param="emitted_ids")
         request.params.check(vocab)
+        if request.params.prompt_logprobs is not None:
+            check_prompt_scores(len(request.prompt_ids) * (1 + request.params.prompt_logprobs))
         moe_mode = mode_for(request.params.moe_mode, self.moe_mode)
         max_total = self._max_total(request)
         if len(request.prompt_ids) + len(request.emitted_ids) >= max_total:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.kernels.types import DecodeBatch, PrefillBatch
+from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence
@@ -87,9 +88,8 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
     token_ids = [np.array(known, dtype=np.int64)]
     positions = [position]
     for chunk, table in zip(prefill, prefill_tables):
-        assert not chunk.seq.num_unread_tokens, (
-            "a prefill chunk needs ids that the host has not read"
-        )
+        if chunk.seq.num_unread_tokens:
+            raise InvariantError("a prefill chunk needs ids that the host has not read")
         span = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
         entry = span // block_size - _rolled_before(chunk.seq, span, block_size)
         slots.append(table[entry] * np.int64(block_size) + span % block_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from penstock.workers.device_copy import Mark, to_device
+from penstock.workers.errors import InvariantError
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import Capture, DecodeGraphs, GraphSizes
@@ -122,7 +123,8 @@ class Executor:
         """Graphs of decode steps that read their inputs in `memory`."""
 
         def run(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
-            assert not self.memory.blocks_for(len(token_ids)), "its activations would move"
+            if self.memory.blocks_for(len(token_ids)):
+                raise InvariantError("the activations of a graph would move")
             with self.memory.lease(len(token_ids)) as workspace:
                 self._logits(
                     self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)

@@ -109,15 +109,17 @@ class Calibration:
         """Raises LoadError unless `path` is what `save` wrote."""
         try:
             values = read_json(path)
-            assert tuple(values.pop("keeps")) == KEEPS
+            if tuple(values.pop("keeps")) != KEEPS:
+                raise ValueError("keeps")
             values["layers"] = tuple(values["layers"])
             tables = values["thresholds"]
             values["thresholds"] = {kind: _table(tables[kind]) for kind in MOE_SCORES}
             made = cls(**values)
             shape = len(made.layers), made.num_experts, len(KEEPS)
-            assert made.format in WEIGHT_FORMATS
-            assert all(_shape(table) == shape for table in made.thresholds.values())
-        except (ConfigError, OSError, TypeError, KeyError, ValueError, AssertionError) as error:
+            shapes = {_shape(table) for table in made.thresholds.values()}
+            if made.format not in WEIGHT_FORMATS or shapes != {shape}:
+                raise ValueError("format or shape")
+        except (ConfigError, OSError, TypeError, KeyError, ValueError) as error:
             raise LoadError(
                 f"{path} is not a file of neuron thresholds; write one with: "
                 "penstock calibrate MODEL"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from penstock.workers.errors import InvariantError
+
 ContentKey = tuple[bytes, bytes, bytes]  # key, parent key, token ids as bytes
 
 
@@ -76,7 +78,8 @@ class BlockPool:
 
     def release(self, block_id: int) -> None:
         """Remove one user; without users the block is cached if it is indexed, else free."""
-        assert self._references[block_id] > 0, f"block {block_id} released twice"
+        if self._references[block_id] <= 0:
+            raise InvariantError(f"block {block_id} released twice")
         self._references[block_id] -= 1
         if self._references[block_id]:
             return
@@ -100,9 +103,11 @@ class BlockPool:
 
         None of them may be live; their cached content is no longer addressable.
         """
-        assert not self.num_lent, "lent twice"
+        if self.num_lent:
+            raise InvariantError("lent twice")
         first = self.num_blocks - num
-        assert not any(self._references[first:]), "a live block would be lent"
+        if any(self._references[first:]):
+            raise InvariantError("a live block would be lent")
         for block_id in range(first, self.num_blocks):
             if self.is_cached(block_id):
                 del self._cached_beside(block_id)[block_id]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.memory.copier import CopyThread, Transfer
 
@@ -109,7 +109,8 @@ class HostTier:
 
         `owner` must have no entry yet.
         """
-        assert owner not in self._entries, f"{owner} is in host memory already"
+        if owner in self._entries:
+            raise InvariantError(f"{owner} is in host memory already")
         return self._put(_HostEntry(owner, []), blocks)
 
     def _put(self, entry: _HostEntry, blocks: Sequence[Tensor]) -> bool:
@@ -175,8 +176,10 @@ class HostTier:
 
         Release the slots only when the transfer is done.
         """
-        assert len(slots) == len(outs), "slots and destinations differ in number"
-        assert all(slot in self._num_held for slot in slots), "a slot that is not held"
+        if len(slots) != len(outs):
+            raise InvariantError("slots and destinations differ in number")
+        if not all(slot in self._num_held for slot in slots):
+            raise InvariantError("a slot that is not held")
         for out in outs:
             self._check_block(out)
         self._bytes_out += len(slots) * self.block_bytes
@@ -191,7 +194,8 @@ class HostTier:
     def release(self, held: HeldSlots) -> None:
         """End a hold; call once for each."""
         for entry in held.entries:
-            assert entry.num_holds > 0, f"{entry.name!r} released twice"
+            if entry.num_holds <= 0:
+                raise InvariantError(f"{entry.name!r} released twice")
             entry.num_holds -= 1
             for slot in entry.slots:
                 self._num_held[slot] -= 1

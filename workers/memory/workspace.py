@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.workers.errors import InvariantError
 from penstock.workers.memory.arena import Arena
 from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.model_config import ModelConfig
@@ -60,8 +61,10 @@ class BufferPlan:
 
     def views(self, num_rows: int, memory: Tensor) -> dict[str, Tensor]:
         """Each array as [num_rows, columns] in `memory`, uint8 [at least bytes_for(num_rows)]."""
-        assert memory.numel() >= self.bytes_for(num_rows), "the memory is too small for the step"
-        assert memory.data_ptr() % ALIGN_BYTES == 0 or memory.is_cpu
+        if memory.numel() < self.bytes_for(num_rows):
+            raise InvariantError("the memory is too small for the step")
+        if memory.data_ptr() % ALIGN_BYTES and not memory.is_cpu:
+            raise InvariantError("the memory of a step is not aligned")
         views, region_start = {}, 0
         for region in self.regions:
             for phase in region:
@@ -190,7 +193,8 @@ class StepMemory:
         self.plan = plan
         self.reserve_tokens = reserve_tokens
         self.reserve_bytes = plan.bytes_for(reserve_tokens)
-        assert arena.reserve_bytes >= self.reserve_bytes + logits.bytes_for(num_logits)
+        if arena.reserve_bytes < self.reserve_bytes + logits.bytes_for(num_logits):
+            raise InvariantError("the reserve is too small for the logits")
         remainder = arena.tail(0)[self.reserve_bytes :]
         views = logits.views(num_logits, remainder)
         self.rest = remainder[logits.bytes_for(num_logits) :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, InvariantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Device:
         for name in (compute, "bf16", "fp32"):
             if name in self.flops:
                 return self.flops[name]
-        raise AssertionError
+        raise InvariantError(f"{self.name} has no fp32")
 
     def at(self, compute_share: float, bandwidth_share: float) -> Device:
         """The same device, reaching only these shares of its peaks."""

@@ -6,7 +6,7 @@ Order: logit_bias, repetition penalty, presence and frequency penalties, allowed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,47 +15,99 @@ from torch import Tensor
 from penstock.workers.device_copy import to_device, to_host
 from penstock.workers.request import SamplingParams, TokenLogprob
 
+FIRST_PLACES = 64  # of an answer's tokens; then twice as many, and so on
+
+
+class TokenCounts:
+    """Distinct tokens, and how often each occurred: tensors on the device of the logits.
+
+    A further token changes one place of them, however many there are. Before the first use of
+    `tensors` they are on the host.
+    """
+
+    def __init__(self, token_ids: Iterable[int] = ()):
+        counts = Counter(token_ids)
+        self._place = {token_id: i for i, token_id in enumerate(counts)}
+        self._ids = torch.tensor(list(counts), dtype=torch.long)
+        self._counts = torch.tensor(list(counts.values()), dtype=torch.float32)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def add(self, token_id: int) -> None:
+        """The token has occurred once more."""
+        place = self._place.setdefault(token_id, len(self._place))
+        if place == len(self._ids):
+            self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tokens, int64, and their counts, fp32, in one order."""
+        if self._ids.device != device:
+            self._ids, self._counts = to_device(self._ids, device), to_device(self._counts, device)
+        return self._ids[: len(self)], self._counts[: len(self)]
+
+
+def _doubled(values: Tensor) -> Tensor:
+    return torch.cat((values, values.new_zeros(max(len(values), FIRST_PLACES))))
+
 
 class LogitsEditor:
     """Applies one request's parameters to its logits, with the token counts for penalties."""
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]):
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], emitted_ids: Sequence[int] = ()
+    ):
+        """`emitted_ids`: the answer so far."""
         self._params = params
-        self._seen = set(prompt_ids) if params.repetition_penalty != 1.0 else set()
-        self._counts: Counter[int] = Counter()
+        self._seen = self._counts = None
+        if params.repetition_penalty != 1.0:
+            self._seen = TokenCounts((*prompt_ids, *emitted_ids))
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = TokenCounts(emitted_ids)
         self._bias_ids = torch.tensor([each[0] for each in params.logit_bias], dtype=torch.long)
         self._bias = torch.tensor([each[1] for each in params.logit_bias])
         self._allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long)
 
     def observe(self, token_id: int) -> None:
         """`token_id` is now part of the answer."""
-        self._seen.add(token_id)
-        self._counts[token_id] += 1
+        if self._seen is not None:
+            self._seen.add(token_id)
+        if self._counts is not None:
+            self._counts.add(token_id)
 
     def edit(self, row: Tensor, token_ids: Sequence[int]) -> None:
         """Change `row`, fp32 [vocab], in place. `token_ids`: prompt and answer so far."""
         params = self._params
-        device = row.device
+        if self._bias.device != row.device:
+            self._to(row.device)
         if len(self._bias_ids):
-            row.index_add_(0, to_device(self._bias_ids, device), to_device(self._bias, device))
-        if params.repetition_penalty != 1.0 and self._seen:
-            ids = torch.tensor(list(self._seen), device=row.device)
+            row.index_add_(0, self._bias_ids, self._bias)
+        if self._seen is not None:
+            ids, _ = self._seen.tensors(row.device)
             held = row[ids]
             penalty = params.repetition_penalty
-            row[ids] = torch.where(held > 0, held / penalty, held * penalty)
-        if (params.presence_penalty or params.frequency_penalty) and self._counts:
-            ids = torch.tensor(list(self._counts), device=row.device)
-            counts = torch.tensor(list(self._counts.values()), device=row.device)
-            row[ids] -= params.presence_penalty + params.frequency_penalty * counts
+            row.scatter_(0, ids, torch.where(held > 0, held / penalty, held * penalty))
+        if self._counts is not None and len(self._counts):
+            ids, counts = self._counts.tensors(row.device)
+            held = row[ids]
+            held -= params.presence_penalty + params.frequency_penalty * counts
+            row.scatter_(0, ids, held)
         if len(self._allowed):
-            allowed = to_device(self._allowed, device)
-            kept = row[allowed]
+            kept = row[self._allowed]
             row.fill_(-torch.inf)
-            row[allowed] = kept
+            row[self._allowed] = kept
         for word in params.bad_words_ids:
             head = len(word) - 1
             if head == 0 or tuple(token_ids[-head:]) == word[:-1]:
                 row[word[-1]] = -torch.inf
+
+    def _to(self, device: torch.device) -> None:
+        """What does not change from token to token is copied once."""
+        self._bias_ids = to_device(self._bias_ids, device)
+        self._bias = to_device(self._bias, device)
+        self._allowed = to_device(self._allowed, device)
 
 
 class LogprobRows(NamedTuple):

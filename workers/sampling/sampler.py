@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.kernels import sampling
 from penstock.kernels.types import SamplingRows
 from penstock.workers.device_copy import to_device, to_host
+from penstock.workers.errors import InvariantError
 from penstock.workers.request import TokenLogprob
 from penstock.workers.sampling.logits import LogprobRows
 
@@ -91,7 +92,8 @@ def sample(logits: Tensor, rows: Seq[RowSampling]) -> SampledRows:
 
     The host does not wait for the device, unless an `edit` does.
     """
-    assert logits.shape[0] == len(rows)
+    if logits.shape[0] != len(rows):
+        raise InvariantError(f"{logits.shape[0]} rows of logits, {len(rows)} to be sampled")
     reported = [i for i, row in enumerate(rows) if row.num_logprobs is not None]
     at = to_device(torch.tensor(reported, dtype=torch.int64), logits.device)
     raw = logits[at] if reported else logits  # a copy, before anything is changed

@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
+from penstock.workers.errors import InvariantError
 from penstock.workers.memory.block_pool import BlockPool, ContentKey
 from penstock.workers.scheduling.sequence import Sequence
 from penstock.workers.scheduling.swap import HostSwap, Swapped
@@ -50,7 +51,8 @@ class KVCache:
 
     def admit(self, seq: Sequence) -> bool:
         """Give `seq` the blocks that it needs to begin, prefix hits included, or change nothing."""
-        assert not seq.block_table and not seq.num_rolled_blocks, "admitted with blocks"
+        if seq.block_table or seq.num_rolled_blocks:
+            raise InvariantError("admitted with blocks")
         swapped = None if self.swap is None else self.swap.swapped(seq)
         if self.swap is not None and swapped is not None:
             return self._admit_swapped(self.swap, seq, swapped)
@@ -66,7 +68,8 @@ class KVCache:
         seq.block_keys = hit.keys
         seq.num_computed_tokens = len(hit.blocks) * self.block_size
         grown = self.grow(seq, self.tokens_to_begin(seq))
-        assert grown, "num_available promised these blocks"
+        if not grown:
+            raise InvariantError("num_available promised these blocks")
         num_cached = seq.num_computed_tokens
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += num_cached
@@ -87,7 +90,8 @@ class KVCache:
         held = swap.hold(seq)  # else blocks that `grow` evicts could replace it in host memory
         seq.num_rolled_blocks = swapped.num_rolled_blocks
         grown = self.grow(seq, most)
-        assert grown, "num_available promised these blocks"
+        if not grown:
+            raise InvariantError("num_available promised these blocks")
         swap.swap_in(seq, swapped, held)
         return True
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from penstock.workers.context_policy import Context
+from penstock.workers.errors import InvariantError
 from penstock.workers.scheduling.deferral import Deferral
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Chunk, Plan
@@ -186,7 +187,8 @@ class Scheduler:
             if victim is seq:
                 return -refund
         grown = self.cache.grow(seq, seq.num_computed_tokens + length)
-        assert grown, "room_for promised blocks that grow did not find"
+        if not grown:
+            raise InvariantError("room_for promised blocks that grow did not find")
         plan.add(Chunk(seq, seq.num_computed_tokens, length))
         return length - refund
 
@@ -212,7 +214,8 @@ class Scheduler:
         if num_scratch > len(self._scratch):
             return False
         grown = self.cache.grow(seq, start + stored)
-        assert grown, "room_for promised blocks that grow did not find"
+        if not grown:
+            raise InvariantError("room_for promised blocks that grow did not find")
         scratch = tuple(self._scratch[:num_scratch])
         del self._scratch[:num_scratch]
         if stored < length and fits < length and not seq.num_deferred_tokens:
@@ -259,7 +262,8 @@ class Scheduler:
         return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
 
     def _preempt(self, seq: Sequence) -> None:
-        assert not seq.num_in_flight, "a step in flight uses blocks that would be freed"
+        if seq.num_in_flight:
+            raise InvariantError("a step in flight uses blocks that would be freed")
         self.num_preemptions += 1
         seq.num_preemptions += 1
         self.running.remove(seq)

@@ -104,9 +104,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # of tokens 1, 2, ... until handed out
         self.editor: LogitsEditor | None = None
         if request.params.edits_logits:
-            self.editor = LogitsEditor(request.params, request.prompt_ids)
-            for token_id in request.emitted_ids:
-                self.editor.observe(token_id)
+            self.editor = LogitsEditor(request.params, request.prompt_ids, request.emitted_ids)
 
     @property
     def num_tokens(self) -> int:

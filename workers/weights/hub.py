@@ -5,21 +5,72 @@ Loads no torch: the ingress, which needs only the tokenizer, imports it too.
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 from penstock.workers.errors import LoadError
+
+log = logging.getLogger("penstock.worker")
 
 BUILTIN = {"builtin": "dense", "builtin-moe": "moe"}
 WANTED_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 # Second copies of the weights, and exports for other programs.
 UNWANTED_FILES = ["consolidated*", "*/*.safetensors", "original/*", "onnx/*"]
+ASK_S = 10.0  # for the commit of a revision
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def resolve_model(name: str) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether a model of that name would come from the hub."""
+    return name not in BUILTIN and not Path(name).expanduser().is_dir()
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit that a revision of a hub id is now; None: main. None for models from elsewhere.
+
+    Where the hub cannot be reached, that of the files on this machine. Raises LoadError if there is
+    no such model or revision, or nothing is known of it here.
+    """
+    if not is_hub_id(name):
+        return None
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
+    asked = "main" if revision is None else revision
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            return HfApi().model_info(name, revision=revision, timeout=ASK_S).sha
+    except errors.RevisionNotFoundError:
+        raise LoadError(
+            f"revision: the hub has no revision {asked!r} of {name}; give a branch, tag or commit"
+        ) from None
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        log.warning(
+            "the hub does not tell the commit of %s (%s); looking on this machine",
+            name,
+            type(error).__name__,
+        )
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
+    except Exception as error:
+        raise LoadError(
+            f"the hub does not tell the commit of revision {asked!r} of {name!r}, and none of its "
+            f"files are on this machine ({type(error).__name__}): check the spelling and the "
+            "network, log in with `hf auth login` if access to it is restricted, or give the "
+            "commit itself as revision"
+        ) from error
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
     """The folder of `name`: 'builtin', 'builtin-moe', a folder, or a hub id (fetched if needed).
 
-    Raises LoadError with the remedy if there is no such model, or the hub cannot be reached.
+    `revision`: of a hub id; None: main. Raises LoadError with the remedy if there is no such model,
+    or the hub cannot be reached.
     """
+    if revision is not None and not is_hub_id(name):
+        raise LoadError(f"revision {revision!r} is for models of the hub; {name} is none")
     if name in BUILTIN:
         folder = Path(__file__).parent / "builtin" / BUILTIN[name]
         if not (folder / "config.json").is_file():
@@ -35,11 +86,17 @@ def resolve_model(name: str) -> Path:
 
     try:
         return Path(
-            snapshot_download(name, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=WANTED_FILES,
+                ignore_patterns=UNWANTED_FILES,
+            )
         )
     except Exception as error:  # the hub client raises a dozen unrelated types
         raise LoadError(
-            f"model {name!r} is not a folder here and could not be fetched from the hub "
+            f"model {name!r}{'' if revision is None else f', revision {revision}'} is not a folder "
+            "here and could not be fetched from the hub "
             f"({type(error).__name__}): check the spelling and the network, log in with `hf auth "
             "login` if access to it is restricted, or download it elsewhere and give its folder"
         ) from error

@@ -1,7 +1,7 @@
 """A digest of a model's tokenizer and one of its weights, to compare models across machines.
 
 Ingresses and workers load the files of a model on their own, perhaps on different nodes, and during
-an update different models. Loads no torch.
+an update different models. An operator may name the digest that they must have. Loads no torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-TOKENIZER_FILES = (  # not its configuration: chat templates may differ
+from penstock.workers.config import ModelOptions
+from penstock.workers.errors import LoadError
+from penstock.workers.weights.hub import resolve_model
+
+TOKENIZER_FILES = (
     *("tokenizer.json", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "*.gguf"),
 )
+# Its configuration adds tokens, too. Chat templates are not of it: an ingress alone renders them.
+TOKENIZER_CONFIG, TEMPLATE_FIELD = "tokenizer_config.json", "chat_template"
 WEIGHT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf")
 # Fields of config.json on which the meaning of token ids depends.
 TOKEN_FIELDS = ("vocab_size", "bos_token_id", "eos_token_id", "model_type")
@@ -22,22 +29,52 @@ HEAD_BYTES = 1 << 20  # the header, with names and shapes
 SAMPLES, SAMPLE_BYTES = 32, 64 << 10
 
 
+def verified_folder(options: ModelOptions) -> Path:
+    """The folder of the configured model, fetched if needed.
+
+    Raises LoadError as `resolve_model` does, and if its files are not those of `model_digest`.
+    """
+    folder = resolve_model(options.model, options.revision)
+    if options.model_digest is not None:
+        try:
+            found = model_digest(folder)
+        except (OSError, ValueError) as error:
+            raise LoadError(f"model_digest: {folder} cannot be read: {error}") from error
+        if found != options.model_digest:
+            raise LoadError(
+                f"model_digest: the files in {folder} have the digest {found}, and "
+                f"{options.model_digest} is configured: restore the files that were meant, or set "
+                "model_digest to the new one if these are"
+            )
+    return folder
+
+
 def model_digest(folder: Path) -> str:
     """`TOKENIZER-WEIGHTS`, two digests of the model in `folder`, whatever the folder's name.
 
     Takes milliseconds to a second: large files are sampled. Other weights have another digest; one
     damaged byte need not. Raises OSError or ValueError where files cannot be read.
     """
-    tokenizer, weights = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    config = folder / "config.json"
-    facts = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    tokenizer, weights = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    facts = _object_in(folder / "config.json")
     tokenizer.update(json.dumps([facts.get(name) for name in TOKEN_FIELDS]).encode())
+    extra = _object_in(folder / TOKENIZER_CONFIG)
+    extra.pop(TEMPLATE_FIELD, None)
+    tokenizer.update(json.dumps(extra, sort_keys=True).encode())
     for hashed, patterns in ((tokenizer, TOKENIZER_FILES), (weights, WEIGHT_FILES)):
         for path in _files(folder, patterns):
             hashed.update(f"{path.name}:{path.stat().st_size};".encode())
             for piece in _pieces(path):
                 hashed.update(piece)
     return f"{tokenizer.hexdigest()}-{weights.hexdigest()}"
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty without one. Raises ValueError for anything else."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} should hold a JSON object")
+    return found
 
 
 def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import INT4_GROUP
-from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.errors import ConfigError, InvariantError, LoadError
 from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.quantization import QuantizedFormat
 from penstock.workers.weights.checkpoint import INDEX_NAME, StoredTensor, open_checkpoint
@@ -207,7 +207,8 @@ def _write_entry(file: BinaryIO, entry: OutputTensor, dtype: str) -> None:
             raise LoadError(f"{entry.stored.file}: tensor {entry.stored.name!r} holds NaN or inf")
         tensors = tensors_of(tensor, entry.format, dtype)
     for part, each in zip(entry.parts, tensors, strict=True):
-        assert tuple(each.shape) == part.shape and each.dtype == part.dtype, (entry.name, part)
+        if tuple(each.shape) != part.shape or each.dtype != part.dtype:
+            raise InvariantError(f"{entry.name}: {part} was announced in the header")
         file.write(_bytes_of(each))
 
 

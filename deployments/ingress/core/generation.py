@@ -19,12 +19,17 @@ from penstock.deployments.ingress.core.logprobs import (
 from penstock.deployments.ingress.core.reasoning import ReasoningSplit
 from penstock.deployments.ingress.core.request_metrics import RequestTimes
 from penstock.deployments.ingress.core.tool_parser import ToolCallReader
-from penstock.deployments.ingress.core.validation import is_scoring_only
+from penstock.deployments.ingress.core.validation import is_scoring_only, num_prompt_scores
 from penstock.workers.request import Delta, FinishReason, RequestError, TokenLogprob
 from penstock.workers.text.detokenizer import StopChecker
 from penstock.workers.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+# Of memory, for each token named in the scores of a prompt: as received, decoded, and written.
+# With MAX_OPEN_BYTES, less of them are on the way to an ingress than MAX_PENDING_BYTES of
+# channel/peer.py: they are not what ends its connection.
+SCORE_BYTES = 700
 
 
 class Generation:
@@ -77,6 +82,16 @@ class Generation:
         self._is_first_delta = True
         tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
         self._tool_calls = None if tools is None else ToolCallReader(tools, request.request_id)
+
+    @property
+    def num_prompt_scores(self) -> int:
+        """Tokens that it names in the scores of its prompt."""
+        return num_prompt_scores(self.call, len(self.request.prompt_ids))
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Of memory that they take while it runs, beside the body of its call."""
+        return SCORE_BYTES * self.num_prompt_scores
 
     async def wait_for_prompt(self) -> None:
         """Until the first answer to the same prompt has left it in the prefix cache.

@@ -1,4 +1,5 @@
-"""How many calls may be open at an ingress at a time, and how many bytes of bodies they hold.
+"""How many calls may be open at an ingress at a time, and how many bytes they hold: their bodies,
+and the scores of their prompts.
 
 The last bound of memory, in front of all parsing and tokenising: calls of every connection and of
 both front ends count, also while their bodies arrive. What waits at the gate is bounded there.
@@ -14,7 +15,8 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from penstock.deployments.ingress.core.errors import ServiceError
@@ -62,8 +64,18 @@ class OpenCalls:
     def add(self, num_bytes: int) -> None:
         """A body grows. Raises ServiceError overloaded, and counts nothing, without room."""
         if self.num_bytes + num_bytes > self._max_bytes:
-            self._refuse("the open requests of this server have as many bytes as they may")
+            self._refuse("the open requests of this server hold as many bytes as they may")
         self.num_bytes += num_bytes
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Count what an answer holds beside the body of its call. Raises ServiceError overloaded
+        without room."""
+        self.add(num_bytes)
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
 
     def left(self, num_bytes: int, began_s: float) -> None:
         """A call has ended."""

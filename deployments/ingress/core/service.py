@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
@@ -37,10 +37,12 @@ from penstock.deployments.ingress.core.validation import (
     cache_domain,
     check_ids,
     check_num_ids,
+    check_num_scores,
     check_text,
     checked_params,
     checked_priority,
     nth_choice,
+    num_prompt_scores,
 )
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
@@ -172,13 +174,16 @@ class RequestCore:
     ) -> Pieces:
         """The answer in pieces, each with `index`; the last has finish_reason and usage.
 
-        Raises ServiceError if it cannot be finished. Closing this generator drops the request.
+        Raises ServiceError if it cannot be finished, or has more scores of its prompt than there is
+        memory for. Closing this generator drops the request.
         """
         answers = self._running.setdefault(generation.call.context.request_id, [])
         answers.append(generation)
         times, usage = generation.times, generation.usage
         finish, bill, is_billed = DISCONNECT, generation.bill, False
+        held = ExitStack()
         try:
+            held.enter_context(self.open_calls.holding(generation.num_held_bytes))
             if bill is not None:
                 await bill.begin()
                 is_billed = True
@@ -219,6 +224,7 @@ class RequestCore:
             finish = "internal_error"
             raise
         finally:
+            held.close()
             generation.deadline.close()
             generation.has_begun.set()  # other answers may wait for the prompt
             answers.remove(generation)
@@ -327,6 +333,7 @@ class RequestCore:
         model = self.model(call.options.model)
         params, limit = checked_params(call, num_choices, model.vocab_size, self._contexts)
         prompt_ids = await self._prompts.fitting_ids(call, model, params, limit)
+        check_num_scores(call, num_choices * num_prompt_scores(call, len(prompt_ids)))
         split = split_of(call, prompt_ids, self._marks, self.tokenizer)
         if split is not None:
             params = split.params(params, self.tokenizer)

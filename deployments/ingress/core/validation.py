@@ -18,7 +18,13 @@ from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.tools import as_plain_messages
 from penstock.workers.context_policy import ContextSettings
-from penstock.workers.request import MAX_BAD_WORDS, MAX_STOP_CHARS, RequestError, SamplingParams
+from penstock.workers.request import (
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    RequestError,
+    SamplingParams,
+    check_prompt_scores,
+)
 from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 2048
@@ -130,6 +136,22 @@ def checked_priority(call: Call) -> int:
             code="permission_denied",
         )
     return priority
+
+
+def num_prompt_scores(call: Call, num_prompt: int) -> int:
+    """Tokens that one answer names in the scores of its prompt of `num_prompt` tokens."""
+    num_top = call.params.prompt_logprobs
+    if call.options.echo and call.params.logprobs is not None:
+        num_top = max(num_top or 0, call.params.logprobs)
+    return 0 if num_top is None else num_prompt * (1 + num_top)
+
+
+def check_num_scores(call: Call, num_scores: int) -> None:
+    """Raise RequestError if all answers to all prompts of a call name so many tokens in the scores
+    of the prompts, and may not; `call`: one of them."""
+    # An echo has the scores of the prompt under the name of those of the answer.
+    is_named = call.params.prompt_logprobs is not None
+    check_prompt_scores(num_scores, "prompt_logprobs" if is_named else "logprobs")
 
 
 def cache_domain(principal: str, salt: str) -> bytes:

@@ -25,6 +25,7 @@ from penstock.deployments.ingress.grpc.messages import (
     answer_message,
     bad_words,
     chat_prompt,
+    check_sendable,
     flag,
     priority,
     sampling,
@@ -234,7 +235,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 echo=request.echo,
             )
             call = Call(text_prompt(request), sampling(request.sampling), options, about)
-        return await self._core.prepare_choices(call, request.n if request.HasField("n") else 1)
+        num_choices = request.n if request.HasField("n") else 1
+        generations = await self._core.prepare_choices(call, num_choices)
+        check_sendable(request, generations[0], self._core.tokenizer)
+        return generations
 
     async def _answer(
         self,

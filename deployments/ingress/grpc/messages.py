@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import pydantic_core
 
 from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt, TextDelta, TokenUsage
+from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
+from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
 from penstock.deployments.ingress.core.tools import MAX_TOOLS, Tool, Toolset, only_one
 from penstock.deployments.ingress.core.validation import MAX_BAD_WORD_STRINGS, MAX_MESSAGES
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -28,6 +30,7 @@ from penstock.workers.request import (
     SamplingParams,
 )
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice, json_schema
+from penstock.workers.text.tokenizer import Tokenizer
 
 # Parameters that the message has under the same name and as the same type.
 _SAMPLING_FIELDS = tuple(
@@ -185,6 +188,9 @@ def _called(call: pb.ToolCall, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+MAX_ANSWER_BYTES = 4 * MAX_BODY_BYTES  # of one message
+# At most, beside its spelling: a token in a list of scores, and one in a list of ids.
+SCORE_BYTES, ID_BYTES = 40, 5
 AnswerT = TypeVar("AnswerT", pb.GenerateResponse, pb.ChatResponse)
 
 _FINISH = {
@@ -219,6 +225,40 @@ def answer_message(kind: type[AnswerT], choice: int, piece: TextDelta) -> Answer
         reason = pb.FINISH_REASON_TOOL_CALLS if ends_in_calls else _FINISH[piece.finish_reason]
         answer.finish_reason = reason
     return answer
+
+
+def check_sendable(
+    request: pb.GenerateRequest | pb.ChatRequest, generation: Generation, tokenizer: Tokenizer
+) -> None:
+    """Raise RequestError if the first message of an answer, which has all about the prompt, may be
+    longer than MAX_ANSWER_BYTES: else it would fail after all the work."""
+    size = most_prompt_bytes(request, generation, tokenizer)
+    if size > MAX_ANSWER_BYTES:
+        name = "prompt_logprobs" if generation.call.params.prompt_logprobs is not None else "echo"
+        raise RequestError(
+            f"{name}: what is returned of this prompt may take {size} bytes, and a gRPC message "
+            f"{MAX_ANSWER_BYTES}: ask for fewer alternatives, send the prompt in parts, or use the "
+            "HTTP API",
+            param=name,
+        )
+
+
+def most_prompt_bytes(
+    request: pb.GenerateRequest | pb.ChatRequest, generation: Generation, tokenizer: Tokenizer
+) -> int:
+    """Most bytes of an answer's first message that are about the prompt."""
+    params, options = generation.call.params, generation.call.options
+    ids, num_scores = generation.request.prompt_ids, generation.num_prompt_scores
+    num_lists = (params.prompt_logprobs is not None) + (
+        options.echo and params.logprobs is not None
+    )
+    num_others = max(0, num_scores - len(ids))  # tokens that are named beside the prompt's own
+    size = num_lists * (num_scores * SCORE_BYTES + num_others * tokenizer.max_token_bytes)
+    if request.return_prompt_token_ids:
+        size += len(ids) * ID_BYTES
+    if num_spelt := num_lists + options.echo:
+        size += num_spelt * sum(len(tokenizer.token_bytes(token_id)) for token_id in ids)
+    return size
 
 
 def usage_message(usages: Sequence[TokenUsage]) -> pb.Usage:

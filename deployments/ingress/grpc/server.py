@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES, RequestCore
 from penstock.deployments.ingress.grpc import health, inference, open_inference
 from penstock.deployments.ingress.grpc.interceptor import Guard
+from penstock.deployments.ingress.grpc.messages import MAX_ANSWER_BYTES
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates, LoadedCertificate
@@ -23,7 +24,7 @@ from penstock.protos.penstock.v1 import inference_pb2_grpc
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 1),  # several ingress replicas share a port
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
-    ("grpc.max_send_message_length", 4 * MAX_BODY_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 1024),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message stays small

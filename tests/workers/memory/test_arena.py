@@ -13,7 +13,7 @@ from penstock.kernels.cpu import native
 from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.memory.workspace import Array, BufferPlan, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
@@ -353,7 +353,7 @@ def test_plan_fits_exactly_what_it_says():
     views = plan.views(10, torch.zeros(768, dtype=torch.uint8))
     assert views["a"].shape == (10, 3)
     assert views["b"].dtype == torch.bfloat16
-    with pytest.raises(AssertionError, match="too small"):
+    with pytest.raises(InvariantError, match="too small"):
         plan.views(10, torch.zeros(767, dtype=torch.uint8))
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.memory.copier import CopyThread, Throttle, Transfer
 from penstock.workers.memory.host_tier import HostTier
@@ -143,9 +143,9 @@ def test_discarded_while_held():
     tier.check()
     tier.release(second)
     assert tier.put_private("a", [block_of(3)])
-    with pytest.raises(AssertionError, match="released twice"):
+    with pytest.raises(InvariantError, match="released twice"):
         tier.release(second)
-    with pytest.raises(AssertionError, match="is not held"):
+    with pytest.raises(InvariantError, match="is not held"):
         tier.load([0], [block_of(0)])
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from penstock.workers.sampling.logits import LogitsEditor, LogprobRows
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_logits
 
 VOCAB = 97
+VOCAB_OF_MANY = 120_000
 PROMPT, ANSWER = [3, 5, 5, 8, 60], [5, 11, 11, 11, 7]
 
 
@@ -47,6 +51,59 @@ def logits():
 def test_repetition_penalty(logits, penalty):
     want = by_transformers(RepetitionPenaltyLogitsProcessor(penalty), logits)
     assert torch.equal(edited(SamplingParams(repetition_penalty=penalty), logits), want)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_penalties_of_a_growing_answer_are_those_of_a_plain_loop(seed):
+    """With more tokens than there are places at first, each of them several times, and an answer
+    that began elsewhere."""
+    rng = random.Random(seed)
+    vocab = 700
+    prompt = rng.choices(range(vocab), k=rng.choice([1, 40, 600]))
+    answer = rng.choices(range(vocab), k=rng.choice([0, 3, 500]))
+    params = SamplingParams(
+        repetition_penalty=rng.choice([0.7, 1.3]),
+        presence_penalty=rng.choice([0.0, -1.25, 0.4]),
+        frequency_penalty=rng.choice([0.3, -0.1]),
+        logit_bias=((3, 2.5), (500, -7.0)),
+    )
+    editor = LogitsEditor(params, prompt, answer)
+    torch.manual_seed(seed)
+    for _ in range(150):
+        row = torch.randn(vocab) * 4
+        row[rng.randrange(vocab)] = -math.inf
+        biased = row.clone()
+        for token_id, bias in params.logit_bias:
+            biased[token_id] += bias
+        processor = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        want = processor(torch.tensor([prompt + answer]), biased[None])[0]
+        for token_id, count in Counter(answer).items():
+            want[token_id] -= params.presence_penalty + params.frequency_penalty * torch.tensor(
+                count, dtype=torch.float32
+            )
+        editor.edit(row, prompt + answer)
+        assert torch.equal(row, want)
+        answer.append(rng.randrange(vocab))
+        editor.observe(answer[-1])
+
+
+def test_a_further_token_changes_no_more_than_its_place(monkeypatch):
+    """However many there were: else each token of a long answer costs the engine's thread more."""
+    editor = LogitsEditor(SamplingParams(frequency_penalty=0.5), (), range(100_000))
+    made: list[int] = []
+    tensor = torch.tensor
+
+    def counted(values, **options):
+        made.append(len(values))
+        return tensor(values, **options)
+
+    monkeypatch.setattr(torch, "tensor", counted)
+    for token_id in range(50, 60):
+        editor.observe(token_id)
+        row = torch.zeros(VOCAB_OF_MANY)
+        editor.edit(row, ())
+        assert row[token_id] == -1.0 and row[token_id + 1] == -0.5
+    assert made == []
 
 
 def test_bad_words(logits):
@@ -184,3 +241,32 @@ def test_penalised_row_leaves_its_neighbours_alone(model):
     answer = [token_id for delta in mixed["r1"] for token_id in delta.token_ids]
     assert answer[0] == 17
     assert (17, 17) not in itertools.pairwise(answer)
+
+
+PENALISED = SamplingParams(
+    temperature=0.7, seed=5, max_tokens=30, ignore_eos=True, repetition_penalty=1.4,
+    frequency_penalty=0.6, presence_penalty=-0.3, logit_bias=((17, 2.0),),
+)  # fmt: skip
+
+
+def ids_of(deltas: list[Delta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def test_penalties_survive_preemption_and_chunks(model):
+    requests = [Request(f"r{n}", tuple(random_prompt(20 + n, n)), PENALISED) for n in range(6)]
+    want, _ = run(model, requests)
+    starved = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 6}
+    got, engine = run(model, requests, **starved)
+    assert engine.stats().num_preemptions
+    assert {name: ids_of(each) for name, each in got.items()} == {
+        name: ids_of(each) for name, each in want.items()
+    }
+
+
+@pytest.mark.parametrize("num_known", [1, 13, 29])
+def test_an_answer_that_is_continued_has_the_same_penalties(model, num_known):
+    request = Request("r", tuple(random_prompt(9, 1)), PENALISED)
+    whole = ids_of(run(model, [request])[0]["r"])
+    rest = replace(request, emitted_ids=tuple(whole[:num_known]))
+    assert ids_of(run(model, [rest])[0]["r"]) == whole[num_known:]

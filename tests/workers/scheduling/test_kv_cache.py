@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from penstock.workers.errors import InvariantError
 from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.scheduling.kv_cache import KVCache
@@ -49,12 +50,12 @@ def test_the_tail_is_taken_last_and_lent_as_a_suffix():
     for block_id in (6, 7):
         pool.release(block_id)
     assert pool.num_lendable(8) == 2
-    with pytest.raises(AssertionError, match="live"):
+    with pytest.raises(InvariantError, match="live"):
         pool.lend(3)
     assert pool.lend(2) == 6
     assert (pool.num_lent, pool.num_available, pool.num_live) == (2, 0, 6)
     pool.check()
-    with pytest.raises(AssertionError, match="lent twice"):
+    with pytest.raises(InvariantError, match="lent twice"):
         pool.lend(1)
     pool.give_back()
     assert [pool.allocate(), pool.allocate()] == [6, 7]

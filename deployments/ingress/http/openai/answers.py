@@ -12,6 +12,7 @@ from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
+from penstock.deployments.ingress.core.validation import check_num_scores
 from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
 from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.events import server_sent
@@ -93,6 +94,8 @@ async def _prepared_completion(core: RequestCore, content: bytes, context: CallC
     for i, prompt in enumerate(prompts):
         call = Call(prompt, params, options, context.of_prompt(i, len(prompts)))
         generations += await core.prepare_choices(call, body.num_choices)
+        if len(prompts) > 1:
+            check_num_scores(call, sum(each.num_prompt_scores for each in generations))
     return Prepared(body, Call(prompts[0], params, options, context), generations)
 
 
