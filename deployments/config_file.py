@@ -24,7 +24,7 @@ _Yaml.yaml_implicit_resolvers = {
 def read_config(path: str) -> dict[str, Any]:
     """The settings in a YAML file. Raises ConfigError unless it maps names to values."""
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)  # noqa: S506 (safe)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

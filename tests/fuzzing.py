@@ -97,7 +97,7 @@ def messages(draw: st.DrawFn, kind: type[Message], depth: int = 3, **given: Any)
 
 def fill(draw: st.DrawFn, message: Message, depth: int, given: dict[str, Any]) -> None:
     """Set some fields of `message`, and of the messages in it, `depth` levels deep."""
-    fields = message.DESCRIPTOR.fields
+    fields = list(message.DESCRIPTOR.fields)
     chosen = (
         draw(st.lists(st.sampled_from(fields), unique_by=lambda each: each.number))
         if fields

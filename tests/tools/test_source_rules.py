@@ -32,7 +32,8 @@ CASES = {
     "import subprocess\n\nsubprocess.run('ls', shell=True)\n": "S602",
     "import os\n\nos.system('ls ' + input())\n": "S605",
     "import tempfile\n\ntempfile.mktemp()\n": "S306",
-    "import random\n\nkey = random.getrandbits(128)\n": "S311",
+    "import random\n\nkey = random.getrandbits(128)\n": "TID251",
+    "import random\n\nkey = random.Random().choice('ab')\n": "S311",
     "import hashlib\n\nhashlib.md5(b'')\n": "S324",
     "import os\n\nos.chmod('x', 0o777)\n": "S103",
 }

@@ -117,7 +117,11 @@ class ChatTemplate:
         try:
             self._template = self._environment.compile_with_ticks(source)
             names = meta.find_undeclared_variables(self._environment.parse(source))
-        except jinja2.TemplateError as error:
+        except RecursionError:
+            raise ConfigError(
+                "the model's chat template cannot be read: it nests too deep"
+            ) from None
+        except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError) as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
         self.knows_tools = "tools" in names
         own = {*_GIVEN, *self._special_tokens, *self._environment.globals}

@@ -21,8 +21,8 @@ from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.inference import open_inference_pb2_grpc
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
-from penstock.workers.request import PARAMETERS, FinishReason
-from tests.deployments.serving import ScriptedBackend, Serving
+from penstock.workers.request import PARAMETERS
+from tests.deployments.serving import EngineBackend, Serving
 from tests.fuzzing import messages, near
 
 TOOL = {
@@ -41,7 +41,6 @@ GOOD: dict[str, dict[str, Any]] = {
             {"role": "tool", "content": "1", "tool_call_id": "c"},
         ],
         "tools": [TOOL],
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
         "logit_bias": {"5": 1.0},
         "stream_options": {"include_usage": True},
@@ -67,7 +66,6 @@ GOOD: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
         "metadata": {"a": "b"},
-        "reasoning": {"effort": "low"},
         "max_output_tokens": 3,
         "store": False,
     },
@@ -101,7 +99,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
-NAMES = tuple(PARAMETERS) + (
+NAMES = (
+    *PARAMETERS,
     "n",
     "user",
     "model",
@@ -116,8 +115,10 @@ FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_sco
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = Path(tmp_path_factory.mktemp("data"))
-    with Serving(ScriptedBackend([7], FinishReason.STOP), data_dir=folder) as serving:
+    backend = EngineBackend()
+    with Serving(backend, data_dir=folder, max_model_len=320) as serving:
         yield serving
+    backend.stop()
 
 
 @pytest.fixture(scope="module")

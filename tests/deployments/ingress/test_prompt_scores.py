@@ -56,7 +56,8 @@ def test_http_refuses_a_call_with_too_many_scores():
             assert message.startswith(f"{param}: ") and str(MAX_PROMPT_SCORES) in message
             assert "fewer alternatives" in message
         assert servers.backend.requests == []
-        allowed = [{**SCORED, "n": 2}, {**SCORED, "prompt": [IDS] * 2}, {**ECHOED, "n": 8}]
+        echoed = {**ECHOED, "max_tokens": 0, "n": 8}  # the script has no logprobs of an answer
+        allowed = [{**SCORED, "n": 2}, {**SCORED, "prompt": [IDS] * 2}, echoed]
         assert [plain.post(PATH, json=body).status_code for body in allowed] == [200] * 3
 
 
@@ -147,14 +148,13 @@ def test_an_ingress_runs_no_more_of_them_than_it_has_memory_for():
         try:
             pieces = [piece async for _, piece in core.run(await core.prepare(call))]
         except ServiceError as refusal:
-            assert refusal.retry_after_s
-            return refusal.code
+            return f"{refusal.code}, later" if refusal.retry_after_s else refusal.code
         return str(pieces[-1].finish_reason)
 
     async def scenario() -> list[str]:
         together = await asyncio.gather(answer(), answer())
         return [*together, await answer()]
 
-    assert asyncio.run(scenario()) == ["stop", "overloaded", "stop"]
+    assert asyncio.run(scenario()) == ["stop", "overloaded, later", "stop"]
     assert open_calls.num_bytes == 0
     assert len(backend.requests) == 2

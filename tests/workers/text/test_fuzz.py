@@ -75,7 +75,8 @@ def test_any_pieces_in_a_loop(bodies, messages):
         "{{ x" + "[0]" * 5000 + " }}",
         "{{ 9 ** 9 ** 9 }}",
         "{{ 'a' * 10 ** 9 }}",
-        "{% set x = range(100000) | list %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
+        "{% set x = range(100000) | list %}"
+        "{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
         "\ud800",
         "{{ '\ud800' }}",

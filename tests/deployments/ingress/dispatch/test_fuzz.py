@@ -1,8 +1,9 @@
-"""Any bytes and messages on the token path: the connection ends or goes on, and nothing else does."""
+"""Any bytes and messages on the token path end the connection at most, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from typing import Any
@@ -153,11 +154,12 @@ def test_a_connection_takes_any_bytes_in_any_pieces(run, pieces, first):
         connection = MessageConnection(
             loop, near, on_message=pb.UpMessage.FromString, on_end=ended.append, max_bytes=100
         )
-        if first:
-            await loop.sock_sendall(far, framed(1))
-        for piece in pieces:
-            await loop.sock_sendall(far, piece)
-            await asyncio.sleep(0)
+        with contextlib.suppress(OSError):  # it has ended already
+            if first:
+                await loop.sock_sendall(far, framed(1))
+            for piece in pieces:
+                await loop.sock_sendall(far, piece)
+                await asyncio.sleep(0)
         far.close()
         await until(lambda: bool(ended))
         assert len(connection._received) <= 108 + (1 << 18)

@@ -125,7 +125,7 @@ def test_a_pinned_digest_is_the_only_one_that_starts(checkpoint, tmp_path):
             model_name="m",
             host="127.0.0.1",
         )
-    with pytest.raises(ConfigError, match="^model_digest: the files in"):
+    with pytest.raises(ConfigError, match=r"^model_digest: the files in"):
         check_before_start(config_from({"model": str(other), "model_digest": digest}))
 
 
