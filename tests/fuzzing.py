@@ -103,7 +103,9 @@ def fill(draw: st.DrawFn, message: Message, depth: int, given: dict[str, Any]) -
         if fields
         else []
     )
-    wanted = {each.name for each in chosen} | {name for name, each in given.items() if each}
+    wanted = {each.name for each in chosen} | {
+        name for name, each in given.items() if each is not None
+    }
     for field in fields:
         if field.name not in wanted or given.get(field.name, ...) is None:
             continue

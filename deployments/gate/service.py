@@ -186,8 +186,12 @@ class GateService:
         if spec is None:
             self.workers.named(message.epoch)
             return
+        try:
+            report = report_from(message)
+        except ValueError as error:
+            log.warning("a report of worker %s cannot be read: %s", spec.name, error)
+            return
         self.gate.add_worker(spec)
-        report = report_from(message)
         self.counts.preemptions += self.workers.reported(spec, report.num_preemptions, now)
         self.learner.progress(report.running)
         self._meter.reported(spec, report.running, report.step_s)

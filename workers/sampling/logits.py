@@ -16,13 +16,15 @@ from penstock.workers.device_copy import to_device, to_host
 from penstock.workers.request import SamplingParams, TokenLogprob
 
 FIRST_PLACES = 64  # of an answer's tokens; then twice as many, and so on
+MANY = 12  # tokens are many if they are more than this part of the vocabulary
 
 
 class TokenCounts:
     """Distinct tokens, and how often each occurred: tensors on the device of the logits.
 
-    A further token changes one place of them, however many there are. Before the first use of
-    `tensors` they are on the host.
+    A further token changes one place of them, however many there are. A few tokens are a list of
+    ids with their counts, and many are the counts of the whole vocabulary: to gather and scatter
+    most of a row takes longer than to go through it. Before the first use they are on the host.
     """
 
     def __init__(self, token_ids: Iterable[int] = ()):
@@ -30,6 +32,7 @@ class TokenCounts:
         self._place = {token_id: i for i, token_id in enumerate(counts)}
         self._ids = torch.tensor(list(counts), dtype=torch.long)
         self._counts = torch.tensor(list(counts.values()), dtype=torch.float32)
+        self._of_all: Tensor | None = None  # then the others are not kept up
 
     def __len__(self) -> int:
         return len(self._place)
@@ -37,16 +40,35 @@ class TokenCounts:
     def add(self, token_id: int) -> None:
         """The token has occurred once more."""
         place = self._place.setdefault(token_id, len(self._place))
+        if self._of_all is not None:
+            self._of_all[token_id] += 1
+            return
         if place == len(self._ids):
             self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
         self._ids[place] = token_id
         self._counts[place] += 1
 
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tokens, int64, and their counts, fp32, in one order."""
-        if self._ids.device != device:
-            self._ids, self._counts = to_device(self._ids, device), to_device(self._counts, device)
-        return self._ids[: len(self)], self._counts[: len(self)]
+    def few(self, row: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The tokens, int64, and their counts, fp32, in one order; None: use `of_all`. `row`: of
+        logits, [vocab]."""
+        if self._of_all is not None:
+            return None
+        if self._ids.device != row.device:
+            self._ids, self._counts = (
+                to_device(each, row.device) for each in (self._ids, self._counts)
+            )
+        ids, counts = self._ids[: len(self)], self._counts[: len(self)]
+        if len(ids) * MANY < len(row):
+            return ids, counts
+        self._of_all = torch.zeros_like(row).scatter_(0, ids, counts)
+        self._ids, self._counts = ids[:0], counts[:0]
+        return None
+
+    @property
+    def of_all(self) -> Tensor:
+        """The count of each token of the vocabulary, fp32 [vocab], after `few` has given None."""
+        assert self._of_all is not None
+        return self._of_all
 
 
 def _doubled(values: Tensor) -> Tensor:
@@ -70,6 +92,7 @@ class LogitsEditor:
         self._bias = torch.tensor([each[1] for each in params.logit_bias])
         self._allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long)
 
+    @torch.inference_mode()  # `edit` may have made tensors in it
     def observe(self, token_id: int) -> None:
         """`token_id` is now part of the answer."""
         if self._seen is not None:
@@ -85,15 +108,9 @@ class LogitsEditor:
         if len(self._bias_ids):
             row.index_add_(0, self._bias_ids, self._bias)
         if self._seen is not None:
-            ids, _ = self._seen.tensors(row.device)
-            held = row[ids]
-            penalty = params.repetition_penalty
-            row.scatter_(0, ids, torch.where(held > 0, held / penalty, held * penalty))
+            self._penalise_repetition(row, self._seen, params.repetition_penalty)
         if self._counts is not None and len(self._counts):
-            ids, counts = self._counts.tensors(row.device)
-            held = row[ids]
-            held -= params.presence_penalty + params.frequency_penalty * counts
-            row.scatter_(0, ids, held)
+            self._penalise_answer(row, self._counts)
         if len(self._allowed):
             kept = row[self._allowed]
             row.fill_(-torch.inf)
@@ -102,6 +119,28 @@ class LogitsEditor:
             head = len(word) - 1
             if head == 0 or tuple(token_ids[-head:]) == word[:-1]:
                 row[word[-1]] = -torch.inf
+
+    def _penalise_repetition(self, row: Tensor, seen: TokenCounts, penalty: float) -> None:
+        few = seen.few(row)
+        if few is None:
+            # By the sign of a logit it is divided or multiplied: that is the lesser of the two.
+            changed, other = row / penalty, row * penalty
+            choose = torch.minimum if penalty >= 1 else torch.maximum
+            choose(changed, other, out=changed)
+            torch.where(seen.of_all > 0, changed, row, out=row)
+        else:
+            ids, held = few[0], row[few[0]]
+            row.scatter_(0, ids, torch.where(held > 0, held / penalty, held * penalty))
+
+    def _penalise_answer(self, row: Tensor, tokens: TokenCounts) -> None:
+        presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
+        few = tokens.few(row)
+        if few is None:
+            counts = tokens.of_all
+            row -= (presence + frequency * counts).mul_(counts > 0)
+        else:
+            ids, counts = few
+            row.scatter_(0, ids, row[ids] - (presence + frequency * counts))
 
     def _to(self, device: torch.device) -> None:
         """What does not change from token to token is copied once."""

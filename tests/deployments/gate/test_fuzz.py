@@ -22,7 +22,7 @@ REPORT = {
 
 @st.composite
 def reports(draw: st.DrawFn) -> gate_pb2.WorkerReport:
-    """Of one worker; its columns have one length, as a worker's have."""
+    """Of one worker; its columns mostly have one length, as a worker's have."""
     names = draw(st.lists(NAMES, unique=True, max_size=3))
     report = draw(messages(channel_pb2.Report, **{**REPORT, "request_ids": None}))
     for column in ("request_ids", "generated", "prompt_tokens", "max_tokens"):
@@ -31,6 +31,8 @@ def reports(draw: st.DrawFn) -> gate_pb2.WorkerReport:
     report.request_ids.extend(names)
     for column in (report.generated, report.prompt_tokens, report.max_tokens):
         column.extend(draw(numbers) for _ in names)
+    if draw(st.integers(0, 9)) == 0:
+        report.generated.append(1)
     return gate_pb2.WorkerReport(address="w:1", epoch=draw(st.integers(1, 2)), report=report)
 
 
