@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.penstock-setup
 MODEL  ?= builtin
 JOBS   ?= 2
 
-.PHONY: setup serve test fuzz check bench protos docs client
+.PHONY: setup serve test fuzz check bench protos docs client lock install-locked sbom
 
 setup: $(STAMP)
 
@@ -42,6 +42,34 @@ check: setup
 	@$(BIN)/mypy benchmarks tools
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.find_asserts
+
+# Tools that look at dependencies, apart from what they look at.
+SUPPLY := .venv-supply
+$(SUPPLY)/bin/uv:
+	@test -x $(SUPPLY)/bin/python || $(PYTHON) -m venv $(SUPPLY)
+	@$(SUPPLY)/bin/pip install --quiet --disable-pip-version-check uv cyclonedx-bom
+
+# The exact versions of constraints.txt with the digests of their files, for a Linux machine without
+# a GPU. torch comes from elsewhere (docs/operations/security.md): what it needs is here, itself not.
+lock: $(SUPPLY)/bin/uv
+	@printf 'sympy\nnetworkx\nsetuptools\nwheel\n' > $(SUPPLY)/extra.in
+	@printf 'torch; sys_platform == "none"\n' > $(SUPPLY)/override.txt
+	@$(SUPPLY)/bin/uv pip compile --quiet --upgrade --generate-hashes --no-annotate --python-version 3.11 \
+	  --python-platform linux -c constraints.txt --override $(SUPPLY)/override.txt \
+	  --custom-compile-command "make lock" -o requirements.lock pyproject.toml $(SUPPLY)/extra.in
+
+# What the lock has and nothing else, in a new $(VENV); torch is installed first, by constraints.txt.
+install-locked:
+	@test ! -e $(VENV) || { echo "$(VENV) is there already: remove it, or name another with VENV=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .
+
+sbom: $(SUPPLY)/bin/uv
+	@$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --of JSON -o sbom.cdx.json $(BIN)/python
+	@echo "sbom.cdx.json lists what is installed in $(VENV)"
 
 bench: setup
 	@$(BIN)/python -m benchmarks.engine.offline
