@@ -54,7 +54,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
-# Tokens named in the scores of a call's prompts, alternatives included: each takes some 500 bytes
+# Tokens named in the scores of a call's prompts, alternatives included: each takes 500 to 750 bytes
 # of an ingress, and 70 of a JSON answer. A prompt of 4,761 tokens with 20 alternatives each.
 MAX_PROMPT_SCORES = 100_000
 MAX_LOGIT_BIAS = 1024
