@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
@@ -86,7 +86,7 @@ _INTEGERS: dict[int, tuple[int, int]] = {
 
 
 @st.composite
-def messages(draw: st.DrawFn, kind: type[Message], depth: int = 3, **given: Any) -> Any:
+def messages(draw: st.DrawFn, /, kind: type[Message], depth: int = 3, **given: Any) -> Any:
     """A message of `kind` with some fields set, to anything that their types allow.
 
     `given`: strategies of fields by name; None: never set."""
@@ -97,7 +97,7 @@ def messages(draw: st.DrawFn, kind: type[Message], depth: int = 3, **given: Any)
 
 def fill(draw: st.DrawFn, message: Message, depth: int, given: dict[str, Any]) -> None:
     """Set some fields of `message`, and of the messages in it, `depth` levels deep."""
-    fields = list(message.DESCRIPTOR.fields)
+    fields: list[FieldDescriptor] = list(message.DESCRIPTOR.fields)  # type: ignore[arg-type]
     chosen = (
         draw(st.lists(st.sampled_from(fields), unique_by=lambda each: each.number))
         if fields
@@ -125,7 +125,8 @@ def fill(draw: st.DrawFn, message: Message, depth: int, given: dict[str, Any]) -
 def _fill_message(
     draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int, given: dict[str, Any]
 ) -> None:
-    kind: Descriptor = field.message_type
+    kind = field.message_type
+    assert kind is not None
     if kind.GetOptions().map_entry:
         return
     if not field.is_repeated:

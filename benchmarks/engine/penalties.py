@@ -26,7 +26,7 @@ from penstock.workers.sampling.logits import LogitsEditor
 
 DISTINCT = (100, 1000, 10_000, 128_000)
 TOKENS = 20
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.1},
     "frequency and presence": {"frequency_penalty": 0.1, "presence_penalty": 0.2},
     "all three": {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.2},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from penstock.protos.penstock.internal.v1 import channel_pb2, gate_pb2
 from tests.fuzzing import messages
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])  # few, so that messages are about the same requests
-REPORT = {
+REPORT: dict[str, Any] = {
     "num_blocks": st.sampled_from([0, 1, 100, 2**32 - 1]),
     "block_size": st.sampled_from([0, 1, 16, 2**31]),
     "max_num_seqs": st.sampled_from([0, 1, 16]),
@@ -24,7 +26,7 @@ REPORT = {
 def reports(draw: st.DrawFn) -> gate_pb2.WorkerReport:
     """Of one worker; its columns mostly have one length, as a worker's have."""
     names = draw(st.lists(NAMES, unique=True, max_size=3))
-    report = draw(messages(channel_pb2.Report, **{**REPORT, "request_ids": None}))
+    report = draw(messages(channel_pb2.Report, request_ids=None, **REPORT))
     for column in ("request_ids", "generated", "prompt_tokens", "max_tokens"):
         report.ClearField(column)
     numbers = st.integers(0, 3000) | st.sampled_from([2**31, 2**32 - 1])

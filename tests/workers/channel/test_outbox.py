@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
-from penstock.workers.channel import peer
-from penstock.workers.channel.codec import delta_from
+from penstock.workers.channel.codec import delta_from, step_bytes
 from penstock.workers.channel.delta_size import num_bytes, num_prompt_bytes
 from penstock.workers.channel.framing import MessageConnection
 from penstock.workers.channel.peer import MAX_STEP_BYTES, Outbox, cut, joined
@@ -138,5 +137,5 @@ def test_a_delta_is_smaller_on_the_wire_than_in_memory(num_top):
         for _ in ids
     ]
     for delta in (Delta("", ids), Delta("", ids, logprobs=scores, prompt_logprobs=scores)):
-        size = len(peer.step_bytes({2**31: delta}, 2**64 - 1, 2**31))
+        size = len(step_bytes({2**31: delta}, 2**64 - 1, 2**31))
         assert size < size_of(delta) / 3 + 100

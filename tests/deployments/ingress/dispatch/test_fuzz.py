@@ -47,7 +47,7 @@ def frames(draw: st.DrawFn, kind: type[Any], epoch: int) -> bytes:
     """Some messages of a connection after its greeting, the last of them perhaps damaged."""
     sent = b""
     for n in range(draw(st.integers(1, 4))):
-        right = {"epoch": st.just(epoch), "number": st.just(n + 2)}
+        right: dict[str, Any] = {"epoch": st.just(epoch), "number": st.just(n + 2)}
         is_right = draw(st.integers(0, 3)) > 0
         message = draw(messages(kind, **right if is_right else {})).SerializeToString()
         sent += struct.pack("<II", len(message), n + 1) + message
@@ -151,8 +151,13 @@ def test_a_connection_takes_any_bytes_in_any_pieces(run, pieces, first):
         loop = asyncio.get_running_loop()
         near, far = await _pair()
         ended: list[str] = []
+        taken: list[pb.UpMessage] = []
         connection = MessageConnection(
-            loop, near, on_message=pb.UpMessage.FromString, on_end=ended.append, max_bytes=100
+            loop,
+            near,
+            on_message=lambda each: taken.append(pb.UpMessage.FromString(each)),
+            on_end=ended.append,
+            max_bytes=100,
         )
         with contextlib.suppress(OSError):  # it has ended already
             if first:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -69,7 +70,7 @@ def another_template(folder: Path) -> None:
 
 
 @contextmanager
-def worker_of(folder: Path, **settings: str) -> Iterator[Worker]:
+def worker_of(folder: Path, **settings: Any) -> Iterator[Worker]:
     config = EngineConfig(
         model=str(folder), weights="fp32", device="cpu", num_blocks=64, threads=1, **settings
     )

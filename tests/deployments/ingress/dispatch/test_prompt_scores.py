@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory):
     return load_model(folder, weights="fp32", device="cpu", progress=False)
 
 
-def request(name: str, num_prompt: int, max_tokens: int, **params: int) -> Request:
+def request(name: str, num_prompt: int, max_tokens: int, **params: Any) -> Request:
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens, **params)
     return Request(name, tuple(random_prompt(num_prompt, max_tokens)), sampling)
 
