@@ -33,7 +33,7 @@ CHOSEN = (
 
 
 def pytest_under_o(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-O", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
