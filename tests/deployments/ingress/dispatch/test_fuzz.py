@@ -17,12 +17,13 @@ from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.framing import MessageConnection, listening
+from penstock.workers.channel.proof import Proof
 from penstock.workers.stats import WorkerInfo
+from tests.deployments.ingress.dispatch.raw_ingress import framed
 from tests.deployments.ingress.dispatch.test_pool import (
     Node,
     alone,
     collect,
-    framed,
     narrow,
     pool_of,
     request,
@@ -43,14 +44,16 @@ def node(model: Any):
 
 
 @st.composite
-def frames(draw: st.DrawFn, kind: type[Any], epoch: int) -> bytes:
-    """Some messages of a connection after its greeting, the last of them perhaps damaged."""
+def frames(draw: st.DrawFn, kind: type[Any], epoch: int, first: int) -> bytes:
+    """Some messages of a connection after its greeting, the last of them perhaps damaged.
+
+    `first`: number of the first frame."""
     sent = b""
     for n in range(draw(st.integers(1, 4))):
         right: dict[str, Any] = {"epoch": st.just(epoch), "number": st.just(n + 2)}
         is_right = draw(st.integers(0, 3)) > 0
         message = draw(messages(kind, **right if is_right else {})).SerializeToString()
-        sent += struct.pack("<II", len(message), n + 1) + message
+        sent += struct.pack("<II", len(message), first + n) + message
     if draw(st.booleans()):
         return sent
     place = draw(st.integers(0, max(0, len(sent) - 1)))
@@ -62,7 +65,7 @@ def frames(draw: st.DrawFn, kind: type[Any], epoch: int) -> bytes:
 def test_a_worker_serves_on_whatever_an_ingress_sends(model, node, run, data):
     """An ingress that has proved itself may send anything: its requests end with it."""
     info = node.channel.info
-    sent = data.draw(frames(pb.UpMessage, info.epoch))
+    sent = data.draw(frames(pb.UpMessage, info.epoch, 1))
 
     async def scenario() -> list[int]:
         loop = asyncio.get_running_loop()
@@ -104,7 +107,7 @@ def test_a_worker_serves_on_whatever_a_stranger_sends(node, run, sent):
 @given(data=st.data())
 def test_an_ingress_lives_on_whatever_a_worker_sends(run, data):
     """After its greeting; the request on the connection ends, or waits for another worker."""
-    sent = data.draw(frames(pb.DownMessage, EPOCH))
+    sent = data.draw(frames(pb.DownMessage, EPOCH, 2))
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -115,9 +118,7 @@ def test_an_ingress_lives_on_whatever_a_worker_sends(run, data):
         try:
             pool.update([info])
             far, _ = await loop.sock_accept(listener)
-            welcome = pb.DownMessage(epoch=EPOCH, welcome=pb.Welcome(model="m"))
-            text = welcome.SerializeToString()
-            await loop.sock_sendall(far, struct.pack("<II", len(text), 0) + text)
+            await greet(far, info)
             await until(lambda: pool.num_connected == 1)
             running = asyncio.ensure_future(_all_of(pool))
             await asyncio.sleep(0)
@@ -136,6 +137,24 @@ def test_an_ingress_lives_on_whatever_a_worker_sends(run, data):
             await pool.close()
 
     run(scenario())
+
+
+async def greet(connection: socket.socket, info: WorkerInfo) -> None:
+    """As the worker of `info` does: two messages, the second with the proof that it is the one."""
+    loop = asyncio.get_running_loop()
+    proof = Proof(info.token, own="worker", peer="ingress", epoch=info.epoch)
+    await loop.sock_sendall(connection, down(0, challenge=pb.Challenge(nonce=proof.nonce)))
+    data = b""
+    while len(data) < 8 or len(data) < 8 + struct.unpack_from("<I", data)[0]:
+        data += await loop.sock_recv(connection, 4096)
+    nonce = pb.UpMessage.FromString(data[8 : 8 + struct.unpack_from("<I", data)[0]]).hello.nonce
+    welcome = pb.Welcome(model="m", max_model_len=512, proof=proof.of_own(nonce))
+    await loop.sock_sendall(connection, down(1, epoch=info.epoch, heard=1, welcome=welcome))
+
+
+def down(number: int, **body: Any) -> bytes:
+    text = pb.DownMessage(**body).SerializeToString()
+    return struct.pack("<II", len(text), number) + text
 
 
 async def _all_of(pool: WorkerPool) -> list[Any]:
