@@ -96,7 +96,7 @@ async def measure(target: str, keys: Sequence[str], args: Any) -> dict[str, Time
                 await third.complete([5 + number] * 8, max_tokens=300, ignore_eos=True)
 
         streams = [asyncio.ensure_future(stream(number)) for number in range(args.streams)]
-        found = {}
+        found: dict[str, Times] = {}
         for number in range(-WARM_UP, args.trials):
             if number == 0 or not found:
                 found = {name: Times() for name in OBSERVERS}
