@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.penstock-setup
 MODEL  ?= builtin
-JOBS   ?= 2
+JOBS   ?= 3
 
 .PHONY: setup serve test fuzz check bench protos docs client lock install-locked sbom
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator
 
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.answers.reasoning import find_marks
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.core.reasoning import find_marks
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine

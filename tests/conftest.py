@@ -35,8 +35,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Seconds in which a node has to start; the default of 30 is short where others use the machine.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
-# Tests run in two processes, a file in one of them. Those that start Ray take turns: two clusters
-# that start at once on two cores miss their own deadlines. They are long, so they begin.
+# Tests run in three processes, a file in one of them. Those that start Ray take turns: two clusters
+# that start at once on two cores miss their own deadlines. They are long, so they begin, and the
+# others give way to them: they wait for much of their time, and would else make them longer still.
 RAY_FILES = {
     ROOT / "deployments" / each
     for each in (
@@ -96,11 +97,22 @@ RERUN_FILES |= {
 }
 
 
+GIVES_WAY = 5
+_gives_way = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in RAY_FILES)
     for item in items:
         if item.path in RERUN_FILES:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _gives_way
+    if item.path not in RAY_FILES and not _gives_way and "PYTEST_XDIST_WORKER" in os.environ:
+        _gives_way = True
+        os.nice(GIVES_WAY)
 
 
 class _Progress:

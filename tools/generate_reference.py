@@ -18,9 +18,9 @@ from typing import Any
 
 from penstock.deployments.cli.main import build_parser
 from penstock.deployments.config import settings_by_group
-from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.bounds.connections import Connections
+from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.errors import CATALOGUE
-from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests

@@ -21,6 +21,7 @@ from pathlib import Path
 from tools import result_tables_commits as commits
 from tools import result_tables_faults as faults
 from tools import result_tables_memory as memory
+from tools import result_tables_security as security
 from tools import result_tables_serving as serving
 from tools.result_files import ROOT, Result, ResultError, load_all
 
@@ -80,6 +81,8 @@ TABLES: dict[str, Table] = {
     "random-kills": Table(["faults/random-kills"], faults.kills),
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
+    "siege": Table(["faults/siege"], security.siege),
+    "tenant-timing": Table(["tenant-timing/epyc"], security.tenant_timing),
     "overload": Table(["faults/overload"], faults.overload),
     "two-commits-engine": Table(
         ["two-commits/epyc-w1", "two-commits/epyc-w2"], commits.engines, takes_all=True

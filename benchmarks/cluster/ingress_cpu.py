@@ -32,7 +32,7 @@ from benchmarks.common import record
 from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import target_of
-from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import start_server

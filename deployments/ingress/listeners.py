@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import logging
 import socket
 import time
 from collections.abc import Callable
@@ -16,11 +14,12 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import LOOPBACK, ServeConfig
+from penstock.deployments.ingress.complaints import Complaints
+from penstock.deployments.ingress.core.answers.reasoning import find_marks
 from penstock.deployments.ingress.core.billing import Billing
-from penstock.deployments.ingress.core.connections import Connections, connections_for
-from penstock.deployments.ingress.core.limits import OpenCalls
-from penstock.deployments.ingress.core.loop_watch import LoopWatch
-from penstock.deployments.ingress.core.reasoning import find_marks
+from penstock.deployments.ingress.core.bounds.connections import Connections, connections_for
+from penstock.deployments.ingress.core.bounds.limits import OpenCalls
+from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -55,9 +54,7 @@ ERRORS_S = 1.0  # after the drain, for errors to reach clients
 KEEP_ALIVE_S = 75
 FOLDER_S = 20.0  # longest wait for the folder of the state store after a drain
 FOLDER_POLL_S = 0.1
-COMPLAIN_EVERY_S = 10.0
 
-log = logging.getLogger("penstock.ingress")
 IDLE_POLL_S = 0.02
 
 
@@ -135,7 +132,7 @@ async def open_listeners(
     `view`: the registry's last answer. `owner`: names this ingress in journals. `cluster`: what it
     shows to workers and gate. Raises ConfigError, LoadError or OSError.
     """
-    asyncio.get_running_loop().set_exception_handler(_Complaints())
+    asyncio.get_running_loop().set_exception_handler(Complaints())
     keys = await asyncio.to_thread(_api_keys, config)
     journals = await _journals(config, owner)
     limiter = QuotaLimiter(None if journals is None else journals.store)
@@ -290,25 +287,3 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.bind((host, port))
     listener.listen(2048)
     return listener
-
-
-class _Complaints:
-    """Handles what the event loop could not: each as always, but for descriptors that ran out.
-
-    Then asyncio complains once for each place in the listener's queue, two thousand times a second.
-    Logged with their tracebacks, those would hold the loop up until the workers take it for dead.
-    """
-
-    def __init__(self) -> None:
-        self._quiet_until_s = 0.0
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif loop.time() >= self._quiet_until_s:
-            self._quiet_until_s = loop.time() + COMPLAIN_EVERY_S
-            log.error(
-                "connections cannot be accepted: %s; raise the limit of open files (ulimit -n)",
-                error.strerror,
-            )

@@ -32,9 +32,9 @@ import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.billing import Billing
+from penstock.deployments.ingress.core.bounds.connections import Connections
+from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
-from penstock.deployments.ingress.core.connections import Connections
-from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app

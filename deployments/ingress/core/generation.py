@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.answers.reasoning import ReasoningSplit
+from penstock.deployments.ingress.core.answers.tool_parser import ToolCallReader
 from penstock.deployments.ingress.core.billing import Bill
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
+from penstock.deployments.ingress.core.deadline import Deadline
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
     DecodedLogprob,
@@ -16,15 +18,11 @@ from penstock.deployments.ingress.core.logprobs import (
     decode_logprob,
     decode_prompt_logprobs,
 )
-from penstock.deployments.ingress.core.reasoning import ReasoningSplit
 from penstock.deployments.ingress.core.request_metrics import RequestTimes
-from penstock.deployments.ingress.core.tool_parser import ToolCallReader
 from penstock.deployments.ingress.core.validation import is_scoring_only, num_prompt_scores
 from penstock.workers.request import Delta, FinishReason, RequestError, TokenLogprob
 from penstock.workers.text.detokenizer import StopChecker
 from penstock.workers.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 # Of memory, for each token named in the scores of a prompt: as received, decoded, and written.
 # With MAX_OPEN_BYTES, less of them are on the way to an ingress than MAX_PENDING_BYTES of
@@ -264,55 +262,3 @@ class Generation:
         if self._logprobs is not None:
             piece.logprobs += self._logprobs.release_all(self._num_sent)
         return piece
-
-
-class Deadline:
-    """Expires at `at_s`, on the clock of the event loop, or when `expire` is called; None: only so.
-
-    One timer serves all waits of an answer: `asyncio.timeout_at` makes one for each wait, which
-    costs as much as the rest of the wait. One task waits at a time. Call `close` in the end.
-    """
-
-    def __init__(self, at_s: float | None):
-        self._at_s = at_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._waiting: asyncio.Task[object] | None = None
-        self._has_cancelled = False  # this deadline cancelled the task that waits
-
-    def expire(self) -> None:
-        """Expire now: the task that waits, or the next one that does, gets a TimeoutError."""
-        self._at_s = asyncio.get_running_loop().time()
-        if self._waiting is not None and not self._has_cancelled:
-            self._has_cancelled = True
-            self._waiting.cancel()
-
-    def close(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def wait(self, thing: Awaitable[T]) -> T:
-        """What `thing` gives. Raises TimeoutError once the deadline has expired.
-
-        As with `asyncio.timeout_at`, what is there without waiting is given all the same, and a
-        task that is cancelled from outside gets its CancelledError.
-        """
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None and self._waiting is None
-        if self._at_s is not None and self._at_s <= loop.time():
-            async with asyncio.timeout_at(self._at_s):
-                return await thing
-        if self._timer is None and self._at_s is not None:
-            self._timer = loop.call_at(self._at_s, self.expire)
-        num_cancels, self._waiting = task.cancelling(), task
-        try:
-            return await thing
-        except asyncio.CancelledError:
-            if self._has_cancelled and task.cancelling() - 1 <= num_cancels:
-                raise TimeoutError from None
-            raise
-        finally:
-            self._waiting = None
-            if self._has_cancelled:
-                self._has_cancelled = False
-                task.uncancel()

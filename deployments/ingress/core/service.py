@@ -6,20 +6,18 @@ HTTP, gRPC or worker: front ends pass `Call`s in, and a `TokenBackend` makes tok
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
-from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
 from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
-from penstock.deployments.ingress.core.billing import Bill, Billing
+from penstock.deployments.ingress.core.billing import Billing
+from penstock.deployments.ingress.core.bounds.limits import OpenCalls, Turns
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.limits import OpenCalls, Turns
-from penstock.deployments.ingress.core.reasoning import ReasoningSplit, split_of
+from penstock.deployments.ingress.core.preparation import Preparation, PreparationSettings
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     RequestMetrics,
@@ -33,26 +31,19 @@ from penstock.deployments.ingress.core.streams import (
 )
 from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.validation import (
-    PromptReader,
-    cache_domain,
     check_ids,
     check_num_ids,
-    check_num_scores,
     check_text,
-    checked_params,
-    checked_priority,
     nth_choice,
-    num_prompt_scores,
 )
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
-from penstock.workers.request import FinishReason, Request, RequestError
+from penstock.workers.request import FinishReason, RequestError
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PROMPTS = 64  # prompts of one call
-MAX_MODEL_NAME_CHARS = 200
 
 # Of finish reasons. What else ends an answer says nothing about its length.
 _ENDED = {
@@ -100,16 +91,13 @@ class RequestCore:
         self._model = ServedModel(
             model_name, vocab_size, max_model_len, tokenizer.has_chat_template
         )
-        self._contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
         self._learner = learner
-        self._seeds = random.Random(seed)
-        self._longest_wait_s = longest_wait_s
         self._has_state_store = has_state_store
-        self._shares_prefixes = shares_prefixes
         self.billing = billing
         self.texts = TextPool()
-        self._prompts = PromptReader(tokenizer, self.texts)
-        self._marks = marks
+        contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
+        how = PreparationSettings(contexts, marks, longest_wait_s, shares_prefixes, billing)
+        self._preparation = Preparation(self._model, tokenizer, self.texts, how, seed)
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
 
@@ -127,14 +115,7 @@ class RequestCore:
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name. Raises RequestError model_not_found."""
-        if name and name != self._model.name:
-            shown = ascii(name[:MAX_MODEL_NAME_CHARS])
-            raise RequestError(
-                f"the model {shown} is not served here; served: {self._model.name}",
-                param="model",
-                code="model_not_found",
-            )
-        return self._model
+        return self._preparation.model(name)
 
     async def prepare(self, call: Call) -> Generation:
         """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
@@ -148,26 +129,33 @@ class RequestCore:
         """
         start_s = time.monotonic()
         try:
-            admission, split = await self._admission(call, num_choices)
+            admission, split = await self._preparation.admission(
+                call, num_choices, has_features=self._learner is not None
+            )
         except (RequestError, ServiceError) as refusal:
             log_request(call.context, refusal.code)
             raise
-        bill = self._bill(call, admission.request, num_choices)
+        bill = self._preparation.bill(call, admission.request, num_choices)
         first = Generation(admission, call, self.tokenizer, start_s, split=split, bill=bill)
-        generations = [first]
-        for index in range(1, num_choices):
-            request = replace(
+        further = (
+            replace(
                 first.request,
                 request_id=f"{call.context.request_id}.{index}",
                 params=nth_choice(first.request.params, index),
             )
-            other = replace(admission, request=request)
-            generations.append(
-                Generation(
-                    other, call, self.tokenizer, start_s, split=split, first=first, bill=bill
-                )
+            for index in range(1, num_choices)
+        )
+        others = [
+            Generation(
+                replace(admission, request=request),
+                *(call, self.tokenizer, start_s),
+                split=split,
+                first=first,
+                bill=bill,
             )
-        return generations
+            for request in further
+        ]
+        return [first, *others]
 
     async def run(
         self, generation: Generation, index: int = 0, recorder: Recorder | None = None
@@ -291,7 +279,7 @@ class RequestCore:
     async def prompt_ids(self, call: Call) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it, however long. Raises RequestError."""
         model = self.model(call.options.model)
-        return await self._prompts.ids(call, model, model.max_model_len)
+        return await self._preparation.prompts.ids(call, model, model.max_model_len)
 
     async def detokenize(
         self,
@@ -313,53 +301,8 @@ class RequestCore:
             skip_special_tokens=skip_special_tokens,
         )
 
-    def _bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:
-        """What the call costs its tenant; None: nothing, or an earlier call has paid for it."""
-        if self.billing is None or call.context.is_continued:
-            return None
-        num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
-        return self.billing.bill(call.context.principal, num_prompt, max_tokens, num_answers)
-
     def _learn(self, generation: Generation, finish: str) -> None:
         """Report the length of an answer, unless an error ended it."""
         ended = _ENDED.get(finish)
         if self._learner is not None and ended is not None:
             self._learner.learn(generation.admission, generation.usage.completion_tokens, ended)
-
-    async def _admission(
-        self, call: Call, num_choices: int
-    ) -> tuple[AdmissionRequest, ReasoningSplit | None]:
-        """The checked request with its features, and how its reasoning is split from the answer."""
-        model = self.model(call.options.model)
-        params, limit = checked_params(call, num_choices, model.vocab_size, self._contexts)
-        prompt_ids = await self._prompts.fitting_ids(call, model, params, limit)
-        check_num_scores(call, num_choices * num_prompt_scores(call, len(prompt_ids)))
-        split = split_of(call, prompt_ids, self._marks, self.tokenizer)
-        if split is not None:
-            params = split.params(params, self.tokenizer)
-        if call.options.bad_words:
-            words = await self._prompts.bad_words_ids(call)
-            params = replace(params, bad_words_ids=params.bad_words_ids + words)
-            params.check(model.vocab_size)
-        if params.seed is None and params.temperature > 0:
-            # Chosen here, so that another worker can continue the answer with the same draws.
-            seed = call.context.seed
-            params = replace(params, seed=self._seeds.getrandbits(63) if seed is None else seed)
-        context, now_s, wait_s = call.context, time.monotonic(), self._longest_wait_s
-        if context.deadline_s is not None and now_s >= context.deadline_s:
-            raise ServiceError("deadline_exceeded")
-        request = Request(
-            context.request_id,
-            prompt_ids,
-            params,
-            deadline_s=context.deadline_s,
-            wait_until_s=None if wait_s is None else now_s + wait_s,
-            priority=checked_priority(call),
-            cache_domain=cache_domain(
-                "" if self._shares_prefixes else context.principal, call.options.cache_salt
-            ),
-        )
-        weight = 1.0 if self.billing is None else self.billing.weight(context.principal)
-        if self._learner is None:
-            return AdmissionRequest(request, longest_wait_s=wait_s, weight=weight), split
-        return admission_request(request, call, model.name, self._contexts, wait_s, weight), split

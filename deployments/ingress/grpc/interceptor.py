@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from penstock.deployments.ingress.core.bounds.limits import OpenCalls, Turns
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
-from penstock.deployments.ingress.core.limits import OpenCalls, Turns
 from penstock.deployments.ingress.grpc.calls import Context, abort, metadata_value
 from penstock.deployments.security.api_keys import ApiKeys, check_access
 from penstock.deployments.security.roles import RPCS, Access

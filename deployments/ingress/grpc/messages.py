@@ -17,9 +17,10 @@ import pydantic_core
 from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt, TextDelta, TokenUsage
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
+from penstock.deployments.ingress.core.prompts import MAX_MESSAGES
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
 from penstock.deployments.ingress.core.tools import MAX_TOOLS, Tool, Toolset, only_one
-from penstock.deployments.ingress.core.validation import MAX_BAD_WORD_STRINGS, MAX_MESSAGES
+from penstock.deployments.ingress.core.validation import MAX_BAD_WORD_STRINGS
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.workers.request import (
     MAX_LOGIT_BIAS,

@@ -23,12 +23,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from penstock.deployments.ingress.core.prompts import MAX_MESSAGES, MAX_VARIABLES
 from penstock.deployments.ingress.core.tools import MAX_TOOLS
-from penstock.deployments.ingress.core.validation import (
-    MAX_BAD_WORD_STRINGS,
-    MAX_MESSAGES,
-    MAX_VARIABLES,
-)
+from penstock.deployments.ingress.core.validation import MAX_BAD_WORD_STRINGS
 from penstock.workers.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,

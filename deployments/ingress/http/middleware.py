@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
+from penstock.deployments.ingress.core.bounds.limits import OpenCall, OpenCalls, Turns
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import describe
-from penstock.deployments.ingress.core.limits import OpenCall, OpenCalls, Turns
 from penstock.deployments.ingress.http.asgi import (
     App,
     ClientGone,

@@ -15,14 +15,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock.deployments.ingress.core.call import ServedModel
+from penstock.deployments.ingress.core.prompts import MAX_MESSAGES, ROLES
 from penstock.deployments.ingress.core.service import MAX_PROMPTS
 from penstock.deployments.ingress.core.tools import MAX_TOOLS
 from penstock.deployments.ingress.core.validation import (
     MAX_BAD_WORD_STRINGS,
     MAX_CHOICES,
-    MAX_MESSAGES,
     MAX_TRUNCATE,
-    ROLES,
 )
 from penstock.deployments.ingress.http.openai.schemas import SCHEMA_REF
 from penstock.deployments.ingress.http.responses.requests import (

@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.errors import CATALOGUE
 
 HEAD_PIECE = 16 << 10  # bytes of a head that are parsed at once: the parser copies what it has

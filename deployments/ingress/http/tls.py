@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.http.protocol import BoundedProtocol
 
 HANDSHAKE_S = 5.0

@@ -15,8 +15,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from penstock.deployments.ingress.core.connections import Connections
-from penstock.deployments.ingress.core.loop_watch import LoopWatch
+from penstock.deployments.ingress.core.bounds.connections import Connections
+from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.security.certificates import Certificates

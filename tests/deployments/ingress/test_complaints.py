@@ -9,12 +9,12 @@ import os
 
 import pytest
 
-from penstock.deployments.ingress.listeners import _Complaints
+from penstock.deployments.ingress.complaints import Complaints
 
 
 def test_descriptors_that_ran_out_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.new_event_loop()
-    loop.set_exception_handler(_Complaints())
+    loop.set_exception_handler(Complaints())
     with caplog.at_level(logging.ERROR):
         for _ in range(2000):  # as asyncio does for each place in the listener's queue
             error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -26,7 +26,7 @@ def test_descriptors_that_ran_out_are_said_once(caplog: pytest.LogCaptureFixture
 
 def test_other_faults_are_said_as_always(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.new_event_loop()
-    loop.set_exception_handler(_Complaints())
+    loop.set_exception_handler(Complaints())
     with caplog.at_level(logging.ERROR):
         for number in range(2):
             error = ValueError(f"fault {number}")

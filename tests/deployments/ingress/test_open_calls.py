@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from penstock.deployments.client import Client, ClientError
+from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import ScriptedBackend, Serving, scripted
 from tests.deployments.waiting import eventually

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import httpx
 import pytest
 
+from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.call import Call, CallOptions
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.core.limits import OpenCalls
 from penstock.deployments.ingress.grpc import messages
 from penstock.deployments.ingress.grpc.messages import answer_message, most_prompt_bytes
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -19,6 +20,7 @@ from tests.deployments.serving import (
     EngineBackend,
     ScriptedBackend,
     ScriptedGrpc,
+    Serving,
     core_over,
     scripted,
 )
@@ -136,6 +138,23 @@ def test_the_bound_on_a_message_holds(params, echo):
         backend.stop()
     about_answer = 2000  # the first token, and its own scores
     assert size <= most + about_answer
+
+
+def test_the_scores_of_a_whole_answer_are_bounded_by_memory(backend):
+    """What a stream passes on at once, a whole answer keeps."""
+    open_calls = OpenCalls(max_bytes=100 * 21 * 700)
+    body = {"prompt": IDS[:9], "logprobs": NUM_TOP, "ignore_eos": True}
+    with (
+        Serving(backend, open_calls=open_calls) as serving,
+        httpx.Client(base_url=serving.base_url, timeout=60) as plain,
+    ):
+        refused = plain.post(PATH, json=body | {"max_tokens": 150})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert "max_open_mb" in refused.json()["error"]["message"]
+        assert plain.post(PATH, json=body | {"max_tokens": 80}).status_code == 200
+        streamed = plain.post(PATH, json=body | {"max_tokens": 150, "stream": True})
+        assert streamed.status_code == 200 and "[DONE]" in streamed.text
+    assert open_calls.num_bytes == 0
 
 
 def test_an_ingress_runs_no_more_of_them_than_it_has_memory_for():

@@ -16,7 +16,7 @@ import uvicorn
 
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.ingress.core.connections import Connections
+from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.http.protocol import bounded_protocol
 from penstock.deployments.ingress.http.tls import TlsServer

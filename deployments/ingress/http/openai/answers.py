@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.deployments.ingress.core.call import Call, CallContext, TokenUsage
-from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.logprobs import num_listed_tokens
+from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.generation import SCORE_BYTES, Generation
+from penstock.deployments.ingress.core.logprobs import DecodedLogprob, num_listed_tokens
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.core.validation import check_num_scores
@@ -137,11 +138,27 @@ async def _whole(
     _: Delivery | None,
 ) -> dict[str, Any]:
     choices = [CompletedChoice() for _ in generations]
-    async with aclosing(core.run_many(generations, journal)) as pieces:
-        async for index, piece in pieces:
-            choices[index].add(piece)
-    size = sum(choice.size for choice in choices)
-    return await run_off_loop_if_large(size, renderer.whole, choices)
+    with core.open_calls.holding() as hold:
+        async with aclosing(core.run_many(generations, journal)) as pieces:
+            async for index, piece in pieces:
+                if piece.logprobs:
+                    _hold_scores(hold, piece.logprobs)
+                choices[index].add(piece)
+        size = sum(choice.size for choice in choices)
+        return await run_off_loop_if_large(size, renderer.whole, choices)
+
+
+def _hold_scores(hold: Callable[[int], None], scores: Sequence[DecodedLogprob]) -> None:
+    """A stream passes its scores on; a whole answer keeps them all. Raises ServiceError."""
+    try:
+        hold(SCORE_BYTES * num_listed_tokens(scores))
+    except ServiceError as refusal:
+        raise ServiceError(
+            refusal.code,
+            "the scores of this answer do not fit the memory for open requests (max_open_mb): send "
+            "stream: true, or ask for fewer top_logprobs",
+            retry_after_s=refusal.retry_after_s,
+        ) from None
 
 
 async def _events(

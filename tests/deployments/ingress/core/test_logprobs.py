@@ -19,7 +19,8 @@ from penstock.deployments.ingress.core.logprobs import (
     decode_logprob,
     decode_prompt_logprobs,
 )
-from penstock.deployments.ingress.core.validation import bad_words_ids, nth_choice
+from penstock.deployments.ingress.core.prompts import bad_words_ids
+from penstock.deployments.ingress.core.validation import nth_choice
 from penstock.deployments.ingress.http.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,

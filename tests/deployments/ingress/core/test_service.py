@@ -24,8 +24,8 @@ from penstock.deployments.ingress.core.call import (
     is_client_id,
 )
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError, describe
+from penstock.deployments.ingress.core.prompts import MAX_MESSAGES
 from penstock.deployments.ingress.core.streams import MAX_INLINE_SIZE
-from penstock.deployments.ingress.core.validation import MAX_MESSAGES
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from tests.deployments.serving import (
     MODEL,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
-from penstock.deployments.ingress.core.loop_watch import LoopWatch
+from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.workers.channel import server
 from tests.deployments.ingress.dispatch.test_pool import alone, pool_of, request
 

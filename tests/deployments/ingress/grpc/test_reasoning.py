@@ -16,7 +16,7 @@ from penstock.deployments.client.messages import answer_of
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.text.reasoning import Marks
-from tests.deployments.ingress.core.test_reasoning import (
+from tests.deployments.ingress.core.answers.test_reasoning import (
     ADDED,
     CLOSES,
     MESSAGES,

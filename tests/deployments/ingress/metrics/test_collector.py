@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.deployments.client import Client
+from penstock.deployments.ingress.core.bounds.connections import Connections
+from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.call import TokenUsage
-from penstock.deployments.ingress.core.connections import Connections
 from penstock.deployments.ingress.core.errors import CATALOGUE
-from penstock.deployments.ingress.core.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     FORGET_S,

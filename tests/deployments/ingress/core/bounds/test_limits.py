@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.deployments.ingress.core.limits import Turns
+from penstock.deployments.ingress.core.bounds.limits import Turns
 
 
 async def passes(number: int) -> None:

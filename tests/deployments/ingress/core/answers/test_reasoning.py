@@ -19,8 +19,8 @@ from openai.types.chat import ChatCompletionStreamOptionsParam
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from penstock.deployments.ingress.core.answers.reasoning import after_reasoning, find_marks
 from penstock.deployments.ingress.core.call import Call, CallOptions, ChatPrompt
-from penstock.deployments.ingress.core.reasoning import after_reasoning, find_marks
 from penstock.deployments.ingress.http.openai.schemas import ChatCompletion, ChatCompletionChunk
 from penstock.workers.errors import ConfigError
 from penstock.workers.request import FinishReason, RequestError, SamplingParams

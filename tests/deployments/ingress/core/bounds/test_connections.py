@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.deployments.ingress.core.connections import Connections, connections_for
+from penstock.deployments.ingress.core.bounds.connections import Connections, connections_for
 
 MOST, MOST_PER_ADDRESS = 6, 4
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")

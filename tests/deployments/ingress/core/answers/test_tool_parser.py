@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deployments.ingress.core.tool_parser import MAX_BLOCK_CHARS, HermesParser
+from penstock.deployments.ingress.core.answers.tool_parser import MAX_BLOCK_CHARS, HermesParser
 from penstock.deployments.ingress.core.tools import Tool, Toolset, as_plain_messages, describe
 from penstock.workers.request import RequestError
 

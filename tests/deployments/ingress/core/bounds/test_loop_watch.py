@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from penstock.deployments.ingress.core.loop_watch import GIVE_UP_S, LATE_S, NOTE_S, LoopWatch
+from penstock.deployments.ingress.core.bounds.loop_watch import GIVE_UP_S, LATE_S, NOTE_S, LoopWatch
 
 
 class Clock:

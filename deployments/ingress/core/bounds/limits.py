@@ -68,14 +68,21 @@ class OpenCalls:
         self.num_bytes += num_bytes
 
     @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
-        """Count what an answer holds beside the body of its call. Raises ServiceError overloaded
-        without room."""
-        self.add(num_bytes)
+    def holding(self, num_bytes: int = 0) -> Iterator[Callable[[int], None]]:
+        """Count what an answer holds beside the body of its call; the function that is given counts
+        further bytes. Both raise ServiceError overloaded without room."""
+        held = 0
+
+        def hold(more: int) -> None:
+            nonlocal held
+            self.add(more)
+            held += more
+
         try:
-            yield
+            hold(num_bytes)
+            yield hold
         finally:
-            self.num_bytes -= num_bytes
+            self.num_bytes -= held
 
     def left(self, num_bytes: int, began_s: float) -> None:
         """A call has ended."""

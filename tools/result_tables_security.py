@@ -1,0 +1,76 @@
+"""Tables of hostile requests, and of what a tenant can tell by time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.result_files import Result, fixed, markdown
+
+ROLES = ("ingress", "worker", "gate", "registry")
+
+
+def siege(result: Result) -> str:
+    """Honest streams alone and besieged, memory by role, and how hostile requests ended."""
+    seen = result.figures
+    parts = {"alone": "honest streams alone", "besieged": "honest streams besieged"}
+    head = ("honest streams", "answers", "wrong or failed", "between tokens p50", "p99", "TTFT p50")
+    rows = [
+        (
+            name,
+            str(seen[key]["answers"]),
+            str(seen[key]["wrong or failed"]),
+            fixed(seen[key]["between tokens ms"]["p50"], 1, " ms"),
+            fixed(seen[key]["between tokens ms"]["p99"], 1, " ms"),
+            fixed(seen[key]["to the first token ms"]["p50"], 1, " ms"),
+        )
+        for name, key in parts.items()
+    ]
+    about = (
+        f"{seen['hostile requests']:,} hostile requests in "
+        f"{seen['honest streams besieged']['seconds']:.0f} s. p99 between tokens, besieged over "
+        f"alone: {seen['p99 between tokens, besieged over alone']:.2f}. The same processes "
+        f"throughout: {'yes' if seen['same processes'] else 'no'}; blocks held at the end: "
+        f"{seen['blocks held at the end']}; outcomes that fail the run: "
+        f"{len(seen['outcomes that fail the run'])}."
+    )
+    return "\n\n".join((about, markdown(head, rows), _memory(seen), _outcomes(seen["outcomes"])))
+
+
+def _memory(seen: Mapping[str, Any]) -> str:
+    sizes = seen["largest RSS by role MiB"]
+    parts = ("calm", "siege", "second half of it", "after")
+    rows = [
+        (role, *(fixed(sizes[part].get(role), 0, " MiB") for part in parts))
+        for role in ROLES
+        if role in sizes["calm"]
+    ]
+    return markdown(("largest memory", *parts), rows)
+
+
+def _outcomes(outcomes: Mapping[str, Mapping[str, int]]) -> str:
+    rows = [
+        (name, ", ".join(f"{outcome}: {number:,}" for outcome, number in found.items()))
+        for name, found in outcomes.items()
+    ]
+    return markdown(("hostile requests", "how they ended"), rows)
+
+
+def tenant_timing(result: Result) -> str:
+    """For each observer: the times of prompts that were sent and of new ones, and the AUC."""
+    head = ("observer", "pairs", "sent, p50", "new, p50", "AUC (95 %)", "cached tokens seen")
+    rows = []
+    for name in ("another tenant", "the same tenant"):
+        seen = result.figures[name]
+        low, high = seen["95 % interval"]
+        rows.append(
+            (
+                name,
+                str(seen["sent prompts ms"]["n"]),
+                fixed(seen["sent prompts ms"]["p50"], 2, " ms"),
+                fixed(seen["new prompts ms"]["p50"], 2, " ms"),
+                f"{seen['AUC']:.3f} ({low:.3f} to {high:.3f})",
+                ", ".join(f"{what} ({n})" for what, n in sorted(seen["cached tokens"].items())),
+            )
+        )
+    return markdown(head, rows)
