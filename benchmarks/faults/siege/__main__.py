@@ -5,9 +5,9 @@
 1. `--calm-s` of `--streams` honest streams alone.
 2. The same streams, with hostile clients until they have sent `--requests`: wrong keys, bad and
    mutated bodies, heads and messages, gzip bombs, slow heads and bodies, streams that nobody reads,
-   rapid resets, and `--silent` connections that say nothing, which count when they are closed. They are held to `--rate` requests a
-   second together, since they share the machine with the server; a faster flood is a matter of the
-   network before it.
+   rapid resets, and `--silent` connections that say nothing, which count when they are closed.
+   They are held to `--rate` requests a second together, since they share the machine with the
+   server; a faster flood is a matter of the network before it.
 3. A calm after it: what is left of connections, blocks, memory.
 
 The run passes if every process is the one that it was, no honest answer differs, no hostile request
