@@ -62,11 +62,13 @@ def envelope(program: str, threads: int | None, arguments: Sequence[str]) -> dic
     }
 
 
-def commit(folder: Path = ROOT) -> str | None:
-    """The commit of a checkout, with `-dirty` where tracked files differ; None outside git."""
+def commit(folder: Path | None = None) -> str | None:
+    """The commit of a checkout (None: this one), with `-dirty` where tracked files differ; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
-        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            command, cwd=folder or ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
