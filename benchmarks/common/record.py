@@ -63,7 +63,10 @@ def envelope(program: str, threads: int | None, arguments: Sequence[str]) -> dic
 
 
 def commit(folder: Path | None = None) -> str | None:
-    """The commit of a checkout (None: this one), with `-dirty` where tracked files differ; None outside git."""
+    """The commit of a checkout (None: of this one), with `-dirty` where tracked files differ.
+
+    None outside git.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
         found = subprocess.run(
