@@ -23,7 +23,7 @@ from penstock.deployments.supervision.ray_workarounds import one_event_loop, req
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.replica import WorkerReplica
-from penstock.workers.weights.hub import commit_of
+from penstock.workers.weights.hub import CommitUnknown, commit_of
 
 log = logging.getLogger("penstock.app")
 
@@ -113,9 +113,17 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
 
 def with_commit(config: ServeConfig) -> ServeConfig:
     """The configuration with the commit of a model of the hub: processes that start at different
-    times load the same files. Raises LoadError as `commit_of` does."""
+    times load the same files. Raises LoadError for a revision that the hub does not have.
+
+    Where the hub is out of reach and the files are on other machines alone, the revision stays as
+    it is: an ingress sends nothing to a worker of another tokenizer.
+    """
     engine = config.engine
-    commit = commit_of(engine.model, engine.revision)
+    try:
+        commit = commit_of(engine.model, engine.revision)
+    except CommitUnknown as error:
+        log.warning("%s; each process loads the files that it finds", error)
+        return config
     return config if commit is None else replace(config, engine=replace(engine, revision=commit))
 
 

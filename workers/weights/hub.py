@@ -21,6 +21,10 @@ ASK_S = 10.0  # for the commit of a revision
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+class CommitUnknown(LoadError):
+    """The hub does not answer, and no file of the model is on this machine."""
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a model of that name would come from the hub."""
     return name not in BUILTIN and not Path(name).expanduser().is_dir()
@@ -30,7 +34,7 @@ def commit_of(name: str, revision: str | None) -> str | None:
     """The commit that a revision of a hub id is now; None: main. None for models from elsewhere.
 
     Where the hub cannot be reached, that of the files on this machine. Raises LoadError if there is
-    no such model or revision, or nothing is known of it here.
+    no such revision, and CommitUnknown if nothing is known of it here.
     """
     if not is_hub_id(name):
         return None
@@ -55,7 +59,7 @@ def commit_of(name: str, revision: str | None) -> str | None:
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
     except Exception as error:
-        raise LoadError(
+        raise CommitUnknown(
             f"the hub does not tell the commit of revision {asked!r} of {name!r}, and none of its "
             f"files are on this machine ({type(error).__name__}): check the spelling and the "
             "network, log in with `hf auth login` if access to it is restricted, or give the "

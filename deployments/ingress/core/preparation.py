@@ -37,14 +37,13 @@ class PreparationSettings:
 
     contexts: which context policies requests may choose. marks: of reasoning.
     longest_wait_s: until a worker computes a request; None: only its own deadline counts.
-    shares_prefixes: tenants share cached prompts. billing: quotas and weights; None: none.
+    shares_prefixes: tenants share cached prompts.
     """
 
     contexts: ContextSettings
     marks: Marks | None
     longest_wait_s: float | None
     shares_prefixes: bool
-    billing: Billing | None
 
 
 class Preparation:
@@ -56,10 +55,14 @@ class Preparation:
         tokenizer: Tokenizer,
         texts: TextPool,
         settings: PreparationSettings,
+        *,
+        billing: Billing | None,
         seed: int,
     ):
-        """`seed`: of the seeds of requests that bring none."""
+        """`billing`: quotas and weights; None: there are none. `seed`: of the seeds of requests
+        that bring none."""
         self._model, self._tokenizer, self._how = model, tokenizer, settings
+        self.billing = billing
         self.prompts = PromptReader(tokenizer, texts)
         self._seeds = random.Random(seed)
 
@@ -76,7 +79,7 @@ class Preparation:
 
     def bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:
         """What the call costs its tenant; None: nothing, or an earlier call has paid for it."""
-        billing = self._how.billing
+        billing = self.billing
         if billing is None or call.context.is_continued:
             return None
         num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
@@ -119,7 +122,7 @@ class Preparation:
                 "" if how.shares_prefixes else context.principal, call.options.cache_salt
             ),
         )
-        weight = 1.0 if how.billing is None else how.billing.weight(context.principal)
+        weight = 1.0 if self.billing is None else self.billing.weight(context.principal)
         if not has_features:
             return AdmissionRequest(request, longest_wait_s=wait_s, weight=weight), split
         return admission_request(request, call, model.name, how.contexts, wait_s, weight), split

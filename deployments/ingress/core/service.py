@@ -93,17 +93,27 @@ class RequestCore:
         )
         self._learner = learner
         self._has_state_store = has_state_store
-        self.billing = billing
         self.texts = TextPool()
         contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
-        how = PreparationSettings(contexts, marks, longest_wait_s, shares_prefixes, billing)
-        self._preparation = Preparation(self._model, tokenizer, self.texts, how, seed)
+        how = PreparationSettings(contexts, marks, longest_wait_s, shares_prefixes)
+        self._preparation = Preparation(
+            self._model, tokenizer, self.texts, how, billing=billing, seed=seed
+        )
         self._running: dict[str, list[Generation]] = {}  # by the call's id
         self.metrics = RequestMetrics(model_name, max_model_len)
 
     def ready(self) -> bool:
         """Whether clients should send requests here: not when this ingress is about to stop."""
         return not self.is_stopping and self._backend.ready()
+
+    @property
+    def billing(self) -> Billing | None:
+        """Quotas and weights of tenants; None: there are none."""
+        return self._preparation.billing
+
+    @billing.setter
+    def billing(self, billing: Billing | None) -> None:
+        self._preparation.billing = billing
 
     @property
     def num_running(self) -> int:
