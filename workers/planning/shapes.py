@@ -40,6 +40,7 @@ def _shape(
         rope=RopeConfig(theta, head_dim),
         sliding_window=(None,) * layers,
         qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm="head" if architecture.startswith("Qwen3") else "none",
         num_experts=experts[0],
         num_experts_per_token=experts[1],
         moe_intermediate_size=inner if experts[0] else 0,
@@ -50,16 +51,26 @@ def _shape(
 
 
 _LLAMA, _QWEN, _MIXTRAL = "LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM"
+_QWEN3, _QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 SHAPES = {
     "Llama-2-7B": _shape(_LLAMA, 32000, 4096, 32, (32, 32), 11008, context=4096, theta=1e4),
     "Llama-2-70B": _shape(_LLAMA, 32000, 8192, 80, (64, 8), 28672, context=4096, theta=1e4),
     "Llama-3-8B": _shape(_LLAMA, 128256, 4096, 32, (32, 8), 14336, context=8192, theta=5e5),
+    "Llama-3.1-8B": _shape(_LLAMA, 128256, 4096, 32, (32, 8), 14336, context=131072, theta=5e5),
     "Qwen2.5-0.5B": _shape(
         _QWEN, 151936, 896, 24, (14, 2), 4864, context=32768, head_dim=64, tied=True
     ),
     "Qwen2.5-7B": _shape(_QWEN, 152064, 3584, 28, (28, 4), 18944, context=32768),
     "Mixtral-8x7B": _shape(
         _MIXTRAL, 32000, 4096, 32, (32, 8), 14336, context=32768, experts=(8, 2)
+    ),
+    "Qwen3-0.6B": _shape(_QWEN3, 151936, 1024, 28, (16, 8), 3072, context=40960, tied=True),
+    "Qwen3-4B": _shape(_QWEN3, 151936, 2560, 36, (32, 8), 9728, context=40960, tied=True),
+    "Qwen3-8B": _shape(_QWEN3, 151936, 4096, 36, (32, 8), 12288, context=40960),
+    "Qwen3-14B": _shape(_QWEN3, 151936, 5120, 40, (40, 8), 17408, context=40960),
+    "Qwen3-32B": _shape(_QWEN3, 151936, 5120, 64, (64, 8), 25600, context=40960),
+    "Qwen3-30B-A3B": _shape(
+        _QWEN3_MOE, 151936, 2048, 48, (32, 4), 768, context=40960, experts=(128, 8)
     ),
 }
 

@@ -45,6 +45,13 @@ def test_parameters_are_those_of_a_checkpoint(name):
         ("Qwen2.5-0.5B", 0.494),
         ("Qwen2.5-7B", 7.616),
         ("Mixtral-8x7B", 46.703),
+        ("Llama-3.1-8B", 8.030),
+        ("Qwen3-0.6B", 0.596),
+        ("Qwen3-4B", 4.022),
+        ("Qwen3-8B", 8.191),
+        ("Qwen3-14B", 14.768),
+        ("Qwen3-32B", 32.762),
+        ("Qwen3-30B-A3B", 30.532),
     ],
 )
 def test_parameters_of_published_shapes(name, billions):
