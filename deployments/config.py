@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deployments.options import (
+    ANY_NAME,
     AdmissionOptions,
     BatchOptions,
     ClusterOptions,
@@ -136,8 +137,19 @@ class ServeConfig(
 
     @property
     def model_name(self) -> str:
-        """The name by which clients address the model."""
-        return self.served_model_name or self.engine.model.rstrip("/").rsplit("/", 1)[-1]
+        """The name of the model in answers, and the first by which clients address it."""
+        names = [name for name in self._names if name != ANY_NAME]
+        return names[0] if names else self.engine.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        """Further names of the model, each once; ANY_NAME among them stands for all."""
+        return tuple(name for name in dict.fromkeys(self._names) if name != self.model_name)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        given = self.served_model_name
+        return (given,) if isinstance(given, str) else given or ()
 
     @property
     def is_open(self) -> bool:
@@ -192,13 +204,23 @@ def settings_by_group() -> dict[str, list[Setting]]:
 
 def settings_that_differ(config: ServeConfig) -> dict[str, Any]:
     """The settings of `config` that are not at their defaults, by name; `config_from` reads it."""
-    owners = ((config, settings_of(ServeConfig)), (config.engine, settings_of(EngineConfig)))
     return {
         setting.name: value
-        for owner, known in owners
-        for setting in known
-        if (value := getattr(owner, setting.name)) != setting.default
+        for setting in settings()
+        if (value := _value(config, setting)) != setting.default
     }
+
+
+def values_by_group(config: ServeConfig) -> dict[str, dict[str, Any]]:
+    """All settings of `config` by name, under the titles of their groups."""
+    return {
+        title: {setting.name: _value(config, setting) for setting in group}
+        for title, group in settings_by_group().items()
+    }
+
+
+def _value(config: ServeConfig, setting: Setting) -> Any:
+    return getattr(config if setting in settings_of(ServeConfig) else config.engine, setting.name)
 
 
 def config_from(values: Mapping[str, Any]) -> ServeConfig:

@@ -1,8 +1,9 @@
-"""Reads the settings in a YAML file, for `--config`."""
+"""Reads the settings in a YAML file, for `--config`, and writes them so."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,4 +34,21 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path} must contain settings as 'name: value', one a line")
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"{path}: {key}: settings have no sections; write those below it without {key}"
+            )
     return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def as_yaml(groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """Settings as the text of a YAML file that `read_config` reads, below their groups' titles.
+
+    `groups`: by title, the values by name: None, bool, number, text, or a list of texts.
+    """
+    parts = []
+    for title, values in groups.items():
+        lines = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=10**6)
+        parts.append(f"# {title}\n{lines}")
+    return "\n".join(parts)

@@ -86,6 +86,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         tokenizer,
         backend,
         model_name=config.model_name,
+        other_names=config.other_names,
         vocab_size=engine.model.config.vocab_size,
         max_model_len=engine.max_model_len,
         contexts=ContextSettings.of(config.engine, engine.max_model_len),

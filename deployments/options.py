@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 
 from penstock.workers.settings import option
 
+ANY_NAME = "*"  # among served_model_name: requests may have any name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelOptions:
@@ -17,8 +19,11 @@ class ServedModelOptions:
 
     GROUP: ClassVar[str] = "model"
 
-    served_model_name: str | None = option(
-        None, "model name in the API; none: the last part of the model's path or id"
+    served_model_name: str | tuple[str, ...] | None = option(
+        None,
+        "names of the model in the API, in YAML a list; answers bear the first; '*' among them: "
+        "requests may have any name; none: the last part of the model's path or id",
+        is_list=True,
     )
     reasoning_marks: str | None = option(
         "auto",

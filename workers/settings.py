@@ -20,6 +20,9 @@ from typing import Any, Literal
 from penstock.workers.errors import ConfigError
 
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKmMgG]i?)?")
+_SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([kmgt])(?:i?(b)|i)?)?", re.IGNORECASE)
+_UNITS = {"_mb": "m", "_gb": "g"}  # of settings with such a name, in powers of 1024
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _FACTORS = {"": 1, "k": 1000, "ki": 1024, "m": 1000**2, "mi": 1024**2, "g": 1000**3, "gi": 1024**3}
 
 
@@ -31,13 +34,15 @@ def option(
     max: float | None = None,
     above: float | None = None,
     is_range: bool = False,
+    is_list: bool = False,
 ) -> Any:
     """A dataclass field that is a setting.
 
     `min` and `max` are allowed values, `above` is not. Choices are the field's `Literal` type.
     `is_range`: a whole number, or a text MIN:MAX of two, of which the first may be 0.
+    `is_list`: a text, or a tuple of several.
     """
-    bounds = {"min": min, "max": max, "above": above, "is_range": is_range}
+    bounds = {"min": min, "max": max, "above": above, "is_range": is_range, "is_list": is_list}
     return field(default=default, metadata={"help": help, **bounds})
 
 
@@ -56,6 +61,7 @@ class Setting:
     max: float | None
     above: float | None
     is_range: bool = False  # MIN:MAX is a value, too
+    is_list: bool = False  # so are several texts
 
     @property
     def bounds(self) -> str:
@@ -92,6 +98,11 @@ class Setting:
             if self.optional:
                 return None
             raise ConfigError(f"{self.name} needs a value")
+        if self.is_list and isinstance(value, list | tuple):
+            texts = tuple(dataclasses.replace(self, is_list=False).parse(each) for each in value)
+            if not all(texts):
+                raise ConfigError(f"{self.name} must be one text or more; got {value!r}")
+            return texts[0] if len(texts) == 1 else texts
         if self.kind is bool:
             if isinstance(value, bool):
                 return value
@@ -121,16 +132,38 @@ class Setting:
         number = None
         if isinstance(value, int | float) and not isinstance(value, bool):
             number = float(value)
+        elif isinstance(value, str) and self._unit is not None:
+            number = self._size(value.strip(), self._unit)
         elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
             number = float(match[1]) * _FACTORS[(match[2] or "").lower()]
         if number is not None and self.kind is float:
             return number
         if number is not None and abs(number - round(number)) < 1e-6:
             return round(number)
-        what = "a whole number, as 4096, 25.6k or 2M" if self.kind is int else "a number"
+        raise ConfigError(f"{self.name} must be {self._number_in_words()}; got {value!r}")
+
+    @property
+    def _unit(self) -> str | None:
+        """For a setting in MiB or GiB, m or g."""
+        return _UNITS.get(self.name[-3:])
+
+    @staticmethod
+    def _size(text: str, unit: str) -> float | None:
+        """4, 4GB, 4GiB, 4G or 4096MB in `unit`, which is m or g; None: another form."""
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            return None
+        given = (match[2] or unit).lower()
+        if match[3] is None and given != unit:  # 5M of GiB may be meant as 5 million
+            return None
+        return float(match[1]) * 1024.0 ** (_POWERS[given] - _POWERS[unit])
+
+    def _number_in_words(self) -> str:
         if self.is_range:
-            what = "a whole number, or MIN:MAX, as 1:8"
-        raise ConfigError(f"{self.name} must be {what}; got {value!r}")
+            return "a whole number, or MIN:MAX, as 1:8"
+        if self._unit is not None:
+            return f"a number of {self._unit.upper()}iB, as 4, or a size, as 4GB"
+        return "a whole number, as 4096, 25.6k or 2M" if self.kind is int else "a number"
 
 
 @functools.cache
@@ -171,6 +204,6 @@ def check_settings(config: Any) -> None:
 def unknown_setting(key: str, known: Iterable[str]) -> ConfigError:
     """The error for a setting that does not exist; it names the nearest one that does."""
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(names)}"
-    return ConfigError(f"unknown setting {key!r}{hint}")
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else "docs/reference/settings.md has them all"
+    return ConfigError(f"unknown setting {key!r}; {hint}")

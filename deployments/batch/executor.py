@@ -204,7 +204,10 @@ class _BatchRunner:
         with contextlib.ExitStack() as opened:
             try:
                 run = await asyncio.to_thread(
-                    BatchRun, batch.files, model=", ".join(self._models), models=self._models
+                    BatchRun,
+                    batch.files,
+                    model=self._models[0] if self._models else "",
+                    models=self._models,
                 )
                 opened.enter_context(run)
                 await asyncio.to_thread(run.begin, self._lease)

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import pydantic_core
 
+from penstock.deployments.options import ANY_NAME
+
 RESPONSES = "/v1/responses"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", RESPONSES)
 FIELDS = ("custom_id", "method", "url", "body")
@@ -207,7 +209,9 @@ def _parse(number: int, raw: bytes, endpoint: str | None) -> BatchLine:
 
 def _check_model(model: Any, models: Collection[str] | None) -> None:
     """Raise _Invalid for a model that is not served. The server refuses values of other types."""
-    if models is not None and isinstance(model, str) and model and model not in models:
+    if models is None or ANY_NAME in models:
+        return
+    if isinstance(model, str) and model and model not in models:
         raise _Invalid(
             f"body.model: {_shown(model)} is not served here; served: {', '.join(sorted(models))}",
             "body.model",

@@ -264,6 +264,7 @@ async def _request_core(
         tokenizer,
         pool,
         model_name=config.model_name,
+        other_names=config.other_names,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         contexts=ContextSettings.of(config.engine, max_model_len),

@@ -200,11 +200,13 @@ def core_over(
     longest_wait_s: float | None = None,
     open_calls: OpenCalls | None = None,
     shares_prefixes: bool = False,
+    other_names: tuple[str, ...] = (),
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
         backend,
         model_name=MODEL,
+        other_names=other_names,
         vocab_size=model().config.vocab_size,
         max_model_len=max_model_len,
         marks=marks,

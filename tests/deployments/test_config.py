@@ -63,8 +63,22 @@ def test_numbers_as_people_write_them(text, number):
 
 
 @pytest.mark.parametrize(
+    ("text", "gib"),
+    [("4", 4), ("0.5", 0.5), ("4GB", 4), ("4 GiB", 4), ("4G", 4), ("512MB", 0.5), (2, 2)],
+)
+def test_memory_as_people_write_it(text, gib):
+    assert config_from({"kv_cache_gb": text}).engine.kv_cache_gb == gib
+    assert config_from({"max_open_mb": "1GB"}).max_open_mb == 1024
+    assert config_from({"max_open_mb": "64M"}).max_open_mb == 64
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"engine": 8}, ["'engine'; docs/reference/settings.md"]),
+        ({"kv_cache_gb": "lots"}, ["kv_cache_gb", "GiB", "4GB"]),
+        ({"kv_cache_gb": "5M"}, ["kv_cache_gb", "5M"]),
+        ({"max_open_mb": "100kB"}, ["max_open_mb", "MiB"]),
         ({"blocksize": 8}, ["'blocksize'", "'block_size'"]),
         ({"num_worker": 8}, ["'num_worker'", "'num_workers'"]),
         ({"num_workers": "many"}, ["num_workers", "whole number"]),
@@ -136,7 +150,7 @@ def test_on_and_off_are_words_though_yaml_reads_them_otherwise(tmp_path):
         config_from({"kv_commit": True})
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3: x\n"])
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3: x\n", "engine:\n  kv: int8\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file = tmp_path / "penstock.yaml"
     file.write_text(text)

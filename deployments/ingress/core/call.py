@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
+from penstock.deployments.options import ANY_NAME
 from penstock.workers.request import FinishReason, SamplingParams
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
@@ -24,13 +25,32 @@ def new_request_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients may know of a model. `max_model_len`: most tokens of prompt and answer."""
+    """What clients may know of a model. `max_model_len`: most tokens of prompt and answer.
+
+    Answers bear its `name`, also where the request has one of `other_names`. ANY_NAME among these:
+    requests may have any name.
+    """
 
     name: str
     vocab_size: int
     max_model_len: int
     has_chat_template: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that clients are told."""
+        return (self.name, *(name for name in self.other_names if name != ANY_NAME))
+
+    @property
+    def has_any_name(self) -> bool:
+        """Whether requests may have any name."""
+        return ANY_NAME in self.other_names
+
+    def answers_to(self, name: str) -> bool:
+        """Whether requests may have this name."""
+        return self.has_any_name or name in self.names
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,10 @@ class Preparation:
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name. Raises RequestError model_not_found."""
-        if name and name != self._model.name:
+        if name and not self._model.answers_to(name):
             shown = ascii(name[:MAX_MODEL_NAME_CHARS])
             raise RequestError(
-                f"the model {shown} is not served here; served: {self._model.name}",
+                f"the model {shown} is not served here; served: {', '.join(self._model.names)}",
                 param="model",
                 code="model_not_found",
             )

@@ -63,6 +63,7 @@ class RequestCore:
         backend: TokenBackend,
         *,
         model_name: str,
+        other_names: tuple[str, ...] = (),
         vocab_size: int,
         max_model_len: int,
         marks: Marks | None = None,
@@ -75,7 +76,8 @@ class RequestCore:
         shares_prefixes: bool = False,
         billing: Billing | None = None,
     ):
-        """`learner`: receives the length of each answer; without one, requests carry no features.
+        """`other_names`: of the model, as in ServedModel.
+        `learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
         `contexts`: which context policies requests may choose; None: a worker's defaults.
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
@@ -89,7 +91,11 @@ class RequestCore:
         self.turns = Turns()
         self._backend = backend
         self._model = ServedModel(
-            model_name, vocab_size, max_model_len, tokenizer.has_chat_template
+            model_name,
+            vocab_size,
+            max_model_len,
+            tokenizer.has_chat_template,
+            other_names=other_names,
         )
         self._learner = learner
         self._has_state_store = has_state_store
@@ -121,6 +127,7 @@ class RequestCore:
         return len(self._running)
 
     def models(self) -> list[ServedModel]:
+        """The served model, which may have several names."""
         return [self._model]
 
     def model(self, name: str | None) -> ServedModel:

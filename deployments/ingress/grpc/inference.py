@@ -112,12 +112,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with answering(context, self._errors):
             models = [
                 pb.Model(
-                    name=model.name,
+                    name=name,
                     max_model_len=model.max_model_len,
                     vocab_size=model.vocab_size,
                     has_chat_template=model.has_chat_template,
                 )
                 for model in self._core.models()
+                for name in model.names
             ]
             return pb.ListModelsResponse(models=models)
 

@@ -118,14 +118,14 @@ def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) 
     async def list_models() -> Response:
         """The models that are served."""
         infos = [info for info, _ in workers()] if workers is not None else []
-        bodies = [model_body(model, infos) for model in core.models()]
+        bodies = [model_body(model, infos, name) for model in core.models() for name in model.names]
         return JSONResponse({"object": "list", "data": bodies})
 
     @app.get("/v1/models/{model:path}", response_model=ModelBody, responses=error_responses(404))
     async def get_model(model: str) -> Response:
         """One model."""
         infos = [info for info, _ in workers()] if workers is not None else []
-        return JSONResponse(model_body(core.model(model), infos))
+        return JSONResponse(model_body(core.model(model), infos, model))
 
 
 def _add_service_routes(app: FastAPI, core: RequestCore) -> None:

@@ -113,8 +113,9 @@ def add_status_route(
             version=app.version,
             is_ready=core.ready(),
             models=[
-                ModelBody.model_validate(model_body(model, (info for info, _ in alive)))
+                ModelBody.model_validate(model_body(model, (info for info, _ in alive), name))
                 for model in core.models()
+                for name in model.names
             ],
             workers=[_worker_status(info, stats) for info, stats in alive],
             nodes=[NodeStatus(**asdict(each)) for each in seen.nodes],

@@ -78,7 +78,7 @@ def batch_executor(core: RequestCore, folder: Path) -> Executor:
     return Executor(
         folder,
         lambda principal: InProcessTarget(core, principal=f"{BATCH_PREFIX}{principal}"),
-        [model.name for model in core.models()],
+        [name for model in core.models() for name in (model.name, *model.other_names)],
     )
 
 

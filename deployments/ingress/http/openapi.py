@@ -110,7 +110,9 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
     longest = max(model.max_model_len for model in models)
     vocab_size = max(model.vocab_size for model in models)
     ids = _number(0, vocab_size - 1)
-    names = {"enum": [model.name for model in models]}
+    names = {"enum": [name for model in models for name in model.names]}
+    if any(model.has_any_name for model in models):
+        names = {}
     a_stop = {"string": {"minLength": 1, "maxLength": MAX_STOP_CHARS}}
     stop: Limits = {**a_stop, "array": {"maxItems": MAX_STOP_STRINGS}, "items": a_stop}
     answer = _number(1, longest)

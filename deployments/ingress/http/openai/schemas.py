@@ -187,11 +187,13 @@ class ErrorBody(_AnswerPart):
     error: ErrorDetail
 
 
-def model_body(model: ServedModel, infos: Iterable[WorkerInfo] = ()) -> dict[str, Any]:
-    """`infos`: of the workers that are alive."""
+def model_body(
+    model: ServedModel, infos: Iterable[WorkerInfo] = (), name: str | None = None
+) -> dict[str, Any]:
+    """`infos`: of the workers that are alive. `name`: one of the model's; None: its first."""
     serving = next((info for info in infos if info.model == model.name and info.weights), None)
     return {
-        "id": model.name,
+        "id": name or model.name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "penstock",
