@@ -26,6 +26,8 @@ from penstock.workers.weights.model_digest import verified_folder
 
 RAY_ANSWERS_S = 10.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID_AND_REVISION = re.compile(rf"({_HUB_ID.pattern})@([\w./-]+)")
+_HUB_ID_AND_FORMAT = re.compile(rf"({_HUB_ID.pattern}):(\w+)")  # as for llama.cpp and Ollama
 
 
 def check_before_start(config: ServeConfig) -> None:
@@ -132,6 +134,16 @@ def check_model(model: str) -> None:
         read_limits(folder)
     elif folder.exists():
         raise ConfigError(f"model {model} is a file; name the folder that contains it")
+    elif model.startswith(("hf://", "https://huggingface.co/", "http://huggingface.co/")):
+        short = model.partition("://")[2].removeprefix("huggingface.co/")
+        raise ConfigError(f"model {model}: write the hub id without the address: {short}")
+    elif match := _HUB_ID_AND_REVISION.fullmatch(model):
+        raise ConfigError(f"model {model}: write {match[1]} --revision {match[2]}")
+    elif match := _HUB_ID_AND_FORMAT.fullmatch(model):
+        raise ConfigError(
+            f"model {model}: Penstock takes a hub id without a format behind it; write {match[1]}, "
+            "and --weights int4 or int8 to quantise while loading"
+        )
     elif model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"model {model!r} not found: name a local folder, a hub id such as 'org/name', "

@@ -1,4 +1,5 @@
-"""Write the generated parts of docs/reference: settings, command line, metrics, errors.
+"""Write the generated parts of docs/reference: settings, command line, vLLM's flags,
+metrics, errors.
 
     python -m tools.generate_reference [--check]
 
@@ -11,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.deployments.cli.flags.serve import flag_of
+from penstock.deployments.cli.flags.vllm.flag import NO_VALUE, VllmFlag
+from penstock.deployments.cli.flags.vllm.table import SAME, TOPICS
 from penstock.deployments.cli.main import build_parser
 from penstock.deployments.config import settings_by_group
 from penstock.deployments.ingress.core.bounds.connections import Connections
@@ -52,6 +57,7 @@ def _values(setting: Setting) -> str:
     if setting.choices:
         return ", ".join(f"`{each}`" for each in setting.choices)
     kind = {int: "whole number", float: "number", bool: "true, false", str: "text"}[setting.kind]
+    kind += ", or a list of texts" if setting.is_list else ""
     return f"{kind}, {setting.bounds}" if setting.bounds else kind
 
 
@@ -72,7 +78,11 @@ def _commands(name: str, parser: argparse.ArgumentParser, summary: str) -> Itera
     if name == "penstock serve":
         hidden |= {each.name for group in settings_by_group().values() for each in group}
         hidden -= {"model"}  # the one positional argument
-    actions = [each for each in parser._actions if each.dest not in hidden]
+    actions = [
+        each
+        for each in parser._actions
+        if each.dest not in hidden and each.help is not argparse.SUPPRESS  # vLLM's names
+    ]
     subparsers = [each for each in actions if isinstance(each, argparse._SubParsersAction)]
     rows = [_argument(each) for each in actions if each not in subparsers]
     if not subparsers:
@@ -98,6 +108,40 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
         name = ", ".join(flags) + ("" if action.nargs == 0 else f" `{value}`")
     text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
     return name, _sentence(text)
+
+
+def vllm_tables() -> str:
+    """vLLM's flags of `serve` by topic: the setting here, or the sentence that refuses them."""
+    same = ", ".join(f"`{flag_of(name)}`" for name in SAME)
+    parts = [f"The same flag in both: {same}, `--config`.\n"]
+    for title, flags in TOPICS.items():
+        rows = [(", ".join(f"`{name}`" for name in flag.names), *_answer(flag)) for flag in flags]
+        table = _table(("vLLM", "Penstock", "remark"), rows)
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{table}")
+    return "\n".join(parts)
+
+
+def _answer(flag: VllmFlag) -> tuple[str, str]:
+    """What becomes of a flag, and the remark."""
+    remark = _sentence(flag.sentence)
+    if flag.is_absent:
+        return "refused", remark
+    answers = []
+    if flag.setting is not None:
+        answers.append("MODEL" if flag.setting == "model" else f"`{flag_of(flag.setting)}`")
+    for value, settings in flag.values.items():
+        shown = " ".join(f"`{_as_flag(*each)}`" for each in settings.items()) or "nothing to do"
+        answers.append(shown if value == NO_VALUE else f"`{value}`: {shown}")
+    if flag.setting is None and NO_VALUE not in flag.values:
+        answers.append("others are refused")
+    return "; ".join(answers), remark
+
+
+def _as_flag(name: str, value: str | bool) -> str:
+    """The flag that gives a setting this value."""
+    if isinstance(value, bool):
+        return flag_of(name if value else f"no_{name}")
+    return f"{flag_of(name)} {shlex.quote(value)}"
 
 
 def metrics_table() -> str:
@@ -146,6 +190,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": command_tables,
     "metrics": metrics_table,
     "errors": errors_table,
+    "vllm": vllm_tables,
 }
 
 

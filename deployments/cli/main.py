@@ -7,7 +7,6 @@ it runs, so that `--help` is immediate.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,12 +14,14 @@ from importlib.metadata import version
 from typing import Any
 
 from penstock.deployments.cli.calibrate import add_calibrate, run_calibrate
+from penstock.deployments.cli.completion import SHELLS, run_completion
 from penstock.deployments.cli.flags.batch import add_batch
 from penstock.deployments.cli.flags.bench import add_bench
 from penstock.deployments.cli.flags.certs import add_certs
-from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.keys import add_keys
+from penstock.deployments.cli.flags.parser import Parser
 from penstock.deployments.cli.flags.plan import add_plan
+from penstock.deployments.cli.flags.serve import add_serve, settings_given
 from penstock.deployments.cli.flags.server import (
     DEFAULT_URL,
     KEY_VARIABLE,
@@ -30,31 +31,20 @@ from penstock.deployments.cli.flags.server import (
 )
 from penstock.deployments.cli.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
-from penstock.deployments.config import config_from, settings, settings_by_group
-from penstock.deployments.config_file import read_config
+from penstock.deployments.config import config_from, values_by_group
+from penstock.deployments.config_file import as_yaml
 from penstock.deployments.security.key_file import read_client_key
 from penstock.workers.errors import ConfigError
-from penstock.workers.settings import Setting
-
-SERVE_EXAMPLES = """\
-examples:
-  penstock serve                                  the built-in model, on this machine only
-  penstock serve ./my-checkpoint --num-workers 2  a folder with config.json and safetensors
-  penstock serve org/name --host 0.0.0.0 --api-keys-file keys.txt
-  penstock serve --config penstock.yaml --http-port 9000
-
-A file for --config holds the same settings, one a line (num_workers: 2); flags override it.
-Numbers may end in k, M or G (x1000), or Ki, Mi or Gi (x1024).
-"""
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
-    args, rest = build_parser().parse_known_args(arguments)
+    parser = build_parser()
     try:
-        if rest:
-            raise _not_understood(rest[0])
+        args = parser.parse_args(arguments)
+        if "run" not in args:
+            parser.print_help()
+            return 0
         status: int = args.run(args)
         return status
     except ConfigError as error:
@@ -66,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock",
         description="Serve large language models on a Ray cluster, and talk to them.",
         epilog="A first tour: `penstock serve` in one terminal, `penstock chat` in another.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_serve(commands)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add_serve(commands, _serve)
     _add_chat(commands)
     _add_complete(commands)
     add_bench(
@@ -109,52 +99,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--limit", type=int, default=50, metavar="N", help="maximum rows (default: 50)"
     )
     queue.set_defaults(run=_queue)
+    completion = commands.add_parser(
+        "completion", help="print a script that completes commands, flags and values in a shell"
+    )
+    completion.add_argument(
+        "shell", choices=SHELLS, help="the shell; for bash: source <(penstock completion bash)"
+    )
+    completion.set_defaults(run=lambda args: run_completion(parser, args.shell))
     commands.add_parser("version", help="print the version").set_defaults(run=_version)
     return parser
-
-
-def _add_serve(commands: Any) -> None:
-    serve = add_command(
-        commands,
-        "serve",
-        help="serve a model over HTTP and gRPC",
-        usage="penstock serve [MODEL] [--config FILE] [--SETTING VALUE ...]",
-        description="Serve a model over HTTP (OpenAI-compatible) and gRPC, until Ctrl-C.",
-        epilog=SERVE_EXAMPLES,
-    )
-    groups = settings_by_group()
-    (model,) = (setting for setting in groups["model"] if setting.name == "model")
-    # Flags that are not given have no default here, so that the file's settings show through.
-    serve.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        default=argparse.SUPPRESS,
-        help=f"{model.help} (default: {model.default})",
-    )
-    serve.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
-    for title, settings_of_group in groups.items():
-        group = serve.add_argument_group(title)
-        for setting in settings_of_group:
-            if setting is not model:
-                _add_setting(group, setting)
-    serve.set_defaults(run=_serve)
-
-
-def _add_setting(group: Any, setting: Setting) -> None:
-    flag = _flag(setting.name)
-    text = setting.help  # it says what no value means
-    if setting.default is not None:
-        text += f" (default: {setting.default})"
-    text = text.replace("%", "%%")
-    common = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
-    if setting.kind is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif setting.choices:
-        group.add_argument(flag, choices=setting.choices, **common)
-    else:
-        metavar = "N|MIN:MAX" if setting.is_range else _METAVARS[setting.kind]
-        group.add_argument(flag, metavar=metavar, **common)
 
 
 def _add_chat(commands: Any) -> None:
@@ -176,11 +129,13 @@ def _add_complete(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    config = config_from(settings_given(args))
+    if args.dump_config:
+        print(as_yaml(values_by_group(config)), end="")
+        return 0
     from penstock.deployments.cli.serve import run_serve
 
-    given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
-    file = read_config(args.config) if args.config else {}
-    return run_serve(config_from({**file, **given}))
+    return run_serve(config)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -281,22 +236,6 @@ def _api_key(args: argparse.Namespace) -> str | None:
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def _not_understood(argument: str) -> ConfigError:
-    """The error for an unknown flag or argument; it names the nearest flag."""
-    if not argument.startswith("-"):
-        return ConfigError(f"unexpected argument {argument!r}; see `penstock --help`")
-    if argument.partition("=")[0] == "--model":
-        return ConfigError("the model is given without a flag: `penstock serve MODEL`")
-    flags = [_flag(setting.name) for setting in settings()]
-    near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "see --help"
-    return ConfigError(f"unknown flag {argument}; {hint}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _fail(error: Exception, status: int) -> int:

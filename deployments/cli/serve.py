@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,15 @@ from penstock.deployments.cli.signals import (
     Signals,
 )
 from penstock.deployments.cli.throughput import Throughput
-from penstock.deployments.config import ServeConfig
+from penstock.deployments.config import LOOPBACK, ServeConfig
 from penstock.deployments.preflight import check_before_start
 from penstock.deployments.supervision.ray_workarounds import driver_environment
+from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
     from penstock.deployments.cluster import Cluster
     from penstock.deployments.supervision.view import ClusterView
+    from penstock.workers.stats import EngineStats, WorkerInfo
 
 WATCH_S = 0.25
 
@@ -55,7 +58,8 @@ def run_serve(config: ServeConfig) -> int:
         cluster = Cluster(config)
         cluster.start_ray()
         signals.take_over()
-        _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
+        fetch = ", from the hub unless it is here" if is_hub_id(config.engine.model) else ""
+        _say(f"loading the model{fetch} ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
         earlier = frozenset(info.address for info, _ in cluster.view().workers)
         if earlier:
@@ -63,7 +67,10 @@ def run_serve(config: ServeConfig) -> int:
         cluster.wait_until_up(_WorkerProgress(config.min_workers, earlier).report)
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
-        _say(_welcome(config, cluster.view()))
+        view = cluster.view()
+        new = [each for each in view.workers if each[0].address not in earlier]
+        _say(effective_settings(config, new))
+        _say(_welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
     except (Interrupted, SystemExit):  # Ray, while it starts, turns SIGTERM into SystemExit
@@ -134,13 +141,39 @@ class _WorkerProgress:
 def _welcome(config: ServeConfig, view: ClusterView) -> str:
     metrics = sorted(each.metrics_address for each in view.ingresses if each.metrics_address)
     watch = "".join(f"  watch http://{address}/metrics  (Prometheus)\n" for address in metrics)
+    reach = "; this machine only" if config.host in LOOPBACK else ""
     return (
-        f"  HTTP  {config.http_url}/v1  (OpenAI API; /docs in a browser)\n"
+        f"  HTTP  {config.http_url}/v1  (OpenAI API; /docs in a browser{reach})\n"
         f"  gRPC  {config.address(config.grpc_port)}{_tls_note(config)}\n"
         f"{watch}"
         f"  try   penstock chat{_server_flags(config)}\n"
         "Ctrl-C stops"
     )
+
+
+def effective_settings(
+    config: ServeConfig, workers: Sequence[tuple[WorkerInfo, EngineStats]]
+) -> str:
+    """What is in force, in three lines. Without workers there is nothing to say of memory."""
+    lines = []
+    if workers:
+        info, stats = workers[0]
+        num_tokens = stats.num_blocks * stats.block_size
+        lines.append(
+            f"  model      up to {info.max_model_len:,} tokens of prompt and answer; "
+            f"{info.weights} weights; KV cache {config.engine.kv}"
+        )
+        if num_tokens:
+            lines.append(
+                f"  KV cache   {num_tokens:,} tokens a worker: "
+                f"{num_tokens / info.max_model_len:.1f} requests of {info.max_model_len:,} tokens "
+                f"at a time; at most {stats.max_num_seqs} in a step"
+            )
+    replicas = f"num_workers {config.num_workers}, num_ingress {config.num_ingress}"
+    lines.append(
+        f"  admission  {config.admission}; at most {config.max_queued:,} requests wait; {replicas}"
+    )
+    return "\n".join(lines)
 
 
 def _weights(view: ClusterView) -> str:

@@ -14,6 +14,7 @@ PAGES = {
     "settings.md": "settings",
     "cli.md": "commands",
     "errors.md": "errors",
+    "vllm.md": "vllm",
     "metrics.md": "metrics",
 }
 

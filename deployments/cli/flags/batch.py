@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.server import DEFAULT_URL, KEY_VARIABLE, add_tls_flags
+from penstock.deployments.cli.flags.types import url
 
 EXAMPLES = """\
 Each line of INPUT is one request, in the format of OpenAI's batch files:
@@ -67,7 +68,10 @@ def _add_target_flags(batch: argparse.ArgumentParser) -> None:
     where = batch.add_argument_group("server or model")
     either = where.add_mutually_exclusive_group()
     either.add_argument(
-        "--url", metavar="URL", help=f"an OpenAI-compatible server (default: {DEFAULT_URL})"
+        "--url",
+        type=url,
+        metavar="URL",
+        help=f"an OpenAI-compatible server (default: {DEFAULT_URL})",
     )
     either.add_argument(
         "--model",

@@ -137,7 +137,11 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         " (default: poisson)",
     )
     group.add_argument(
-        "--rate", type=positive, default=1.0, metavar="X", help="requests per second (default: 1)"
+        *("--rate", "--request-rate"),
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="requests per second (default: 1)",
     )
     group.add_argument(
         "--cv",

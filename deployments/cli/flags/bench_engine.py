@@ -67,17 +67,23 @@ def add_length_flags(parser: argparse.ArgumentParser, num_requests: int | None) 
     group = parser.add_argument_group("number and lengths")
     default = "100, or as many as fit in --duration" if num_requests is None else str(num_requests)
     group.add_argument(
-        "--num-requests",
+        *("--num-requests", "--num-prompts"),  # the latter as in vLLM
         type=positive_int,
         default=num_requests,
         metavar="N",
         help=f"number of requests (default: {default})",
     )
     group.add_argument(
-        "--input-len", default="128", metavar="N", help="prompt tokens, or LOW:HIGH (default: 128)"
+        *("--input-len", "--random-input-len"),
+        default="128",
+        metavar="N",
+        help="prompt tokens, or LOW:HIGH (default: 128)",
     )
     group.add_argument(
-        "--output-len", default="64", metavar="N", help="answer tokens, or LOW:HIGH (default: 64)"
+        *("--output-len", "--random-output-len"),
+        default="64",
+        metavar="N",
+        help="answer tokens, or LOW:HIGH (default: 64)",
     )
     group.add_argument(
         "--trace",

@@ -7,12 +7,19 @@ from typing import Any
 
 
 def add_command(
-    commands: Any, name: str, *, help: str, description: str, epilog: str, usage: str | None = None
+    commands: Any,
+    name: str,
+    *,
+    help: str,
+    description: str,
+    epilog: str,
+    usage: str | None = None,
+    add_help: bool = True,
 ) -> argparse.ArgumentParser:
     """The parser of a new command, with `epilog` (its examples) printed as it is below the flags.
 
     A flag must be spelt out: a new flag may not change what an abbreviation means. `commands`: of
-    `add_subparsers`.
+    `add_subparsers`. `add_help`: with the usual --help.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -22,5 +29,6 @@ def add_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=add_help,
     )
     return parser

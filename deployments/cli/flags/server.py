@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from penstock.deployments.cli.flags.types import url as url_type
 from penstock.workers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,9 +21,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--url",
+        type=url_type,
+        metavar="URL",
         default=DEFAULT_URL,
-        help="http://host:port or grpc://host:port; https:// and grpcs:// with TLS (default: "
-        f"{DEFAULT_URL})",
+        help="http://host:port, host:port for short, or grpc://host:port; https:// and grpcs:// "
+        f"with TLS (default: {DEFAULT_URL})",
     )
     group.add_argument("--model", help="model name; none: the served one")
     group.add_argument(

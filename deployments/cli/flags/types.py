@@ -1,4 +1,4 @@
-"""Types of command-line flags: numbers with a bound, and an error that names it."""
+"""Types of command-line flags: numbers with a bound and an error that names it, and URLs."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+def url(text: str) -> str:
+    """A server's URL; host:port alone is HTTP."""
+    return text if "://" in text else f"http://{text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -21,6 +22,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.deployments.cli.flags.parser import with_dashes
 from penstock.deployments.cli.main import build_parser, main
 from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.client import Client
@@ -36,6 +38,9 @@ PENSTOCK = [sys.executable, "-m", "penstock.deployments.cli"]
 LINES = (
     *(r"Penstock \S+ serves builtin as 'builtin'", "starting Ray", r"loading the model \(.*\)"),
     *(r"ready after \S+ s; fp32 weights of .* a worker", r"  (HTTP|gRPC|watch|try) +\S.*"),
+    r"  model      up to 2,048 tokens of prompt and answer; fp32 weights; KV cache auto",
+    r"  KV cache   [\d,]+ tokens a worker: [\d.]+ requests of 2,048 tokens at a time; .*",
+    r"  admission  predicted; at most 1,024 requests wait; num_workers 1, num_ingress 1",
     *("Ctrl-C stops", r"\d\d:\d\d:\d\d prompt .* tok/s.*", "stopped"),
     r"a worker (was lost and is being replaced: 0|is ready: 1) of 1 workers serve",
 )
@@ -341,8 +346,8 @@ def test_every_setting_has_its_flag():
     named = [setting.name for group in settings_by_group().values() for setting in group]
     assert sorted(named) == sorted(setting.name for setting in settings())
     serve = build_parser()._subparsers._group_actions[0].choices["serve"]
-    flags = {action.dest for action in serve._actions}
-    assert flags == {*named, "help", "config"}
+    flags = {action.dest for action in serve._actions} - {argparse.SUPPRESS}  # vLLM's
+    assert flags == {*named, "help", "config", "dump_config"}
     args = build_parser().parse_args(["serve", "m", "--no-prefix-cache", "--max-model-len", "4k"])
     assert (args.model, args.prefix_cache, args.max_model_len) == ("m", False, "4k")
 
@@ -351,8 +356,20 @@ def test_every_setting_has_its_flag():
     ("arguments", "words"),
     [
         (["serve", "--num-worker", "2"], "did you mean --num-workers?"),
-        (["serve", "--model", "builtin"], "without a flag: `penstock serve MODEL`"),
+        (["serve", "--kv-cache-gbb", "2"], "did you mean --kv-cache-gb?"),
+        (["serve", "--frobnicate"], "unknown flag --frobnicate; see `penstock serve --help`"),
+        (["serve", "a", "b"], "unexpected argument 'b'; see `penstock serve --help`"),
+        (["serve", "--weights", "int3"], "--weights: invalid choice: 'int3'"),
+        (["serve", "--help=everything"], "--help=everything: there is no such setting"),
+        (["bench", "serve", "--num-request", "3"], "did you mean --num-requests?"),
+        (["bench"], "required: WHAT; see `penstock bench --help`"),
+        (["quantize", "m"], "required: --to"),
+        (["chat", "--frobnicate"], "unknown flag --frobnicate; see `penstock chat --help`"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
         (["serve", "/nowhere"], "not found"),
+        (["serve", "hf://org/name"], "write the hub id without the address: org/name"),
+        (["serve", "org/name@v2"], "write org/name --revision v2"),
+        (["serve", "org/name:Q4_K_M"], "write org/name, and --weights int4"),
         (["serve", "--num-workers", "many"], "whole number"),
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["chat", "--url", "ftp://x"], "grpc://host:port"),
@@ -360,11 +377,26 @@ def test_every_setting_has_its_flag():
 )
 def test_misuse_is_explained_and_has_status_2(capsys, arguments, words):
     assert main(arguments) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert words in said.err and said.err.startswith("penstock: ") and not said.out
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    assert "penstock COMMAND" in capsys.readouterr().out.replace("[-h] [--version] ", "")
+
+
+def test_underscores_are_dashes_in_names_and_stay_in_values():
+    given = ["--max_model_len=4_000", "--", "--a_b"]
+    assert with_dashes(given) == ["--max-model-len=4_000", "--", "--a_b"]
+    assert with_dashes(["--a_b c", "_x", "-a_b"]) == ["--a_b c", "_x", "-a_b"]
+    args = build_parser().parse_args(["serve", "my_model", "--max_num_seqs", "8"])
+    assert (args.model, args.max_num_seqs) == ("my_model", "8")
 
 
 def test_no_server_is_said_in_plain_words(capsys):
-    for url in (f"http://127.0.0.1:{free_port()}", f"grpc://127.0.0.1:{free_port()}"):
+    for scheme in ("http://", "grpc://", ""):
+        url = f"{scheme}127.0.0.1:{free_port()}"
         assert main(["models", "--url", url]) == 1
         assert "penstock serve" in capsys.readouterr().err
 

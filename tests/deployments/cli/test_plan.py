@@ -165,6 +165,5 @@ def test_bad_flags(arguments, message, capsys):
 
 def test_bad_numbers(capsys):
     for flag in ("--price-per-hour", "--reserve-gb"):
-        with pytest.raises(SystemExit):
-            main(["plan", "Llama-3-8B", flag, "nan"])
+        assert main(["plan", "Llama-3-8B", flag, "nan"]) == 2
         assert "nan is not a number from 0 on" in capsys.readouterr().err

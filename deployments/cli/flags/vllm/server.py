@@ -1,0 +1,111 @@
+"""vLLM's flags for machines, listeners and logs."""
+
+from __future__ import annotations
+
+from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only
+
+_ONE_GPU = "Penstock puts a whole model on one GPU; --num-workers N serves N copies of it"
+_RAY_PLACES = (
+    "Ray places the workers on the machines of its cluster; start one with `ray start`, then "
+    "`penstock serve MODEL --ray-address HOST:PORT --num-workers N` (docs/operations/cluster.md)"
+)
+_NO_EXPERT_GROUPS = (
+    "Penstock does not divide experts over GPUs; leave it out, or use --expert-cache-gb X for a "
+    "model whose experts do not fit on the device (docs/guide/experts.md)"
+)
+_CORS = "answers have no CORS headers; let a proxy in front add them"
+
+CLUSTER = (
+    only(
+        *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+        values=("1",),
+        sentence=_ONE_GPU,
+    ),
+    only("--decode-context-parallel-size", "-dcp", values=("1",), sentence=_ONE_GPU),
+    alias("--data-parallel-size", "-dp", setting="num_workers"),
+    only("--data-parallel-backend", values=("ray",), sentence="Ray always starts the workers"),
+    only(
+        "--distributed-executor-backend",
+        values=("ray", "mp", "uni"),
+        sentence="Ray always starts the workers; leave it out",
+    ),
+    absent("--data-parallel-size-local", "-dpl", sentence=_RAY_PLACES),
+    absent("--data-parallel-start-rank", "-dpr", sentence=_RAY_PLACES),
+    absent("--data-parallel-address", "-dpa", sentence=_RAY_PLACES),
+    absent("--data-parallel-rpc-port", "-dpp", sentence=_RAY_PLACES),
+    absent("--data-parallel-hybrid-lb", "--data-parallel-external-lb", sentence=_RAY_PLACES),
+    absent("--headless", "--nnodes", "--node-rank", sentence=_RAY_PLACES),
+    absent("--master-addr", "--master-port", sentence=_RAY_PLACES),
+    absent("--enable-expert-parallel", "-ep", "--enable-eplb", sentence=_NO_EXPERT_GROUPS),
+    absent("--all2all-backend", "--enable-dbo", sentence=_NO_EXPERT_GROUPS),
+    nothing("--disable-custom-all-reduce", because="a model is on one GPU"),
+    alias("--api-server-count", "-asc", setting="num_ingress"),
+    absent("--additional-config", sentence="Penstock has no plugins for platforms; leave it out"),
+)
+
+SERVER = (
+    alias("--port", setting="http_port", sentence="gRPC has --grpc-port"),
+    absent("--uds", sentence="Penstock listens on --host and --http-port, not on a Unix socket"),
+    nothing("--grpc", because="gRPC is always there, on --grpc-port"),
+    absent(
+        "--api-key",
+        sentence="other users can read command lines; `penstock keys add --file keys --tenant "
+        "NAME` makes a key, and --api-keys-file keys accepts it",
+    ),
+    alias("--ssl-keyfile", setting="tls_key_file"),
+    alias("--ssl-certfile", setting="tls_cert_file"),
+    alias(
+        "--ssl-ca-certs",
+        setting="tls_client_ca_file",
+        sentence="clients must then show a certificate",
+    ),
+    only(
+        "--ssl-cert-reqs",
+        values=("2",),
+        sentence="with --ssl-ca-certs clients must show a certificate, without it they need none; "
+        "leave it out",
+    ),
+    absent("--ssl-ciphers", sentence="the ciphers cannot be chosen; leave it out"),
+    nothing("--enable-ssl-refresh", because="a new certificate is always taken, within 10 s"),
+    absent("--root-path", sentence="let the proxy in front remove the path"),
+    absent("--allowed-origins", "--allowed-methods", sentence=_CORS),
+    absent("--allowed-headers", "--allow-credentials", sentence=_CORS),
+    absent("--disable-fastapi-docs", sentence="a proxy in front can refuse /docs; leave it out"),
+    nothing("--enable-request-id-headers", because="all answers have x-request-id"),
+    nothing("--enable-prompt-tokens-details", because="usage always has cached_tokens"),
+    absent(
+        "--enable-force-include-usage", sentence="clients ask with stream_options.include_usage"
+    ),
+    absent("--return-tokens-as-token-ids", sentence="clients ask with return_token_ids"),
+    absent(
+        "--enable-server-load-tracking",
+        sentence="GET /v1/penstock/status, and the metrics, say how busy the server is",
+    ),
+)
+
+LOGS = (
+    nothing(
+        *("--disable-log-requests", "--no-enable-log-requests"),
+        because="no prompt is ever logged; each request has one line without text, which "
+        "--log-level warning leaves out",
+    ),
+    absent(
+        *("--enable-log-requests", "--max-log-len"),
+        sentence="no prompt is ever logged; each request has one line without text",
+    ),
+    nothing("--disable-uvicorn-access-log", because="there is no access log"),
+    VllmFlag(
+        ("--uvicorn-log-level",),
+        "--log-level takes debug, info, warning or error",
+        values={
+            **{level: {"log_level": level} for level in ("debug", "info", "warning", "error")},
+            "trace": {"log_level": "debug"},
+            "critical": {"log_level": "error"},
+        },
+    ),
+    absent("--disable-log-stats", sentence="a line about throughput is printed under load only"),
+    absent(
+        *("--otlp-traces-endpoint", "--collect-detailed-traces"),
+        sentence="Penstock sends no traces; it has metrics on --metrics-port",
+    ),
+)

@@ -1,0 +1,156 @@
+"""Help by group, and the configuration that --dump-config prints and --config reads."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.deployments.cli.flags.serve import FIRST, flag_of, help_text
+from penstock.deployments.cli.main import main
+from penstock.deployments.cli.serve import effective_settings
+from penstock.deployments.config import (
+    ServeConfig,
+    config_from,
+    settings,
+    settings_by_group,
+    values_by_group,
+)
+from penstock.deployments.config_file import as_yaml, read_config
+from penstock.workers.errors import ConfigError
+from penstock.workers.settings import Setting
+from penstock.workers.stats import EngineStats, WorkerInfo
+
+GROUPS = settings_by_group()
+
+
+def flags_in(text: str) -> set[str]:
+    return {*re.findall(r"^  (--[\w-]+)[ ,\n]", text, re.MULTILINE)}
+
+
+def help_of(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *arguments])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_first_screen_has_ten_settings_and_names_the_groups(capsys):
+    text = help_of(capsys, "--help")
+    assert flags_in(text) - {"--config", "--dump-config"} == {flag_of(name) for name in FIRST}
+    assert "--help=all" in text
+    assert len(re.findall(r"^  --help=", text, re.MULTILINE)) == len(GROUPS)
+    assert text == help_of(capsys, "-h")
+
+
+def test_all_settings_are_shown_and_no_flag_of_vllm(capsys):
+    flags = flags_in(help_of(capsys, "--help=all"))
+    assert flags == {flag_of(each.name) for each in settings()} - {"--model"} | {
+        "--config",
+        "--dump-config",
+    }
+
+
+@pytest.mark.parametrize("title", GROUPS)
+def test_each_group_is_shown_by_its_name_in_the_first_screen(title):
+    wanted = {flag_of(each.name) for each in GROUPS[title]} - {"--model"}
+    name = title.lower().replace(" ", "-")
+    assert f"--help={name} " in help_text(None)
+    assert flags_in(help_text(name)) == wanted
+    assert flags_in(help_text(title)) == wanted
+
+
+def test_a_group_may_be_shortened_and_a_setting_named():
+    assert flags_in(help_text("experts")) == flags_in(
+        help_text("experts-of-mixture-of-experts-models")
+    )
+    for topic in ("max-model-len", "max_model_len", "--max-model-len"):
+        assert flags_in(help_text(topic)) == {"--max-model-len"}
+    with pytest.raises(ConfigError, match="groups: all, model, listeners"):
+        help_text("nonsense")
+
+
+def values_of(setting: Setting) -> st.SearchStrategy[Any]:
+    """Values that the setting takes by itself."""
+    values: st.SearchStrategy[Any]
+    low, high = setting.min, setting.max
+    if setting.choices:
+        values = st.sampled_from(setting.choices)
+    elif setting.kind is bool:
+        values = st.booleans()
+    elif setting.kind is int:
+        values = st.integers(int(low or 1), int(high or 10**9))
+    elif setting.kind is float:
+        values = st.floats(low if low is not None else 1e-6, high or 1e9, allow_nan=False)
+    else:
+        text = st.text(min_size=1).filter(lambda each: each.lower() not in ("none", "null"))
+        values = st.one_of(text, st.lists(text, min_size=2).map(tuple)) if setting.is_list else text
+    if setting.is_range:
+        values = st.one_of(values, st.integers(1, 90).map(lambda n: f"{n}:{n + 7}"))
+    return st.one_of(st.none(), values) if setting.optional else values
+
+
+@given(st.fixed_dictionaries({}, optional={each.name: values_of(each) for each in settings()}))
+def test_what_is_dumped_is_read_again(values):
+    groups: dict[str, dict[str, Any]] = {"some": values} if values else {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "penstock.yaml"
+        file.write_text(as_yaml(groups), encoding="utf-8")
+        read = read_config(str(file))
+    known = {each.name: each for each in settings()}
+    assert {name: known[name].parse(value) for name, value in read.items()} == values
+
+
+def test_the_whole_configuration_is_dumped_and_read_again(tmp_path, capsys):
+    arguments = [
+        *("serve", "org/name", "--served-model-name", "a", "b", "--num-workers", "1:8"),
+        *("--kv-cache-dtype", "fp8", "--kv-group", "8", "--enforce-eager"),
+        *("--max-model-len", "32Ki"),
+        *("--host", "::1", "--state-prefix", "on", "--kv-cache-gb", "1.5GB"),
+    ]
+    assert main([*arguments, "--dump-config"]) == 0
+    dumped = capsys.readouterr().out
+    file = tmp_path / "penstock.yaml"
+    file.write_text(dumped)
+    config = config_from(read_config(str(file)))
+    assert (config.served_model_name, config.num_workers) == (("a", "b"), "1:8")
+    engine = config.engine
+    assert (engine.model, engine.kv, engine.kv_group, engine.cuda_graphs) == (
+        *("org/name", "fp8", "8", "off"),
+    )
+    assert (engine.max_model_len, engine.kv_cache_gb, config.state_prefix) == (32768, 1.5, "on")
+    assert as_yaml(values_by_group(config)) == dumped
+    assert main(["serve", "--config", str(file), "--http-port", "9000", "--dump-config"]) == 0
+    assert capsys.readouterr().out == dumped.replace("http_port: 8000", "http_port: 9000")
+
+
+def test_a_configuration_that_cannot_be_is_not_dumped(capsys):
+    assert main(["serve", "--http-port", "9400", "--dump-config"]) == 2
+    said = capsys.readouterr()
+    assert "metrics_port must differ" in said.err and not said.out
+
+
+def test_names_do_not_swallow_the_model(capsys):
+    assert main(["serve", "--served-model-name", "a", "./ckpt", "--dump-config"]) == 2
+    assert "`penstock serve ./ckpt --served-model-name a`" in capsys.readouterr().err
+    assert main(["serve", "--served-model-name", "a", "--dump-config"]) == 0
+    assert "served_model_name: a\n" in capsys.readouterr().out
+
+
+def test_what_is_in_force_is_said_at_start():
+    info = WorkerInfo("a:1", 1, "t", 1, "m", max_model_len=2048, weights="bf16")
+    stats = EngineStats(num_blocks=320, block_size=16, max_num_seqs=64)
+    lines = effective_settings(ServeConfig(), [(info, stats)]).splitlines()
+    assert lines == [
+        "  model      up to 2,048 tokens of prompt and answer; bf16 weights; KV cache auto",
+        "  KV cache   5,120 tokens a worker: 2.5 requests of 2,048 tokens at a time; "
+        "at most 64 in a step",
+        "  admission  predicted; at most 1,024 requests wait; num_workers 1, num_ingress 1",
+    ]
+    (line,) = effective_settings(config_from({"num_workers": "0:4"}), []).splitlines()
+    assert "num_workers 0:4" in line
