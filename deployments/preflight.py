@@ -34,7 +34,7 @@ def check_before_start(config: ServeConfig) -> None:
     check_model(config.engine.model)
     check_pins(config.engine)
     folder = Path(config.engine.model).expanduser()
-    if folder.is_dir():
+    if config.engine.model not in BUILTIN and not is_hub_id(config.engine.model):
         scheme = read_stored_scheme(folder)
         weight_plan(scheme, config.engine.weights)
         _check_experts(config.engine, scheme)
@@ -121,20 +121,23 @@ def check_cores(config: ServeConfig) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raise ConfigError unless `model` is built in, a readable folder, or looks like a hub id.
+    """Raise ConfigError unless `model` is built in, readable, or looks like a hub id.
 
-    A folder's config.json must name an architecture that Penstock knows; tensors are not looked at.
+    A folder's config.json, or the header of a GGUF file, must name an architecture that Penstock
+    knows; tensors are not looked at.
     """
     if model in BUILTIN:
         return
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if not is_hub_id(model):
         read_limits(folder)
     elif folder.exists():
-        raise ConfigError(f"model {model} is a file; name the folder that contains it")
+        raise ConfigError(
+            f"model {model} is a file; name the folder that contains it, or a GGUF file"
+        )
     elif model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"model {model!r} not found: name a local folder, a hub id such as 'org/name', "
+            f"model {model!r} not found: name a local folder, a GGUF file, a hub id such as 'org/name', "
             f"{' or '.join(map(repr, BUILTIN))}"
         )
 

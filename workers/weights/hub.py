@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from penstock.workers.errors import LoadError
+from penstock.workers.gguf.header import SUFFIX
 
 log = logging.getLogger("penstock.worker")
 
@@ -27,7 +28,8 @@ class CommitUnknown(LoadError):
 
 def is_hub_id(name: str) -> bool:
     """Whether a model of that name would come from the hub."""
-    return name not in BUILTIN and not Path(name).expanduser().is_dir()
+    path = Path(name).expanduser()
+    return name not in BUILTIN and not path.is_dir() and not _is_gguf(path)
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
@@ -68,7 +70,8 @@ def commit_of(name: str, revision: str | None) -> str | None:
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The folder of `name`: 'builtin', 'builtin-moe', a folder, or a hub id (fetched if needed).
+    """The folder of `name`: 'builtin', 'builtin-moe', a folder, or a hub id (fetched if needed); or
+    the GGUF file of that name.
 
     `revision`: of a hub id; None: main. Raises LoadError with the remedy if there is no such model,
     or the hub cannot be reached.
@@ -81,10 +84,12 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
             raise LoadError(f"this installation lacks the model {name!r}; reinstall Penstock")
         return folder
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or _is_gguf(folder):
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise LoadError(f"{name!r} is no folder; give a checkpoint's folder, or a hub id")
+        raise LoadError(
+            f"{name!r} is no folder; give a checkpoint's folder, a GGUF file, or a hub id"
+        )
     # Slow to import, and not needed for what is already on this machine.
     from huggingface_hub import snapshot_download
 
@@ -104,3 +109,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
             f"({type(error).__name__}): check the spelling and the network, log in with `hf auth "
             "login` if access to it is restricted, or download it elsewhere and give its folder"
         ) from error
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX and path.is_file()
