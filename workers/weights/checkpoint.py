@@ -110,8 +110,8 @@ def find_tensor(
         raise LoadError(f"{folder}: tensor {name!r} is missing from the checkpoint")
     if shape is not None and stored.shape != shape:
         raise LoadError(
-            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-            f"implies {list(shape)}"
+            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; its "
+            f"configuration implies {list(shape)}"
         )
     return stored
 
