@@ -141,8 +141,8 @@ def check_model(model: str) -> None:
         )
     elif model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"model {model!r} not found: name a local folder, a GGUF file, a hub id such as 'org/name', "
-            f"{' or '.join(map(repr, NAMES))}"
+            f"model {model!r} not found: name a local folder, a GGUF file, a hub id such as "
+            f"'org/name', {' or '.join(map(repr, NAMES))}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The model's shape from a checkpoint's config.json, or from the metadata of a GGUF file, as one frozen
+"""The model's shape from a checkpoint's config.json or a GGUF file's metadata, as one frozen
 dataclass for all families.
 
 Only this module and text/ import transformers.

@@ -47,8 +47,8 @@ class GgufTensor(StoredTensor):
     """A tensor in blocks. `num_heads`: into which its rows are divided, to be put in order; 0: they
     are in order."""
 
-    type: BlockType = BlockType("F32", 1, 4)
-    num_heads: int = 0
+    type: BlockType
+    num_heads: int
 
     def read(self, *, codes: bool = False) -> Tensor:
         """The tensor on the CPU: floats as stored, other types decoded to fp32; with `codes`, these

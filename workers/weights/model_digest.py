@@ -52,8 +52,8 @@ def verified_folder(options: ModelOptions) -> Path:
 
 
 def model_digest(folder: Path) -> str:
-    """`TOKENIZER-WEIGHTS`, two digests of the model in `folder`, whatever the folder's name; or of a
-    GGUF file.
+    """`TOKENIZER-WEIGHTS`, two digests of the model in `folder`, or of a GGUF file, whatever the
+    folder's name.
 
     Takes milliseconds to a second: large files are sampled. Other weights have another digest; one
     damaged byte need not. Raises OSError or ValueError where files cannot be read.
