@@ -101,10 +101,10 @@ def write_gguf(
             tensor = adjacent(tensor, heads)
         if name == "llama" and ".attn_k." in known:
             tensor = adjacent(tensor, kv_heads)
-        type = "F32" if tensor.ndim == 1 else matrices
+        stored = "F32" if tensor.ndim == 1 else matrices
         if known == "token_embd.weight" and table is not None:
-            type = table
-        kind = gguf.GGMLQuantizationType[type]
+            stored = table
+        kind = gguf.GGMLQuantizationType[stored]
         writer.add_tensor(known, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
