@@ -83,7 +83,7 @@ def tokenizer_of(header: GgufHeader) -> GgufTokenizer:
         raise ConfigError(f"{header.file}: tokenizer.ggml.tokens is empty, or has a token twice")
     model = header.metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _byte_level, "llama": _pieces}
-    if model not in makers:
+    if not isinstance(model, str) or model not in makers:
         raise ConfigError(
             f"{header.file}: tokenizer.ggml.model {model!r} is not supported; supported are "
             f"{', '.join(makers)}"

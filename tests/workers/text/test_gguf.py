@@ -94,7 +94,7 @@ def test_byte_level_ids_are_those_of_the_same_split(byte_level, tmp_path, pre):
     expected = KINDS["byte_level"]()
     known = GGUF_PRE_TOKENIZER_SPLITS.get(pre)
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=known is None)
-    first = pre_tokenizers.Digits(individual_digits=True)
+    first: Any = pre_tokenizers.Digits(individual_digits=True)
     if known is not None:
         first = pre_tokenizers.Split(Regex(known), "isolated")
     plain = pre in ("gpt-2", "olmo")
@@ -164,6 +164,7 @@ def test_ends_kinds_and_template(byte_level, tmp_path):
         ({"pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported"),
         ({"pre": None}, "tokenizer.ggml.pre None is not supported"),
         ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
+        ({"model": ["gpt2"]}, r"tokenizer.ggml.model \['gpt2'\] is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": ["a", "a"]}, "has a token twice"),
         ({"merges": ["a"]}, "has 'a', which is no pair"),
