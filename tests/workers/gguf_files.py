@@ -93,7 +93,11 @@ def write_gguf(
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     for key, value in (tokenizer or {}).items():
-        add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32}
+        add: dict[type, Any] = {
+            bool: writer.add_bool,
+            str: writer.add_string,
+            int: writer.add_uint32,
+        }
         add.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
     for key, tensor in load_file(folder / "model.safetensors").items():
         known = gguf_name(key)
