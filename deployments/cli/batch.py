@@ -241,7 +241,8 @@ def _model_identity(config: ServeConfig) -> str:
     from penstock.workers.weights.hub import resolve_model
 
     digest = hashlib.sha256()
-    for path in sorted(resolve_model(config.engine.model, config.engine.revision).iterdir()):
+    model = resolve_model(config.engine.model, config.engine.revision)
+    for path in sorted(model.iterdir()) if model.is_dir() else [model]:
         if path.is_file():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             if path.suffix == ".json":

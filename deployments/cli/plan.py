@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from penstock.deployments.bench import report
@@ -26,7 +25,7 @@ from penstock.workers.planning.hardware import (
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import shape_named
-from penstock.workers.weights.hub import BUILTIN, resolve_model
+from penstock.workers.weights.hub import is_hub_id, resolve_model
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -94,7 +93,7 @@ def _kv_group(text: str, head_dim: int) -> int:
 
 def _model(name: str) -> ModelConfig:
     """The configuration of a folder, a built-in model, or a published shape. No download."""
-    if name in BUILTIN or Path(name).expanduser().is_dir():
+    if not is_hub_id(name):
         return ModelConfig.from_pretrained(resolve_model(name))
     try:
         return shape_named(name)

@@ -62,8 +62,8 @@ class LLM:
     """A loaded model. A context manager; `close` frees it, and so does the end of the process."""
 
     def __init__(self, model: str = "builtin", **settings: Any):
-        """`model`: a folder, a Hugging Face Hub id, or "builtin". `settings`: of the engine, by the
-        names in docs/reference/settings.md. Raises ConfigError or LoadError."""
+        """`model`: as of `penstock serve`. `settings`: of the engine, by the names in
+        docs/reference/settings.md. Raises ConfigError or LoadError."""
         known = {setting.name: setting for setting in settings_of(EngineConfig)}
         for name in settings:
             if name in {setting.name for setting in server_settings()} - known.keys():

@@ -31,6 +31,7 @@ from penstock.deployments.security.records import record_from
 from penstock.workers.config import ContextOptions, EngineConfig, KvOptions
 from penstock.workers.errors import ConfigError
 from tests.deployments.ports import free_port
+from tests.workers.gguf_files import file_of, pair, text
 
 ROOT = Path(penstock.deployments.__file__).parent
 
@@ -156,6 +157,23 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"penstock\.yaml"):
         read_config(str(file))
+
+
+def test_a_gguf_file_is_a_model_by_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "Some-1B.Q8_0.gguf"
+    config = config_from({"model": f"./{file.name}"})
+    with pytest.raises(ConfigError, match="not found"):
+        check_model(config.engine.model)
+    file.write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(ConfigError, match=r"Some-1B\.Q8_0\.gguf: the number of tensors needs 8"):
+        check_model(config.engine.model)
+    name = pair("general.architecture", 8, text("mamba"))
+    file.write_bytes(file_of([name], [], b""))
+    with pytest.raises(ConfigError, match=r"architecture 'mamba' .*supported are llama, qwen2"):
+        check_model(config.engine.model)
+    assert config.model_name == "Some-1B.Q8_0"
+    assert config.with_absolute_paths().engine.model == str(file)
 
 
 def test_models_are_looked_up_before_anything_starts(tmp_path):

@@ -18,6 +18,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, build_experts
 from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
+from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
@@ -30,6 +31,7 @@ from penstock.workers.quantization import (
     weight_plan,
 )
 from penstock.workers.weights.checkpoint import StoredTensor, open_checkpoint
+from penstock.workers.weights.gguf import open_gguf
 from penstock.workers.weights.hub import resolve_model
 from penstock.workers.weights.sources import (
     DTYPES,
@@ -68,6 +70,8 @@ def load_model(
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
+    if weights == "auto" and config.auto_format is not None:
+        weights = config.auto_format
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     routed, in_expert_file = None, set[str]()
     if experts is not None:
@@ -108,7 +112,8 @@ def open_model(
     """
     folder = resolve_model(name)
     config = ModelConfig.from_pretrained(folder)
-    tensors = open_checkpoint(folder)
+    gguf = find_gguf(folder)
+    tensors = open_checkpoint(folder) if gguf is None else open_gguf(gguf)
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=_stored_dtype(tensors))
     return folder, _with_dtype(config, weights, torch.device(device)), tensors

@@ -61,6 +61,8 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
         return _llama3(config, 1.0 / powers)
     if config.type == "yarn":
         return _yarn(config, powers)
+    if config.type == "factors":
+        return 1.0 / powers / torch.tensor(config.factors)
     assert config.type == "default"
     return 1.0 / powers
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder.
+"""Text to token ids and back, for one model.
 
 The `tokenizers` library alone reads tokenizer.json, so that a process which only needs text imports
 neither torch nor transformers; transformers is imported only if that file is missing.
@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.request import RequestError
 from penstock.workers.text.chat_template import ChatTemplate, Message
 from penstock.workers.text.detokenizer import (
@@ -28,6 +29,7 @@ from penstock.workers.text.detokenizer import (
     bytes_of_piece,
     piece_rules,
 )
+from penstock.workers.text.gguf import tokenizer_of
 
 
 class Tokenizer:
@@ -61,8 +63,19 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer of a model folder. Raises ConfigError naming what is wrong."""
+        """Read the tokenizer of a model folder, or of the GGUF file at `path` or in it.
+
+        Raises ConfigError naming what is wrong.
+        """
         folder = Path(path)
+        if (gguf := find_gguf(folder)) is not None:
+            found = tokenizer_of(read_header(gguf))
+            return cls(
+                found.backend,
+                special_tokens=found.special_tokens,
+                eos_token_ids=found.eos_token_ids,
+                chat_template=found.chat_template,
+            )
         config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older checkpoints keep them apart
             config |= _read_json(folder / "special_tokens_map.json")

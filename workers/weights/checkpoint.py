@@ -61,14 +61,18 @@ class StoredTensor:
                 f"{self.file}: tensor {self.name!r} is {self.dtype}; "
                 f"weights must be one of {', '.join(known)}"
             )
-        tensor = torch.empty(self.shape, dtype=known[self.dtype])
+        return self.read_bytes().view(known[self.dtype]).view(self.shape)
+
+    def read_bytes(self) -> Tensor:
+        """The bytes of the tensor, uint8. Raises LoadError."""
+        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                _read_into(file.readinto, tensor.view(-1).view(torch.uint8).numpy().data)
+                _read_into(file.readinto, raw.numpy().data)
         except (OSError, EOFError) as error:
             raise LoadError(f"{self.file}: tensor {self.name!r} cannot be read: {error}") from error
-        return tensor
+        return raw
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -106,8 +110,8 @@ def find_tensor(
         raise LoadError(f"{folder}: tensor {name!r} is missing from the checkpoint")
     if shape is not None and stored.shape != shape:
         raise LoadError(
-            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; config.json "
-            f"implies {list(shape)}"
+            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; its "
+            f"configuration implies {list(shape)}"
         )
     return stored
 

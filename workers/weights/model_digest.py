@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.workers.config import ModelOptions
 from penstock.workers.errors import LoadError
+from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.weights.hub import resolve_model
 
 TOKENIZER_FILES = (
@@ -26,6 +27,7 @@ WEIGHT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.g
 TOKEN_FIELDS = ("vocab_size", "bos_token_id", "eos_token_id", "model_type")
 WHOLE_BYTES = 32 << 20  # of a larger file, only the beginning and SAMPLES pieces are read
 HEAD_BYTES = 1 << 20  # the header, with names and shapes
+GGUF_TOKENS = "tokenizer.ggml."  # metadata of a GGUF file on which token ids depend
 SAMPLES, SAMPLE_BYTES = 32, 64 << 10
 
 
@@ -50,12 +52,19 @@ def verified_folder(options: ModelOptions) -> Path:
 
 
 def model_digest(folder: Path) -> str:
-    """`TOKENIZER-WEIGHTS`, two digests of the model in `folder`, whatever the folder's name.
+    """`TOKENIZER-WEIGHTS`, two digests of the model in `folder`, or of a GGUF file, whatever the
+    folder's name.
 
     Takes milliseconds to a second: large files are sampled. Other weights have another digest; one
     damaged byte need not. Raises OSError or ValueError where files cannot be read.
     """
     tokenizer, weights = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    if (gguf := find_gguf(folder)) is not None:
+        metadata = read_header(gguf).metadata
+        for key in sorted(each for each in metadata if each.startswith(GGUF_TOKENS)):
+            tokenizer.update(f"{key}:{metadata[key]!r};".encode())
+        _add_file(weights, gguf)
+        return f"{tokenizer.hexdigest()}-{weights.hexdigest()}"
     facts = _object_in(folder / "config.json")
     tokenizer.update(json.dumps([facts.get(name) for name in TOKEN_FIELDS]).encode())
     extra = _object_in(folder / TOKENIZER_CONFIG)
@@ -63,10 +72,14 @@ def model_digest(folder: Path) -> str:
     tokenizer.update(json.dumps(extra, sort_keys=True).encode())
     for hashed, patterns in ((tokenizer, TOKENIZER_FILES), (weights, WEIGHT_FILES)):
         for path in _files(folder, patterns):
-            hashed.update(f"{path.name}:{path.stat().st_size};".encode())
-            for piece in _pieces(path):
-                hashed.update(piece)
+            _add_file(hashed, path)
     return f"{tokenizer.hexdigest()}-{weights.hexdigest()}"
+
+
+def _add_file(hashed: hashlib.blake2b, path: Path) -> None:
+    hashed.update(f"{path.name}:{path.stat().st_size};".encode())
+    for piece in _pieces(path):
+        hashed.update(piece)
 
 
 def _object_in(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.kernels.quant import INT4_GROUP
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
+from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.quantization import QuantizedFormat
 from penstock.workers.weights.checkpoint import INDEX_NAME, StoredTensor, open_checkpoint
@@ -98,6 +99,11 @@ def plan_quantize(
 
     Raises ConfigError for a checkpoint that cannot be quantised, LoadError for a damaged one.
     """
+    if (gguf := find_gguf(source)) is not None:
+        raise ConfigError(
+            f"{gguf} is a GGUF file, which is read and quantised while it loads: serve it with "
+            f"--weights {format}"
+        )
     config = ModelConfig.from_pretrained(source)
     if config.stored_scheme is not None:
         raise ConfigError(

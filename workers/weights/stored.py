@@ -10,6 +10,7 @@ AWQ: `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8], eight outputs a w
 0 2 4 6 1 3 5 7; `scales` [G, N]. GPTQ: `qweight` int32 [K / 8, N], `qzeros` int32 [G, N / 8],
 `scales` [G, N], `g_idx` int32 [K]. bitsandbytes: `weight` uint8, two codes a byte, the first in the
 high nibble, blocks crossing the ends of rows; `weight.absmax`; a JSON text as uint8.
+GGUF: `weight_q4_0` uint8 [N, K / 32 * 18], blocks as gguf_blocks.py has them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from torch import Tensor
 
 from penstock.kernels.quant import NF4_VALUES, QuantizedWeight, dequantize_weight, pack_nibbles
 from penstock.workers.errors import LoadError
+from penstock.workers.gguf.config import Q4_0_GROUP
 from penstock.workers.quantization import QuantizedFormat, StoredScheme
+from penstock.workers.weights.gguf_blocks import q4_0_codes
 
 Take = Callable[[str], Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output column in each nibble, lowest first
 BNB_STATE = "weight.quant_state.bitsandbytes__nf4"
-MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax")
+Q4_0_MARK = "weight_q4_0"  # rows of blocks, of a GGUF file
+MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax", Q4_0_MARK)
 
 
 def is_stored_quantized(has: Callable[[str], bool], scheme: StoredScheme, module: str) -> bool:
@@ -48,6 +52,8 @@ def read_weight(
 
     Raises LoadError for tensors that contradict each other or `shape` (N, K).
     """
+    if scheme.method == "gguf":
+        return _q4_0(take, shape)
     if scheme.method == "awq":
         return _awq(take, scheme, shape)
     if scheme.method == "gptq":
@@ -147,6 +153,12 @@ def _pack_quantized(
         zeros = unpack_int32(words.T.contiguous())[:, :num_rows].T.contiguous()
     nibbles = unpack_int32(packed)[:, :width]
     return _int4(nibbles, scales, group, zeros)
+
+
+def _q4_0(take: Take, shape: tuple[int, int]) -> QuantizedWeight:
+    nibbles, scales = q4_0_codes(take(Q4_0_MARK))
+    _must_be(Q4_0_MARK, nibbles, shape)
+    return _int4(nibbles, scales, Q4_0_GROUP, None)
 
 
 def _awq(take: Take, scheme: StoredScheme, shape: tuple[int, int]) -> QuantizedWeight:

