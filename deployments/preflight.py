@@ -21,6 +21,7 @@ from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
+from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.weights.hub import BUILTIN, is_hub_id
 from penstock.workers.weights.model_digest import verified_folder
 
@@ -38,6 +39,7 @@ def check_before_start(config: ServeConfig) -> None:
         scheme = read_stored_scheme(folder)
         weight_plan(scheme, config.engine.weights)
         _check_experts(config.engine, scheme)
+        read_sampling_defaults(folder, config.engine.generation_config)
     check_cores(config)
     if config.api_keys_file is not None:
         keys = read_key_file(config.api_keys_file)

@@ -63,6 +63,8 @@ def run_serve(config: ServeConfig) -> int:
         cluster.wait_until_up(_WorkerProgress(config.min_workers, earlier).report)
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
+        for each in sorted({info.sampling_defaults for info in cluster.view().ingresses} - {""}):
+            _say(f"requests that do not say otherwise: {each} (the model's generation_config.json)")
         _say(_welcome(config, cluster.view()))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)

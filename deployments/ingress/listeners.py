@@ -45,6 +45,7 @@ from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
+from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.model_digest import verified_folder
 
@@ -275,6 +276,7 @@ async def _request_core(
         shares_prefixes=config.prefix_sharing == "all",
         billing=billing,
         open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
+        sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
     )
 
 

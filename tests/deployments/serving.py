@@ -58,6 +58,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
@@ -200,6 +201,7 @@ def core_over(
     longest_wait_s: float | None = None,
     open_calls: OpenCalls | None = None,
     shares_prefixes: bool = False,
+    sampling_defaults: SamplingDefaults | None = None,
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
@@ -211,6 +213,7 @@ def core_over(
         longest_wait_s=longest_wait_s,
         open_calls=open_calls,
         shares_prefixes=shares_prefixes,
+        sampling_defaults=sampling_defaults,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
 from penstock.workers.request import FinishReason, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
 MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
@@ -24,12 +25,16 @@ def new_request_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients may know of a model. `max_model_len`: most tokens of prompt and answer."""
+    """What clients may know of a model. `max_model_len`: most tokens of prompt and answer.
+
+    `sampling_defaults`: for requests that do not say how to sample.
+    """
 
     name: str
     vocab_size: int
     max_model_len: int
     has_chat_template: bool = False
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
 
