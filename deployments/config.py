@@ -160,9 +160,13 @@ class ServeConfig(
     def with_absolute_paths(self) -> ServeConfig:
         """The same configuration for processes with another working directory."""
         changes: dict[str, Any] = {}
-        folder = Path(self.engine.model).expanduser()
-        if self.engine.model not in BUILTIN and folder.is_dir():
-            changes["engine"] = dataclasses.replace(self.engine, model=str(folder.resolve()))
+        engine, folder = self.engine, Path(self.engine.model).expanduser()
+        if engine.model not in BUILTIN and folder.is_dir():
+            engine = dataclasses.replace(engine, model=str(folder.resolve()))
+        if engine.chat_template is not None:
+            template = Path(engine.chat_template).expanduser().resolve()
+            engine = dataclasses.replace(engine, chat_template=str(template))
+        changes["engine"] = engine
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:
                 changes[name] = str(Path(path).expanduser().resolve())

@@ -18,7 +18,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.load import load_engine, thread_for
 from penstock.workers.request import Delta
 from penstock.workers.sampling_defaults import read_sampling_defaults
-from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.text.chat_settings import load_tokenizer
 from penstock.workers.weights.hub import resolve_model
 
 
@@ -82,7 +82,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
     """
     engine = load_engine(config.engine)
     folder = resolve_model(config.engine.model, config.engine.revision)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder, config.engine)
     backend = LocalEngine(engine)
     core = RequestCore(
         tokenizer,

@@ -22,7 +22,8 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
 from penstock.workers.sampling_defaults import read_sampling_defaults
-from penstock.workers.weights.hub import BUILTIN, is_hub_id
+from penstock.workers.text.chat_settings import check_template, load_tokenizer
+from penstock.workers.weights.hub import BUILTIN, is_hub_id, resolve_model
 from penstock.workers.weights.model_digest import verified_folder
 
 RAY_ANSWERS_S = 10.0
@@ -34,6 +35,7 @@ def check_before_start(config: ServeConfig) -> None:
     config.check_access()
     check_model(config.engine.model)
     check_pins(config.engine)
+    check_chat_template(config.engine)
     folder = Path(config.engine.model).expanduser()
     if folder.is_dir():
         scheme = read_stored_scheme(folder)
@@ -139,6 +141,16 @@ def check_model(model: str) -> None:
             f"model {model!r} not found: name a local folder, a hub id such as 'org/name', "
             f"{' or '.join(map(repr, BUILTIN))}"
         )
+
+
+def check_chat_template(options: ModelOptions) -> None:
+    """Raise ConfigError if the settings of the chat template do not fit it, or the model here."""
+    if options.chat_template is None and options.default_chat_template_kwargs is None:
+        return
+    if is_hub_id(options.model):
+        check_template(options)  # the rest when the model has been fetched
+    else:
+        load_tokenizer(resolve_model(options.model), options)
 
 
 def check_pins(options: ModelOptions) -> None:

@@ -72,6 +72,17 @@ class ModelOptions:
         "sampling parameters of requests that do not state them; auto: the model's own, from its "
         "generation_config.json (docs/guide/models.md); none: temperature 1 and no filters",
     )
+    chat_template: str | None = option(
+        None,
+        "file with a chat template in Jinja, on each machine, instead of the model's own; none: "
+        "the model's own (docs/guide/models.md)",
+    )
+    default_chat_template_kwargs: str | None = option(
+        None,
+        "variables of the chat template for requests that do not set them, as a JSON object: "
+        '\'{"enable_thinking": false}\'; none: the template decides',
+        is_json=True,
+    )
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
     )

@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.workers.errors import ConfigError
 
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKmMgG]i?)?")
+Plain = bool | int | float | str
 _FACTORS = {"": 1, "k": 1000, "ki": 1024, "m": 1000**2, "mi": 1024**2, "g": 1000**3, "gi": 1024**3}
 
 
@@ -31,13 +33,15 @@ def option(
     max: float | None = None,
     above: float | None = None,
     is_range: bool = False,
+    is_json: bool = False,
 ) -> Any:
     """A dataclass field that is a setting.
 
     `min` and `max` are allowed values, `above` is not. Choices are the field's `Literal` type.
-    `is_range`: a whole number, or a text MIN:MAX of two, of which the first may be 0.
+    `is_range`: a whole number, or a text MIN:MAX of two, of which the first may be 0. `is_json`: a
+    text that is a JSON object of plain values, which YAML may write as its own.
     """
-    bounds = {"min": min, "max": max, "above": above, "is_range": is_range}
+    bounds = {"min": min, "max": max, "above": above, "is_range": is_range, "is_json": is_json}
     return field(default=default, metadata={"help": help, **bounds})
 
 
@@ -56,6 +60,7 @@ class Setting:
     max: float | None
     above: float | None
     is_range: bool = False  # MIN:MAX is a value, too
+    is_json: bool = False  # an object is a value, too
 
     @property
     def bounds(self) -> str:
@@ -75,6 +80,11 @@ class Setting:
         if self.is_range and isinstance(value, str):
             self._check_range(value)
             return
+        if self.is_json:
+            try:
+                plain_object(value)
+            except ValueError as error:
+                raise ConfigError(f"{self.name} {error}") from None
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
             raise ConfigError(f"{self.name} must be one of {known}; got {value!r}")
@@ -96,6 +106,8 @@ class Setting:
             if isinstance(value, bool):
                 return value
             raise ConfigError(f"{self.name} must be true or false; got {value!r}")
+        if self.is_json and isinstance(value, Mapping):
+            return self._json(value)
         if self.kind is str:
             if isinstance(value, bool) and {"on", "off"} <= {*self.choices}:
                 return "on" if value else "off"  # YAML reads these words as true and false
@@ -106,6 +118,12 @@ class Setting:
             low, _, high = value.partition(":")
             return f"{self._number(low)}:{self._number(high)}"
         return self._number(value)
+
+    def _json(self, value: Mapping[str, Any]) -> str:
+        try:
+            return json.dumps(dict(value), ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.name} must be what JSON can hold: {error}") from None
 
     def _check_range(self, value: str) -> None:
         """Raise ConfigError unless `value` is MIN:MAX, with 0 <= MIN <= MAX and MAX in bounds."""
@@ -131,6 +149,20 @@ class Setting:
         if self.is_range:
             what = "a whole number, or MIN:MAX, as 1:8"
         raise ConfigError(f"{self.name} must be {what}; got {value!r}")
+
+
+def plain_object(text: str) -> dict[str, Plain | None]:
+    """The JSON object of plain values in `text`. Raises ValueError with what it must be."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be JSON: {error}; got {text[:100]!r}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'must be a JSON object, as {{"name": true}}; got {text[:100]!r}')
+    for name, each in value.items():
+        if not isinstance(each, Plain | None):
+            raise ValueError(f"must hold plain values, and {name} is none; got {text[:100]!r}")
+    return value
 
 
 @functools.cache

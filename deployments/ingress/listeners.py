@@ -46,7 +46,7 @@ from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
 from penstock.workers.sampling_defaults import read_sampling_defaults
-from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.text.chat_settings import load_tokenizer
 from penstock.workers.weights.model_digest import verified_folder
 
 ERRORS_S = 1.0  # after the drain, for errors to reach clients
@@ -260,7 +260,7 @@ async def _request_core(
     folder = await asyncio.to_thread(verified_folder, config.engine)
     vocab_size, max_model_len = read_limits(folder)
     max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder, config.engine)
     return RequestCore(
         tokenizer,
         pool,

@@ -40,8 +40,10 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ):
-        """`special_tokens` as templates name them: bos_token, eos_token, …"""
+        """`special_tokens` as templates name them: bos_token, eos_token, … `variables`: of the chat
+        template, for conversations that do not set them."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -58,10 +60,18 @@ class Tokenizer:
         self._bytes: dict[tuple[bool, frozenset[str]], dict[int, bytes]] = {}
         self._spelt: dict[int, bytes] = {}
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self._variables = dict(variables or {})
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer of a model folder. Raises ConfigError naming what is wrong."""
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
+        """Read the tokenizer of a model folder; `chat_template` None: that of the folder, too.
+        Raises ConfigError naming what is wrong."""
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older checkpoints keep them apart
@@ -79,7 +89,8 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
-            chat_template=_chat_template(folder, config),
+            chat_template=_chat_template(folder, config) if chat_template is None else chat_template,
+            variables=variables,
         )
 
     def to_json(self) -> str:
@@ -208,7 +219,10 @@ class Tokenizer:
                 code="chat_template_missing",
             )
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables={**self._variables, **(variables or {})},
         )
 
 
