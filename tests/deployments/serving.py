@@ -248,6 +248,8 @@ class Serving:
         certificates: Certificates | None = None,
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         api_keys_file: Path | None = None,
+        origins: Sequence[str] = (),
+        metrics: Callable[[], bytes] | None = None,
         **of_core: Any,
     ):
         """`state_url`: of the store for journals; None: there are none. `certificates`: for TLS;
@@ -257,6 +259,7 @@ class Serving:
         self._state_url = state_url
         self._hosts = hosts
         self._certificates = certificates
+        self._origins, self._metrics = origins, metrics
         self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
         self._keys_path = None if api_keys_file is None else str(api_keys_file)
@@ -311,6 +314,8 @@ class Serving:
             view=getattr(self.backend, "view", None),
             data_dir=self._data_dir,
             hosts=self._hosts,
+            origins=self._origins,
+            metrics=self._metrics,
         )
         batches = None
         if self._data_dir is not None:
