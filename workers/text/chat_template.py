@@ -1,12 +1,12 @@
-"""Renders messages to prompt text with the Jinja template in the model folder.
+"""Renders messages to prompt text with a Jinja template.
 
 Templates come from the operator only, in the model folder or in a file that a setting names, and
-never from a request. They are as trusted as the weights, and still run in Jinja's immutable sandbox, without a loader, in this
-process. A client sends data only, so the work and the text that data can cause are bounded: every
-loop iteration, macro call and block checks this thread's CPU clock (the checks are inserted into
-the parsed template, so no template can leave them out), `range` is capped, large sequence
-repetitions and powers are refused, and the output is counted while it is written. The memory of a
-single filter call, in a template written to attack, is not bounded.
+never from a request. They are as trusted as the weights, and still run in Jinja's immutable
+sandbox, without a loader, in this process. A client sends data only, so the work and the text that
+data can cause are bounded: every loop iteration, macro call and block checks this thread's CPU
+clock (the checks are inserted into the parsed template, so no template can leave them out), `range`
+is capped, large sequence repetitions and powers are refused, and the output is counted while it is
+written. The memory of a single filter call, in a template written to attack, is not bounded.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
-            chat_template=_chat_template(folder, config) if chat_template is None else chat_template,
+            chat_template=chat_template or _chat_template(folder, config),
             variables=variables,
         )
 

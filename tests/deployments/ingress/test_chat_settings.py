@@ -24,7 +24,9 @@ from penstock.workers.weights.hub import resolve_model
 from tests.deployments.ports import free_port
 from tests.deployments.serving import ScriptedBackend, Serving, tokenizer
 
-TEMPLATE = "{% for each in messages %}{{ each.content }}{% endfor %}{{ ' and' if think else ' or' }}"
+TEMPLATE = (
+    "{% for each in messages %}{{ each.content }}{% endfor %}{{ ' and' if think else ' or' }}"
+)
 HELLO = [{"role": "user", "content": "Hello"}]
 THINK = '{"think": true}'
 
@@ -57,8 +59,9 @@ def test_every_front_end_renders_with_them(server: Serving) -> None:
     for path, body in bodies.items():
         assert httpx.post(server.base_url + path, json=body, timeout=30).status_code == 200
     with grpc.insecure_channel(server.grpc_target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
         message = pb.Message(role="user", content="Hello")
-        list(inference_pb2_grpc.InferenceServiceStub(channel).Chat(pb.ChatRequest(messages=[message])))
+        list(stub.Chat(pb.ChatRequest(messages=[message])))
     requests = server.backend.requests
     assert [each.prompt_ids for each in requests] == [ids("Hello and")] * 4
 

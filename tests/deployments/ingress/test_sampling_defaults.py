@@ -121,6 +121,15 @@ def test_a_greedy_request_stays_greedy(server: Serving, front: str) -> None:
     assert request.params.seed is None  # nothing is drawn
 
 
+def test_a_response_says_how_it_was_sampled(server: Serving) -> None:
+    def said(**given: Any) -> tuple[float, float]:
+        answer = httpx.post(f"{server.base_url}/v1/responses", json={"input": "Hello", **given})
+        return answer.json()["temperature"], answer.json()["top_p"]
+
+    assert said() == (OWN["temperature"], OWN["top_p"])
+    assert said(temperature=0.0, top_p=1.0) == (0.0, 1.0)
+
+
 def test_minus_one_still_switches_top_k_off(server: Serving) -> None:
     assert arrived(server, "completions", {"top_k": -1})["top_k"] == 0
 

@@ -134,6 +134,7 @@ class PreparedResponse:
             context.request_id,
             self.answerer.core.model(self.generation.call.options.model).name,
             asked,
+            params=self.generation.call.params,
             created_s=None if head is None else head.created_s,
         )
         if journal is not None:
