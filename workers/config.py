@@ -80,7 +80,7 @@ class ModelOptions:
     default_chat_template_kwargs: str | None = option(
         None,
         "variables of the chat template for requests that do not set them, as a JSON object: "
-        '\'{"enable_thinking": false}\'; none: the template decides',
+        "'{\"enable_thinking\": false}'; none: the template decides",
         is_json=True,
     )
     seed: int = option(

@@ -62,9 +62,7 @@ def test_whole_numbers_and_fractions_have_their_types(tmp_path: Path) -> None:
         *(("repetition_penalty", value) for value in (0, -1, 101)),
     ],
 )
-def test_values_that_no_request_may_have_are_refused(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_values_that_no_request_may_have_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {name} must be .*number in"):
         read(tmp_path, {name: value})
     assert read(tmp_path, {name: value}, None).values == {}

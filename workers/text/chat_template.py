@@ -118,9 +118,7 @@ class ChatTemplate:
             self._template = self._environment.compile_with_ticks(source)
             names = meta.find_undeclared_variables(self._environment.parse(source))
         except RecursionError:
-            raise ConfigError(
-                "the chat template cannot be read: it nests too deep"
-            ) from None
+            raise ConfigError("the chat template cannot be read: it nests too deep") from None
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError) as error:
             raise ConfigError(f"the chat template cannot be read: {error}") from error
         self.knows_tools = "tools" in names

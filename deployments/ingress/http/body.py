@@ -83,9 +83,7 @@ def sampling_field(name: str, **constraints: Any) -> Any:
     return Field(None, description=PARAMETERS[name].description, **constraints)
 
 
-def sampling_params(
-    request: BaseModel, defaults: SamplingDefaults, **given: Any
-) -> SamplingParams:
+def sampling_params(request: BaseModel, defaults: SamplingDefaults, **given: Any) -> SamplingParams:
     """The parameters that `request` sets under their own names, and those `given`.
 
     `defaults`: the model's, for what the request does not set. -1 switches top_k off in bodies, as

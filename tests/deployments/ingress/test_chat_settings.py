@@ -95,7 +95,7 @@ def test_they_are_checked_before_the_start(template: str) -> None:
     check_before_start(config_from({"chat_template": template, **ports}))
     for model in ("builtin", "org/name"):
         config = config_from({"model": model, "chat_template": "/nowhere.jinja", **ports})
-        with pytest.raises(ConfigError, match="chat_template /nowhere.jinja: there is no such"):
+        with pytest.raises(ConfigError, match=r"chat_template /nowhere\.jinja: there is no such"):
             check_before_start(config)
     for given, message in ({"effort": 1}, "effort: .* it has think"), ({"a": []}, "plain values"):
         with pytest.raises(ConfigError, match=message):

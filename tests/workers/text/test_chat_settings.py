@@ -45,9 +45,7 @@ def test_the_file_replaces_the_models_template(tmp_path: Path) -> None:
 
 def test_a_requests_variables_go_first_one_by_one(tmp_path: Path) -> None:
     text = '{"think": true, "effort": "low"}'
-    made = tokenizer(
-        chat_template=written(tmp_path, TEMPLATE), default_chat_template_kwargs=text
-    )
+    made = tokenizer(chat_template=written(tmp_path, TEMPLATE), default_chat_template_kwargs=text)
     assert made.render_chat(HELLO).endswith("<think:low>")
     assert made.render_chat(HELLO, variables={"effort": "high"}).endswith("<think:high>")
     assert made.render_chat(HELLO, variables={"think": False}).endswith("Hello")

@@ -130,7 +130,7 @@ def test_without_the_option_nothing_is_allowed() -> None:
     ],
 )
 def test_what_is_no_origin_is_refused(given: str) -> None:
-    with pytest.raises(ConfigError, match="^allowed_origins: .* is no origin"):
+    with pytest.raises(ConfigError, match=r"^allowed_origins: .* is no origin"):
         ServeConfig(allowed_origins=given)
 
 
