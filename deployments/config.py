@@ -7,6 +7,7 @@ the file. What can be checked against the machine before anything starts is pref
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ from penstock.workers.weights.hub import NAMES, is_hub_id
 
 WAIT_S = 120.0  # OpenAI's clients take a Retry-After of no more, and give up after 600 s
 WAIT_FROM_ZERO_S = 600.0  # where a worker, and perhaps its node, must be started first
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\\s?#@,*A-Z]+")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATHS = (
     *("api_keys_file", "predictor_file", "data_dir"),
@@ -78,6 +81,7 @@ class ServeConfig(
         if self.min_ingress == 0:
             raise ConfigError(f"num_ingress must keep at least 1; got {self.num_ingress!r}")
         self._check_tls_files()
+        self._check_origins()
         is_embedded = isinstance(state_url.parse(self), state_url.EmbeddedAddress)
         if is_embedded and self.state_url and self.max_ingress > 1:
             raise ConfigError(
@@ -95,6 +99,20 @@ class ServeConfig(
                 raise ConfigError(
                     f"{given} needs {other}: a certificate and its key switch TLS on together"
                 )
+
+    def _check_origins(self) -> None:
+        for origin in self.origins:
+            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} is no origin; write scheme://host or "
+                    "scheme://host:port in lower case, as https://app.example.com, or *"
+                )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """`allowed_origins`, one by one."""
+        given = (each.strip() for each in (self.allowed_origins or "").split(","))
+        return tuple(each for each in given if each)
 
     @property
     def min_workers(self) -> int:
@@ -158,7 +176,14 @@ class ServeConfig(
         return self.api_keys_file is None and self.host not in LOOPBACK
 
     def check_access(self) -> None:
-        """Raise ConfigError if other machines could use this server without a key, unasked."""
+        """Raise ConfigError if other machines, or web pages, could use this server without a key,
+        unasked."""
+        if ANY_ORIGIN in self.origins and self.api_keys_file is None and not self.insecure:
+            raise ConfigError(
+                "allowed_origins *: without API keys every web page in a browser that can reach it "
+                "could use this server; name the origins, or write keys into a file and pass it as "
+                "--api-keys-file (api_keys_file), or say --insecure (insecure: true)"
+            )
         if self.is_open and not self.insecure:
             raise ConfigError(
                 f"host {self.host}: without API keys every machine that can reach it could use "
@@ -173,9 +198,13 @@ class ServeConfig(
     def with_absolute_paths(self) -> ServeConfig:
         """The same configuration for processes with another working directory."""
         changes: dict[str, Any] = {}
-        folder = Path(self.engine.model).expanduser()
-        if self.engine.model not in NAMES and not is_hub_id(self.engine.model):
-            changes["engine"] = dataclasses.replace(self.engine, model=str(folder.resolve()))
+        engine, folder = self.engine, Path(self.engine.model).expanduser()
+        if engine.model not in NAMES and not is_hub_id(engine.model):
+            engine = dataclasses.replace(engine, model=str(folder.resolve()))
+        if engine.chat_template is not None:
+            template = Path(engine.chat_template).expanduser().resolve()
+            engine = dataclasses.replace(engine, chat_template=str(template))
+        changes["engine"] = engine
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:
                 changes[name] = str(Path(path).expanduser().resolve())

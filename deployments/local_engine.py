@@ -17,7 +17,8 @@ from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.load import load_engine, thread_for
 from penstock.workers.request import Delta
-from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.sampling_defaults import read_sampling_defaults
+from penstock.workers.text.chat_settings import load_tokenizer
 from penstock.workers.weights.hub import resolve_model
 
 
@@ -80,7 +81,8 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
     Raises LoadError or ConfigError.
     """
     engine = load_engine(config.engine)
-    tokenizer = Tokenizer.load(resolve_model(config.engine.model, config.engine.revision))
+    folder = resolve_model(config.engine.model, config.engine.revision)
+    tokenizer = load_tokenizer(folder, config.engine)
     backend = LocalEngine(engine)
     core = RequestCore(
         tokenizer,
@@ -92,5 +94,6 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         contexts=ContextSettings.of(config.engine, engine.max_model_len),
         marks=find_marks(config.reasoning_marks, tokenizer),
         seed=config.engine.seed,
+        sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
     )
     return core, backend

@@ -71,6 +71,12 @@ class ListenOptions:
     metrics_host: str = option(
         "127.0.0.1", "address to listen on for metrics, which need no API key"
     )
+    api_metrics: bool = option(
+        False,
+        "serve /metrics, /ping and /load on http_port, too; there /metrics and /load need an API "
+        "key with the role metrics. Where ingress replicas share the port, each scrape has the "
+        "counts of one of them",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,12 @@ class SecurityOptions:
         "with loopback as host and no API keys: further names, with commas between them, under "
         "which clients reach this server (a tunnel, a proxy); others are refused, because a web "
         "page can give itself a name that leads here",
+    )
+    allowed_origins: str | None = option(
+        None,
+        "origins of web pages that may use the HTTP API from a browser (CORS), with commas between "
+        "them, as https://app.example.com, or * for all, which needs API keys; none: a page of "
+        "another origin cannot read answers",
     )
     prefix_sharing: Literal["tenant", "all"] = option(
         "tenant",

@@ -21,6 +21,8 @@ from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
+from penstock.workers.sampling_defaults import read_sampling_defaults
+from penstock.workers.text.chat_settings import check_template, load_tokenizer
 from penstock.workers.weights.hub import NAMES, is_hub_id, resolve_model
 from penstock.workers.weights.model_digest import verified_folder
 
@@ -35,11 +37,13 @@ def check_before_start(config: ServeConfig) -> None:
     config.check_access()
     check_model(config.engine.model)
     check_pins(config.engine)
+    check_chat_template(config.engine)
     folder = Path(config.engine.model).expanduser()
     if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
         scheme = read_stored_scheme(folder)
         weight_plan(scheme, config.engine.weights)
         _check_experts(config.engine, scheme)
+        read_sampling_defaults(folder, config.engine.generation_config)
     check_cores(config)
     if config.api_keys_file is not None:
         keys = read_key_file(config.api_keys_file)
@@ -156,6 +160,16 @@ def check_model(model: str) -> None:
             f"model {model!r} not found: name a local folder, a GGUF file, a hub id such as "
             f"'org/name', {' or '.join(map(repr, NAMES))}"
         )
+
+
+def check_chat_template(options: ModelOptions) -> None:
+    """Raise ConfigError if the settings of the chat template do not fit it, or the model here."""
+    if options.chat_template is None and options.default_chat_template_kwargs is None:
+        return
+    if is_hub_id(options.model):
+        check_template(options)  # the rest when the model has been fetched
+    else:
+        load_tokenizer(resolve_model(options.model), options)
 
 
 def check_pins(options: ModelOptions) -> None:

@@ -68,6 +68,22 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "maximum tokens of prompt and answer together; none: the model's own limit", min=1
     )
+    generation_config: str | None = option(
+        "auto",
+        "sampling parameters of requests that do not state them; auto: the model's own, from its "
+        "generation_config.json (docs/guide/models.md); none: temperature 1 and no filters",
+    )
+    chat_template: str | None = option(
+        None,
+        "file with a chat template in Jinja, on each machine, instead of the model's own; none: "
+        "the model's own (docs/guide/models.md)",
+    )
+    default_chat_template_kwargs: str | None = option(
+        None,
+        "variables of the chat template for requests that do not set them, as a JSON object: "
+        "'{\"enable_thinking\": false}'; none: the template decides",
+        is_json=True,
+    )
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
     )
@@ -284,6 +300,10 @@ class EngineConfig(
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
+            )
+        if self.generation_config not in ("auto", None):
+            raise ConfigError(
+                f"generation_config must be auto or none; got {self.generation_config!r}"
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two; got {self.block_size}")

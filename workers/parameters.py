@@ -60,6 +60,7 @@ class Parameter:
     help: str
     apis: frozenset[Api]
     bounds: Bounds | None = None
+    of_model: bool = False  # the model may state a default of its own
 
     @property
     def description(self) -> str:
@@ -70,13 +71,22 @@ class Parameter:
         if isinstance(self.default, bool):
             parts.append(f"default {str(self.default).lower()}")
         elif isinstance(self.default, int | float):
-            parts.append(f"default {self.default:g}")
+            own = "the model's own, else " if self.of_model else ""
+            parts.append(f"default {own}{self.default:g}")
         return "; ".join(parts)
 
 
-def parameter(default: Any, apis: frozenset[Api], help: str, bounds: Bounds | None = None) -> Any:
+def parameter(
+    default: Any,
+    apis: frozenset[Api],
+    help: str,
+    bounds: Bounds | None = None,
+    *,
+    of_model: bool = False,
+) -> Any:
     """A dataclass field with the metadata of a parameter."""
-    return field(default=default, metadata={"help": help, "bounds": bounds, "apis": apis})
+    metadata = {"help": help, "bounds": bounds, "apis": apis, "of_model": of_model}
+    return field(default=default, metadata=metadata)
 
 
 def parameters_of(kind: type[Any]) -> dict[str, Parameter]:

@@ -79,13 +79,23 @@ class SamplingParams:
     each field has its help, bounds and APIs.
     """
 
-    temperature: float = parameter(1.0, EVERY_API, "0 is greedy", Bounds(0, 100))
-    top_k: int = parameter(0, EVERY_API, "this many of the likeliest tokens; 0: all", FROM_0)
+    temperature: float = parameter(1.0, EVERY_API, "0 is greedy", Bounds(0, 100), of_model=True)
+    top_k: int = parameter(
+        0, EVERY_API, "this many of the likeliest tokens; 0: all", FROM_0, of_model=True
+    )
     top_p: float = parameter(
-        1.0, EVERY_API, "likeliest tokens of this total probability", Bounds(0, 1, open_low=True)
+        1.0,
+        EVERY_API,
+        "likeliest tokens of this total probability",
+        Bounds(0, 1, open_low=True),
+        of_model=True,
     )
     min_p: float = parameter(
-        0.0, MOST_APIS, "least probability, relative to the likeliest token", Bounds(0, 1)
+        0.0,
+        MOST_APIS,
+        "least probability, relative to the likeliest token",
+        Bounds(0, 1),
+        of_model=True,
     )
     seed: int | None = parameter(
         None, MOST_APIS, "64 bits, signed; the same seed draws the same tokens", INT64
@@ -101,7 +111,11 @@ class SamplingParams:
         (), WIDE_APIS, f"up to {MAX_STOP_TOKEN_IDS} tokens that end the answer"
     )
     repetition_penalty: float = parameter(
-        1.0, MOST_APIS, "divides logits of earlier tokens", Bounds(LEAST_REPETITION_PENALTY, 100)
+        1.0,
+        MOST_APIS,
+        "divides logits of earlier tokens",
+        Bounds(LEAST_REPETITION_PENALTY, 100),
+        of_model=True,
     )
     presence_penalty: float = parameter(
         0.0, MOST_APIS, "subtracted from the logit of a token of the answer", Bounds(-2, 2)

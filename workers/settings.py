@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKmMgG]i?)?")
 _SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([kmgt])(?:i?(b)|i)?)?", re.IGNORECASE)
 _UNITS = {"_mb": "m", "_gb": "g"}  # of settings with such a name, in powers of 1024
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+Plain = bool | int | float | str
 _FACTORS = {"": 1, "k": 1000, "ki": 1024, "m": 1000**2, "mi": 1024**2, "g": 1000**3, "gi": 1024**3}
 
 
@@ -35,14 +37,17 @@ def option(
     above: float | None = None,
     is_range: bool = False,
     is_list: bool = False,
+    is_json: bool = False,
 ) -> Any:
     """A dataclass field that is a setting.
 
     `min` and `max` are allowed values, `above` is not. Choices are the field's `Literal` type.
     `is_range`: a whole number, or a text MIN:MAX of two, of which the first may be 0.
-    `is_list`: a text, or a tuple of several.
+    `is_list`: a text, or a tuple of several. `is_json`: a text that is a JSON object of plain
+    values, which YAML may write as its own.
     """
-    bounds = {"min": min, "max": max, "above": above, "is_range": is_range, "is_list": is_list}
+    bounds: dict[str, Any] = {"min": min, "max": max, "above": above}
+    bounds |= {"is_range": is_range, "is_list": is_list, "is_json": is_json}
     return field(default=default, metadata={"help": help, **bounds})
 
 
@@ -62,6 +67,7 @@ class Setting:
     above: float | None
     is_range: bool = False  # MIN:MAX is a value, too
     is_list: bool = False  # so are several texts
+    is_json: bool = False  # an object is a value, too
 
     @property
     def bounds(self) -> str:
@@ -81,6 +87,11 @@ class Setting:
         if self.is_range and isinstance(value, str):
             self._check_range(value)
             return
+        if self.is_json:
+            try:
+                plain_object(value)
+            except ValueError as error:
+                raise ConfigError(f"{self.name} {error}") from None
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
             raise ConfigError(f"{self.name} must be one of {known}; got {value!r}")
@@ -107,6 +118,8 @@ class Setting:
             if isinstance(value, bool):
                 return value
             raise ConfigError(f"{self.name} must be true or false; got {value!r}")
+        if self.is_json and isinstance(value, Mapping):
+            return self._json(value)
         if self.kind is str:
             if isinstance(value, bool) and {"on", "off"} <= {*self.choices}:
                 return "on" if value else "off"  # YAML reads these words as true and false
@@ -117,6 +130,12 @@ class Setting:
             low, _, high = value.partition(":")
             return f"{self._number(low)}:{self._number(high)}"
         return self._number(value)
+
+    def _json(self, value: Mapping[str, Any]) -> str:
+        try:
+            return json.dumps(dict(value), ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.name} must be what JSON can hold: {error}") from None
 
     def _check_range(self, value: str) -> None:
         """Raise ConfigError unless `value` is MIN:MAX, with 0 <= MIN <= MAX and MAX in bounds."""
@@ -164,6 +183,20 @@ class Setting:
         if self._unit is not None:
             return f"a number of {self._unit.upper()}iB, as 4, or a size, as 4GB"
         return "a whole number, as 4096, 25.6k or 2M" if self.kind is int else "a number"
+
+
+def plain_object(text: str) -> dict[str, Plain | None]:
+    """The JSON object of plain values in `text`. Raises ValueError with what it must be."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be JSON: {error}; got {text[:100]!r}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'must be a JSON object, as {{"name": true}}; got {text[:100]!r}')
+    for name, each in value.items():
+        if not isinstance(each, Plain | None):
+            raise ValueError(f"must hold plain values, and {name} is none; got {text[:100]!r}")
+    return value
 
 
 @functools.cache

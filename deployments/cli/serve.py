@@ -70,6 +70,8 @@ def run_serve(config: ServeConfig) -> int:
         view = cluster.view()
         new = [each for each in view.workers if each[0].address not in earlier]
         _say(effective_settings(config, new))
+        for each in sorted({info.sampling_defaults for info in view.ingresses} - {""}):
+            _say(f"requests that do not say otherwise: {each} (the model's generation_config.json)")
         _say(_welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)

@@ -34,7 +34,7 @@ from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes
-from penstock.deployments.ingress.metrics.server import MetricsServer
+from penstock.deployments.ingress.metrics.server import MetricsPage, MetricsServer
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates, client_certificates
 from penstock.deployments.security.key_file import read_key_file
@@ -45,7 +45,8 @@ from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
-from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.sampling_defaults import read_sampling_defaults
+from penstock.workers.text.chat_settings import load_tokenizer
 from penstock.workers.weights.model_digest import verified_folder
 
 ERRORS_S = 1.0  # after the drain, for errors to reach clients
@@ -141,6 +142,21 @@ async def open_listeners(
         pool.lost_requests.shared = SharedRefusals(journals.store)
     data_dir = Path(config.data_dir) if config.data_dir else None
     jobs = JobBoard()
+    connections = connections_for(config.max_connections, config.max_connections_per_address)
+    certificates = await asyncio.to_thread(client_certificates, config)
+    uses = (("clients", certificates), ("cluster", cluster))
+    in_use = {use: each for use, each in uses if each is not None}
+    watch = LoopWatch(pool.beat)
+    collector = PenstockCollector(
+        core.metrics,
+        lambda: view().workers,
+        gate,
+        pool.lost_requests,
+        None if journals is None else journals.counts,
+        connections,
+        watch,
+        in_use,
+    )
     app = build_app(
         core,
         keys=keys,
@@ -152,9 +168,9 @@ async def open_listeners(
         journals=journals,
         jobs=jobs,
         hosts=_allowed_hosts(config),
+        origins=config.origins,
+        metrics=MetricsPage(collector).text if config.api_metrics else None,
     )
-    connections = connections_for(config.max_connections, config.max_connections_per_address)
-    certificates = await asyncio.to_thread(client_certificates, config)
     http = _http_server(config, app, core, connections, certificates)
     listener = _listen(config.host, config.http_port)
     http_task = asyncio.ensure_future(http.serve(sockets=[listener]))
@@ -165,20 +181,8 @@ async def open_listeners(
         journals=journals,
         certificates=certificates,
     )
-    uses = (("clients", certificates), ("cluster", cluster))
-    in_use = {use: each for use, each in uses if each is not None}
-    metrics, probes, watch = None, Probes(core.ready), LoopWatch(pool.beat)
+    metrics, probes = None, Probes(core.ready)
     if config.metrics_port:
-        collector = PenstockCollector(
-            core.metrics,
-            lambda: view().workers,
-            gate,
-            pool.lost_requests,
-            None if journals is None else journals.counts,
-            connections,
-            watch,
-            in_use,
-        )
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
             MetricsServer, collector, config.metrics_host, config.metrics_port, probes
@@ -232,7 +236,8 @@ def _allowed_hosts(config: ServeConfig) -> AllowedHosts | None:
     """Of a server that any web page of this machine's browsers could use; None: all names."""
     if config.api_keys_file is not None or config.host not in LOOPBACK:
         return None
-    return AllowedHosts(name.strip() for name in (config.allowed_hosts or "").split(",") if name)
+    names = (name.strip() for name in (config.allowed_hosts or "").split(",") if name)
+    return AllowedHosts(names, config.origins)
 
 
 async def _journals(config: ServeConfig, owner: str) -> Journals | None:
@@ -259,7 +264,7 @@ async def _request_core(
     folder = await asyncio.to_thread(verified_folder, config.engine)
     vocab_size, max_model_len = read_limits(folder)
     max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder, config.engine)
     return RequestCore(
         tokenizer,
         pool,
@@ -276,6 +281,7 @@ async def _request_core(
         shares_prefixes=config.prefix_sharing == "all",
         billing=billing,
         open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
+        sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
     )
 
 

@@ -175,6 +175,7 @@ class IngressReplica:
             generation=0 if self._setup is None else self._setup.generation,
             digest="" if self._setup is None else self._setup.digest,
             jobs=self._listeners.jobs.own(),
+            sampling_defaults=str(self._listeners.core.sampling_defaults),
         )
 
     async def drain(self) -> None:

@@ -110,7 +110,7 @@ class LLM:
         one, and GenerationError.
         """
         read, is_list = prompt_list(prompts)
-        made, num_choices = calls(read, sampling_params, self._model.vocab_size)
+        made, num_choices = calls(read, sampling_params, self._model)
         names = places("prompts", is_list, len(made))
         return self._host.run(self._answer(made, num_choices, names, use_tqdm))
 
@@ -133,7 +133,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs and dict(chat_template_kwargs),
         )
-        made, num_choices = calls(read, sampling_params, self._model.vocab_size)
+        made, num_choices = calls(read, sampling_params, self._model)
         names = places("conversations", is_list, len(made))
         return self._host.run(self._answer(made, num_choices, names, use_tqdm))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from penstock.deployments.ingress.core.call import Call, ChatPrompt
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.http.body import validated
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
@@ -78,12 +78,12 @@ def conversation_list(
 def calls(
     prompts: Sequence[str | tuple[int, ...] | ChatPrompt],
     sampling: SamplingParams | Sequence[SamplingParams] | None,
-    vocab_size: int,
+    model: ServedModel,
 ) -> tuple[list[Call], list[int]]:
     """A Call for each prompt, and how many answers each shall have. Raises RequestError."""
     given = SamplingParams() if sampling is None else sampling
     if isinstance(given, SamplingParams):
-        call, num_choices = _call(given, vocab_size, "sampling_params")
+        call, num_choices = _call(given, model, "sampling_params")
         made = [Call(each, call.params, call.options) for each in prompts]
         return made, [num_choices] * len(prompts)
     if not _is_list(given) or not all(isinstance(each, SamplingParams) for each in given):
@@ -93,17 +93,17 @@ def calls(
         )
     if len(given) != len(prompts):
         raise RequestError(f"sampling_params has {len(given)} entries for {len(prompts)} prompts")
-    found = [_call(each, vocab_size, f"sampling_params[{i}]") for i, each in enumerate(given)]
+    found = [_call(each, model, f"sampling_params[{i}]") for i, each in enumerate(given)]
     made = [Call(each, call.params, call.options) for each, (call, _) in zip(prompts, found)]
     return made, [num_choices for _, num_choices in found]
 
 
-def _call(given: SamplingParams, vocab_size: int, where: str) -> tuple[Call, int]:
+def _call(given: SamplingParams, model: ServedModel, where: str) -> tuple[Call, int]:
     """A Call without its prompt, and its number of answers."""
     with naming(where):
         body = validated(CompletionRequest, {"prompt": "", **given.body()})
-        params = replace(body.params(), max_tokens=body.max_tokens)
-        params.check(vocab_size)
+        params = replace(body.params(model.sampling_defaults), max_tokens=body.max_tokens)
+        params.check(model.vocab_size)
         return Call("", params, body.options()), body.num_choices
 
 

@@ -11,7 +11,8 @@ MAX_TOKENS = 16  # as vLLM's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the tokens of an answer are chosen, and when the answer ends. None: the default.
+    """How the tokens of an answer are chosen, and when the answer ends. None: the default, which
+    for temperature, top_p, top_k, min_p and repetition_penalty is the model's own, if it has one.
 
     The fields, their bounds and defaults are those of the HTTP API (docs/reference/http-api.md);
     `LLM` checks them with the prompts. `max_tokens` None: until the model ends the answer or

@@ -47,6 +47,7 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("GET", "/console/batches.js"): _PUBLIC,
     ("GET", "/console/sparkline.js"): _PUBLIC,
     ("GET", "/console/icon.svg"): _PUBLIC,
+    ("GET", "/ping"): _PUBLIC,
     ("GET", "/version"): _ANY,
     ("GET", "/docs"): _ANY,
     ("GET", "/openapi.json"): _ANY,
@@ -75,6 +76,8 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("POST", "/v1/batches/{batch_id}/cancel"): _INFER,
     ("POST", "/v1/penstock/jobs"): _INFER,
     ("GET", "/v1/penstock/status"): Role.METRICS,
+    ("GET", "/metrics"): Role.METRICS,
+    ("GET", "/load"): Role.METRICS,
     ("GET", "/v1/penstock/queue"): Role.QUEUE,
 }
 

@@ -41,6 +41,7 @@ class IngressInfo:
     generation: int = 0  # of the deployment that it belongs to
     digest: str = ""  # of that deployment's settings
     jobs: tuple[JobReport, ...] = ()  # that it got in the last minute
+    sampling_defaults: str = ""  # the model's own, in words; empty: it has none
 
 
 @dataclass(frozen=True, slots=True)

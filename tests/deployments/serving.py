@@ -58,6 +58,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
@@ -201,6 +202,7 @@ def core_over(
     open_calls: OpenCalls | None = None,
     shares_prefixes: bool = False,
     other_names: tuple[str, ...] = (),
+    sampling_defaults: SamplingDefaults | None = None,
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
@@ -213,6 +215,7 @@ def core_over(
         longest_wait_s=longest_wait_s,
         open_calls=open_calls,
         shares_prefixes=shares_prefixes,
+        sampling_defaults=sampling_defaults,
     )
 
 
@@ -247,6 +250,8 @@ class Serving:
         certificates: Certificates | None = None,
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         api_keys_file: Path | None = None,
+        origins: Sequence[str] = (),
+        metrics: Callable[[], bytes] | None = None,
         **of_core: Any,
     ):
         """`state_url`: of the store for journals; None: there are none. `certificates`: for TLS;
@@ -256,6 +261,7 @@ class Serving:
         self._state_url = state_url
         self._hosts = hosts
         self._certificates = certificates
+        self._origins, self._metrics = origins, metrics
         self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
         self._keys_path = None if api_keys_file is None else str(api_keys_file)
@@ -310,6 +316,8 @@ class Serving:
             view=getattr(self.backend, "view", None),
             data_dir=self._data_dir,
             hosts=self._hosts,
+            origins=self._origins,
+            metrics=self._metrics,
         )
         batches = None
         if self._data_dir is not None:

@@ -1,12 +1,12 @@
-"""Renders messages to prompt text with the Jinja template in the model folder.
+"""Renders messages to prompt text with a Jinja template.
 
-Templates come from the operator's model folder only, never from a request. They are as trusted as
-the weights next to them, and still run in Jinja's immutable sandbox, without a loader, in this
-process. A client sends data only, so the work and the text that data can cause are bounded: every
-loop iteration, macro call and block checks this thread's CPU clock (the checks are inserted into
-the parsed template, so no template can leave them out), `range` is capped, large sequence
-repetitions and powers are refused, and the output is counted while it is written. The memory of a
-single filter call, in a template written to attack, is not bounded.
+Templates come from the operator only, in the model folder or in a file that a setting names, and
+never from a request. They are as trusted as the weights, and still run in Jinja's immutable
+sandbox, without a loader, in this process. A client sends data only, so the work and the text that
+data can cause are bounded: every loop iteration, macro call and block checks this thread's CPU
+clock (the checks are inserted into the parsed template, so no template can leave them out), `range`
+is capped, large sequence repetitions and powers are refused, and the output is counted while it is
+written. The memory of a single filter call, in a template written to attack, is not bounded.
 """
 
 from __future__ import annotations
@@ -118,11 +118,9 @@ class ChatTemplate:
             self._template = self._environment.compile_with_ticks(source)
             names = meta.find_undeclared_variables(self._environment.parse(source))
         except RecursionError:
-            raise ConfigError(
-                "the model's chat template cannot be read: it nests too deep"
-            ) from None
+            raise ConfigError("the chat template cannot be read: it nests too deep") from None
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError) as error:
-            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+            raise ConfigError(f"the chat template cannot be read: {error}") from error
         self.knows_tools = "tools" in names
         own = {*_GIVEN, *self._special_tokens, *self._environment.globals}
         self.variables = frozenset(names - own)  # that a caller may set, such as enable_thinking

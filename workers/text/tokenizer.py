@@ -42,8 +42,10 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ):
-        """`special_tokens` as templates name them: bos_token, eos_token, …"""
+        """`special_tokens` as templates name them: bos_token, eos_token, … `variables`: of the chat
+        template, for conversations that do not set them."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -60,12 +62,19 @@ class Tokenizer:
         self._bytes: dict[tuple[bool, frozenset[str]], dict[int, bytes]] = {}
         self._spelt: dict[int, bytes] = {}
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self._variables = dict(variables or {})
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
         """Read the tokenizer of a model folder, or of the GGUF file at `path` or in it.
 
-        Raises ConfigError naming what is wrong.
+        `chat_template` None: the model's own. Raises ConfigError naming what is wrong.
         """
         folder = Path(path)
         if (gguf := find_gguf(folder)) is not None:
@@ -74,7 +83,8 @@ class Tokenizer:
                 found.backend,
                 special_tokens=found.special_tokens,
                 eos_token_ids=found.eos_token_ids,
-                chat_template=found.chat_template,
+                chat_template=chat_template or found.chat_template,
+                variables=variables,
             )
         config = _read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older checkpoints keep them apart
@@ -92,7 +102,8 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
-            chat_template=_chat_template(folder, config),
+            chat_template=chat_template or _chat_template(folder, config),
+            variables=variables,
         )
 
     def to_json(self) -> str:
@@ -221,7 +232,10 @@ class Tokenizer:
                 code="chat_template_missing",
             )
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables={**self._variables, **(variables or {})},
         )
 
 

@@ -13,6 +13,7 @@ from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
 from penstock.deployments.options import ANY_NAME
 from penstock.workers.request import FinishReason, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
 MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
@@ -29,12 +30,14 @@ class ServedModel:
 
     Answers bear its `name`, also where the request has one of `other_names`. ANY_NAME among these:
     requests may have any name.
+    `sampling_defaults`: for requests that do not say how to sample.
     """
 
     name: str
     vocab_size: int
     max_model_len: int
     has_chat_template: bool = False
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created_s: int = field(default_factory=lambda: int(time.time()))
     other_names: tuple[str, ...] = ()
 

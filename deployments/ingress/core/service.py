@@ -39,6 +39,7 @@ from penstock.deployments.ingress.core.validation import (
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.request import FinishReason, RequestError
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
 
@@ -75,6 +76,7 @@ class RequestCore:
         has_state_store: bool = False,
         shares_prefixes: bool = False,
         billing: Billing | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
     ):
         """`other_names`: of the model, as in ServedModel.
         `learner`: receives the length of each answer; without one, requests carry no features.
@@ -84,7 +86,8 @@ class RequestCore:
         a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
         what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
         continued after the end of this server. `shares_prefixes`: tenants share cached prompts.
-        `billing`: quotas and weights of tenants; None: there are none."""
+        `billing`: quotas and weights of tenants; None: there are none. `sampling_defaults`: the
+        model's own; None: it has none."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
@@ -95,6 +98,7 @@ class RequestCore:
             vocab_size,
             max_model_len,
             tokenizer.has_chat_template,
+            sampling_defaults or SamplingDefaults(),
             other_names=other_names,
         )
         self._learner = learner
@@ -125,6 +129,11 @@ class RequestCore:
     def num_running(self) -> int:
         """Calls that run, with or without a client that waits for them."""
         return len(self._running)
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """With these the front ends make the parameters of a call."""
+        return self._model.sampling_defaults
 
     def models(self) -> list[ServedModel]:
         """The served model, which may have several names."""

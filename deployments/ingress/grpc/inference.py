@@ -227,7 +227,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         options = _options(request)
         if isinstance(request, pb.ChatRequest):
             prompt = chat_prompt(request)
-            params = sampling(request.sampling, prompt.tools)
+            params = sampling(request.sampling, self._core.sampling_defaults, prompt.tools)
             call = Call(prompt, params, replace(options, splits_reasoning=True), about)
         else:
             options = replace(
@@ -235,7 +235,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 add_special_tokens=flag(request, "add_special_tokens", True),
                 echo=request.echo,
             )
-            call = Call(text_prompt(request), sampling(request.sampling), options, about)
+            prompt_text = text_prompt(request)
+            params = sampling(request.sampling, self._core.sampling_defaults)
+            call = Call(prompt_text, params, options, about)
         num_choices = request.n if request.HasField("n") else 1
         generations = await self._core.prepare_choices(call, num_choices)
         check_sendable(request, generations[0], self._core.tokenizer)

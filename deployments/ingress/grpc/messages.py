@@ -30,6 +30,7 @@ from penstock.workers.request import (
     RequestError,
     SamplingParams,
 )
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice, json_schema
 from penstock.workers.text.tokenizer import Tokenizer
 
@@ -69,18 +70,23 @@ def chat_prompt(request: pb.ChatRequest) -> ChatPrompt:
     )
 
 
-def sampling(message: pb.SamplingParams, toolset: Toolset | None = None) -> SamplingParams:
-    """How to sample an answer, one that must call tools included. Raises RequestError."""
+def sampling(
+    message: pb.SamplingParams, defaults: SamplingDefaults, toolset: Toolset | None = None
+) -> SamplingParams:
+    """How to sample an answer, one that must call tools included. Raises RequestError.
+
+    `defaults`: the model's, for what the message does not set.
+    """
     given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
     shapes = (_shape(message), None if toolset is None else toolset.spec())
-    return SamplingParams(
-        stop=few(message.stop, MAX_STOP_STRINGS),
-        stop_token_ids=few(message.stop_token_ids, MAX_STOP_TOKEN_IDS),
-        logit_bias=few(message.logit_bias.items(), MAX_LOGIT_BIAS),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        structured=only_one([shape for shape in shapes if shape is not None], "tool_choice"),
-        **given,
-    )
+    given |= {
+        "stop": few(message.stop, MAX_STOP_STRINGS),
+        "stop_token_ids": few(message.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        "logit_bias": few(message.logit_bias.items(), MAX_LOGIT_BIAS),
+        "allowed_token_ids": tuple(message.allowed_token_ids),
+        "structured": only_one([shape for shape in shapes if shape is not None], "tool_choice"),
+    }
+    return defaults.params(given)
 
 
 def priority(request: pb.GenerateRequest | pb.ChatRequest) -> int | None:

@@ -103,7 +103,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             model = self._model(request.model_name, request.model_version)
             wanted = _wanted(request)
             texts = _texts(request)
-            params, options = _sampling(request.parameters, model.name)
+            params, options = _sampling(request.parameters, model)
             about = context_of(context, self._keys, named.request_id, request.id, "id")
             calls = [
                 Call(text, params, options, about.of_prompt(i, len(texts)))
@@ -212,7 +212,7 @@ def _unpacked(raw: bytes) -> list[bytes]:
 
 
 def _sampling(
-    parameters: Mapping[str, pb.InferParameter], model: str
+    parameters: Mapping[str, pb.InferParameter], model: ServedModel
 ) -> tuple[SamplingParams, CallOptions]:
     """How to sample, and the other options. Raises RequestError naming a parameter."""
     given: dict[str, Any] = {}
@@ -236,11 +236,11 @@ def _sampling(
             )
     defaults = CallOptions()
     options = CallOptions(
-        model=model,
+        model=model.name,
         add_special_tokens=given.pop("add_special_tokens", defaults.add_special_tokens),
         skip_special_tokens=given.pop("skip_special_tokens", defaults.skip_special_tokens),
     )
-    return SamplingParams(**given), options
+    return model.sampling_defaults.params(given), options
 
 
 def _fraction(name: str, value: Any) -> float:

@@ -6,12 +6,15 @@ errors.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 
 from penstock.deployments.ingress.core.errors import ServiceError
@@ -49,6 +52,17 @@ from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
 _APIS = (openai, anthropic, responses, tokenize, batches, job_reports)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' plain text
+# Of answers, beside those that every page may read.
+EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "x-client-request-id", "retry-after", "x-should-retry"),
+    *("idempotent-replayed", "x-penstock-resumable"),
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for of in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+)
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -64,6 +78,8 @@ def build_app(
     journals: Journals | None = None,
     jobs: JobBoard | None = None,
     hosts: AllowedHosts | None = None,
+    origins: Sequence[str] = (),
+    metrics: Callable[[], bytes] | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -73,7 +89,8 @@ def build_app(
     gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
     `journals`: of streams; None: none can be continued. `jobs`: reports of batches that run
     elsewhere, where other ingresses get them, too. `hosts`: the names to which this answers; None:
-    any.
+    any. `origins`: of pages whose browsers may use this; "*": all. `metrics`: Prometheus' text of
+    them, from any thread; None: there is no /metrics, /ping or /load.
     """
     calls = None if journals is None else JournalledCalls(journals)
     jobs, keys = jobs or JobBoard(), keys or ApiKeys()
@@ -98,6 +115,14 @@ def build_app(
         quota_headers=None if core.billing is None else core.billing.headers,
         limited_paths=(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
     )
+    if origins:  # outside of all else: a preflight request has no key, and errors can be read
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
     app.add_exception_handler(HTTPException, _on_http_exception)
     openai.add_openai_routes(app, core, calls)
     anthropic.add_message_routes(app, core, calls)
@@ -110,6 +135,8 @@ def build_app(
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
     add_queue_route(app, gate, admission)
     _add_service_routes(app, core)
+    if metrics is not None:
+        _add_metric_routes(app, core, metrics)
     return app
 
 
@@ -137,10 +164,7 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
     @app.get("/ready", responses=error_responses(503))
     async def ready() -> dict[str, str]:
         """Whether to send requests here; not when no worker is ready, nor before a shutdown."""
-        if core.is_stopping:
-            raise ServiceError("no_worker", "this server is about to stop: send requests elsewhere")
-        if not core.ready():
-            raise ServiceError("no_worker")
+        _check_ready(core)
         return {"status": "ok"}
 
     @app.get("/health", responses=error_responses(503))
@@ -164,6 +188,33 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         return JSONResponse(document)
+
+
+def _add_metric_routes(app: FastAPI, core: RequestCore, metrics: Callable[[], bytes]) -> None:
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def read_metrics() -> Response:
+        """Metrics for Prometheus: of this ingress, and of all workers."""
+        text = await asyncio.to_thread(metrics)
+        return Response(text, headers={"content-type": METRICS_TYPE})
+
+    @app.get("/ping", responses=error_responses(503))
+    async def ping() -> dict[str, str]:
+        """The same as /ready, under the name that some platforms ask for."""
+        _check_ready(core)
+        return {"status": "ok"}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """How many requests this ingress has open, over HTTP and gRPC."""
+        return {"server_load": core.open_calls.num}
+
+
+def _check_ready(core: RequestCore) -> None:
+    """Raise ServiceError unless requests should be sent here."""
+    if core.is_stopping:
+        raise ServiceError("no_worker", "this server is about to stop: send requests elsewhere")
+    if not core.ready():
+        raise ServiceError("no_worker")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -34,6 +34,7 @@ from penstock.workers.request import (
     RequestError,
     SamplingParams,
 )
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured_spec import MAX_CHOICES
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -82,10 +83,11 @@ def sampling_field(name: str, **constraints: Any) -> Any:
     return Field(None, description=PARAMETERS[name].description, **constraints)
 
 
-def sampling_params(request: BaseModel, **given: Any) -> SamplingParams:
+def sampling_params(request: BaseModel, defaults: SamplingDefaults, **given: Any) -> SamplingParams:
     """The parameters that `request` sets under their own names, and those `given`.
 
-    -1 switches top_k off in bodies, as 0 does.
+    `defaults`: the model's, for what the request does not set. -1 switches top_k off in bodies, as
+    0 does.
     """
     values: dict[str, Any] = {}
     for name in PARAMETERS.keys() - given.keys():
@@ -94,7 +96,7 @@ def sampling_params(request: BaseModel, **given: Any) -> SamplingParams:
             values[name] = tuple(value) if isinstance(value, list) else value
     if values.get("top_k") == -1:
         values["top_k"] = 0
-    return SamplingParams(**values, **given)
+    return defaults.params({**values, **given})
 
 
 def strings(stop: str | list[str] | None) -> tuple[str, ...]:

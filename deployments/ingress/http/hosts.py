@@ -16,10 +16,14 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class AllowedHosts:
-    """The names under which requests are answered; those of this machine's loopback are."""
+    """The names under which requests are answered; those of this machine's loopback are.
 
-    def __init__(self, names: Iterable[str] = ()):
+    `origins`: of pages that may use this server from elsewhere, whatever their names; "*": all.
+    """
+
+    def __init__(self, names: Iterable[str] = (), origins: Iterable[str] = ()):
         self._names = frozenset(name.lower() for name in (*LOCAL_NAMES, *names))
+        self._origins = frozenset(origins)
 
     def check(self, scope: Scope) -> None:
         """Raise RequestError host_not_allowed unless `Host` and `Origin` have an allowed name."""
@@ -27,7 +31,9 @@ class AllowedHosts:
         if host is not None and _name_in(f"//{host}") not in self._names:
             raise _refusal("Host", host, self._names)
         origin = header(scope, b"origin")
-        if origin is not None and _name_in(origin) not in self._names:
+        if origin is None or not self._origins.isdisjoint((origin, "*")):
+            return
+        if _name_in(origin) not in self._names:
             raise _refusal("Origin", origin, self._names)
 
 

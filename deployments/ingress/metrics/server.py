@@ -27,6 +27,19 @@ MAX_PORTS = 64  # tried from the first one on
 SLOW_CLIENT_S = 10.0  # a client that is silent for this long is disconnected
 
 
+class MetricsPage:
+    """What Prometheus reads of one ingress: a collector, and this process. Any thread may ask."""
+
+    def __init__(self, collector: Collector):
+        self._registry = CollectorRegistry()
+        self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """In the plain text format."""
+        return generate_latest(self._registry)
+
+
 class MetricsServer:
     """A listener for Prometheus and, with `probes`, for GET /live, /ready and /health."""
 
@@ -38,9 +51,7 @@ class MetricsServer:
         Each ingress replica of a machine has its own counts; a port shared by several would answer
         now with one replica's, now with another's. Raises OSError if no port is free.
         """
-        registry = CollectorRegistry()
-        registry.register(collector)
-        ProcessCollector(registry=registry)
+        page = MetricsPage(collector)
         checks: dict[str, Callable[[], str]] = {}
         if probes is not None:
             ready = probes.why_not_ready
@@ -48,7 +59,7 @@ class MetricsServer:
         ports = range(first_port, min(first_port + MAX_PORTS, 65536)) if first_port else (0,)
         for port in ports:
             try:
-                self._listener = _Listener((host, port), registry, checks)
+                self._listener = _Listener((host, port), page, checks)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or port == ports[-1]:
@@ -73,12 +84,12 @@ class _Listener(socketserver.ThreadingTCPServer):
     def __init__(
         self,
         address: tuple[str, int],
-        registry: CollectorRegistry,
+        page: MetricsPage,
         checks: Mapping[str, Callable[[], str]],
     ):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self.registry, self.checks = registry, checks
+        self.page, self.checks = page, checks
         super().__init__(address, _Handler)
 
 
@@ -96,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.server.registry))
+            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, self.server.page.text())
         elif path in self.server.checks:
             reason = self.server.checks[path]()
             body = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}

@@ -48,7 +48,8 @@ KEYS = _keys()
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
-    with Serving(ScriptedBackend([5], FinishReason.STOP), api_keys=KEYS) as running:
+    backend = ScriptedBackend([5], FinishReason.STOP)
+    with Serving(backend, api_keys=KEYS, metrics=lambda: b"") as running:
         yield running
 
 
@@ -61,7 +62,7 @@ def routes_of(app: FastAPI) -> list[tuple[str, str]]:
     )
 
 
-ALL_ROUTES = routes_of(build_app(core_over(ScriptedBackend())))
+ALL_ROUTES = routes_of(build_app(core_over(ScriptedBackend()), metrics=lambda: b""))
 
 
 def test_the_table_has_the_routes_of_the_app_and_no_others() -> None:

@@ -33,7 +33,7 @@ class MessagesEndpoint:
     ) -> PreparedMessage:
         """Check a body. Raises RequestError or ServiceError."""
         body = parse(MessagesRequest, content)
-        params, prompt = body.params(), body.prompt()
+        params, prompt = body.params(self._core.sampling_defaults), body.prompt()
         call = Call(prompt, params, body.options(), context)
         with renamed_fields({"stop": "stop_sequences"}):
             generation = await self._core.prepare(call)

@@ -29,6 +29,7 @@ from penstock.deployments.ingress.http.body import (
     validated_at,
 )
 from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured_spec import StructuredSpec, json_schema
 
 IGNORED = frozenset(("metadata", "service_tier", "inference_geo", "cache_control"))
@@ -141,9 +142,9 @@ class MessagesRequest(CountTokensRequest):
             )
         return prompt
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
         return sampling_params(
-            self, stop=tuple(self.stop_sequences or ()), structured=self._shape()
+            self, defaults, stop=tuple(self.stop_sequences or ()), structured=self._shape()
         )
 
     def _shape(self) -> StructuredSpec | None:

@@ -81,7 +81,8 @@ async def prepared(core: RequestCore, path: str, content: bytes, context: CallCo
 
 async def _prepared_chat(core: RequestCore, content: bytes, context: CallContext) -> Prepared:
     body = parse(ChatCompletionRequest, content)
-    call = Call(body.prompt(), body.params(), body.options(), context)
+    params = body.params(core.sampling_defaults)
+    call = Call(body.prompt(), params, body.options(), context)
     is_newer_name = body.max_completion_tokens is not None
     with renamed_fields({"max_tokens": "max_completion_tokens"} if is_newer_name else {}):
         generations = await core.prepare_choices(call, body.num_choices)
@@ -90,7 +91,8 @@ async def _prepared_chat(core: RequestCore, content: bytes, context: CallContext
 
 async def _prepared_completion(core: RequestCore, content: bytes, context: CallContext) -> Prepared:
     body = parse(CompletionRequest, content)
-    prompts, params, options = body.prompts(), body.params(), body.options()
+    prompts, options = body.prompts(), body.options()
+    params = body.params(core.sampling_defaults)
     generations = []
     for i, prompt in enumerate(prompts):
         call = Call(prompt, params, options, context.of_prompt(i, len(prompts)))

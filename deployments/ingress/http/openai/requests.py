@@ -31,6 +31,7 @@ from penstock.deployments.ingress.http.openai.parts import (
     known_messages,
 )
 from penstock.workers.request import MAX_LOGPROBS, RequestError, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured_spec import StructuredSpec
 
 # Harmless to ignore: they tell the provider about the caller, or hint at something we do not have.
@@ -113,9 +114,12 @@ class _GenerationRequest(ShapeFields):
     stream: bool | None = Field(None, description="send server-sent events; default false")
     stream_options: StreamOptions | None = None
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         return sampling_params(
             self,
+            defaults,
             max_tokens=max_tokens,
             logprobs=logprobs,
             stop=strings(self.stop),
@@ -187,11 +191,12 @@ class ChatCompletionRequest(_GenerationRequest):
         specs = (super().shape(), None if calls is None else calls.spec())
         return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         newer = self.max_completion_tokens
         return self.sampling(
+            defaults,
             self.max_tokens if newer is None else newer,
             (self.top_logprobs or 0) if self.logprobs else None,
         )
@@ -232,11 +237,11 @@ class CompletionRequest(_GenerationRequest):
             raise RequestError(f"send at most {MAX_PROMPTS} prompts in one call", param="prompt")
         return values
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
         max_tokens = self.max_tokens
         if max_tokens is None and self.context_policy != "sink_window":
             max_tokens = DEFAULT_COMPLETION_TOKENS
-        return self.sampling(max_tokens, self.logprobs)
+        return self.sampling(defaults, max_tokens, self.logprobs)
 
     def options(self) -> CallOptions:
         return replace(

@@ -65,7 +65,8 @@ class Answerer:
             if asked.store:  # a promise that the client insists on
                 await self.keeper.check(context.request_id)
         messages = asked.messages(before)
-        call = Call(asked.prompt(messages), asked.params(), asked.options(), context)
+        params = asked.params(self.core.sampling_defaults)
+        call = Call(asked.prompt(messages), params, asked.options(), context)
         with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
             generation = await self.core.prepare(call)
         return PreparedResponse(self, asked, generation, messages, before)
@@ -133,6 +134,7 @@ class PreparedResponse:
             context.request_id,
             self.answerer.core.model(self.generation.call.options.model).name,
             asked,
+            params=self.generation.call.params,
             created_s=None if head is None else head.created_s,
         )
         if journal is not None:

@@ -12,7 +12,7 @@ from penstock.deployments.ingress.core.call import TextDelta
 from penstock.deployments.ingress.core.errors import ApiError
 from penstock.deployments.ingress.http.responses.items import Message, tool_call
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
-from penstock.workers.request import FinishReason
+from penstock.workers.request import FinishReason, SamplingParams
 
 
 @dataclass(slots=True)
@@ -56,9 +56,11 @@ class ResponseBuilder:
         model: str,
         asked: ResponsesRequest,
         *,
+        params: SamplingParams,
         created_s: int | None = None,
     ):
-        """`created_s`: when the request came, in seconds of Unix time; None: now."""
+        """`params`: how the answer is sampled. `created_s`: when the request came, in seconds of
+        Unix time; None: now."""
         self.id = f"resp_{request_id}"
         self.end_s: Callable[[], int] = lambda: int(time.time())  # when the answer ended
         self.status = "queued" if asked.background else "in_progress"
@@ -84,10 +86,10 @@ class ResponseBuilder:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": asked.store is not False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": params.temperature,
             **asked.echoed_fields(),
             "top_logprobs": 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
         }

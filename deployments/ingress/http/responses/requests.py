@@ -26,6 +26,7 @@ from penstock.deployments.ingress.http.body import (
 )
 from penstock.deployments.ingress.http.responses.items import Item, Message, known_item, messages_of
 from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, json_schema
 
 MAX_LISTED = 100  # items of one answer
@@ -172,9 +173,10 @@ class ResponsesRequest(Strict):
         specs = (given.spec() if given else None, calls.spec() if calls else None)
         return only_one([spec for spec in specs if spec is not None], "tool_choice")
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults) -> SamplingParams:
         return sampling_params(
             self,
+            defaults,
             max_tokens=self.max_output_tokens,
             stop=strings(self.stop),
             structured=self._shape(),

@@ -36,6 +36,7 @@ from penstock.deployments.ingress.http.openai.requests import (
 from penstock.deployments.ingress.http.responses import requests as responses_types
 from penstock.deployments.ingress.http.tokenize import DetokenizeRequest
 from penstock.workers.request import RequestError
+from penstock.workers.sampling_defaults import SamplingDefaults
 
 SIZE = 1 << 20  # of what is tested: a quarter of what may come, which is enough to tell
 MAX_CALLS = 250_000  # half a call for each of the smallest elements
@@ -49,22 +50,22 @@ RESPONSES = b'{"input":"a",'
 
 def completion(body: bytes) -> Any:
     request = openai_types.parse(CompletionRequest, body)
-    return request.params(), request.options(), request.prompts()
+    return request.params(SamplingDefaults()), request.options(), request.prompts()
 
 
 def chat(body: bytes) -> Any:
     request = openai_types.parse(ChatCompletionRequest, body)
-    return request.params(), request.options(), request.prompt()
+    return request.params(SamplingDefaults()), request.options(), request.prompt()
 
 
 def messages(body: bytes) -> Any:
     request = anthropic_types.parse(MessagesRequest, body)
-    return request.params(), request.prompt()
+    return request.params(SamplingDefaults()), request.prompt()
 
 
 def responses(body: bytes) -> Any:
     request = responses_types.parse(body)
-    return request.params(), request.prompt(request.messages(()))
+    return request.params(SamplingDefaults()), request.prompt(request.messages(()))
 
 
 def detokenize(body: bytes) -> Any:

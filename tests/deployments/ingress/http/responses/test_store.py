@@ -16,7 +16,7 @@ from penstock.deployments.ingress.http.responses.store import (
     ResponseStore,
     StoredResponse,
 )
-from penstock.workers.request import FinishReason
+from penstock.workers.request import FinishReason, SamplingParams
 
 END = TextDelta("", [], FinishReason.STOP, usage=TokenUsage(1))
 
@@ -29,7 +29,8 @@ class Clock:
 
 
 def entry(name, *, text="", principal="", frames=None):
-    draft = ResponseBuilder(name, "model", ResponsesRequest(input="a"))
+    asked = ResponsesRequest(input="a")
+    draft = ResponseBuilder(name, "model", asked, params=SamplingParams())
     messages = ({"role": "user", "content": text},)
     return StoredResponse(draft, principal, messages, frames=frames)
 
