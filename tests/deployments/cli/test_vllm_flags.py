@@ -88,7 +88,6 @@ REFUSED = {
     "--enable-lora": "merge the adapter",
     "--lora-modules a=b c=d": "merge the adapter",
     "--api-key secret": "--api-keys-file keys",
-    "--chat-template t.jinja": "chat_template.jinja",
     "--kv-cache-dtype fp8_e5m2": "--kv takes",
     "--dtype half": "bfloat16 or float32",
     "--quantization gguf2": "--weights int8",
@@ -96,7 +95,6 @@ REFUSED = {
     "--cpu-offload-gb 4": "--expert-cache-gb",
     "--limit-mm-per-prompt {}": "serves text",
     "--hf-overrides {}": "config.json",
-    "--default-chat-template-kwargs {}": "with each request",
 }
 
 

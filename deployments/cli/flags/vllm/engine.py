@@ -80,15 +80,9 @@ MODEL = (
         "--download-dir", sentence="models from the hub go where the variable HF_HOME says; set it"
     ),
     absent("--model-loader-extra-config", "--ignore-patterns", sentence=_DOWNLOADS),
-    only(
-        "--generation-config",
-        values=("vllm",),
-        sentence="Penstock takes no sampling defaults from generation_config.json; send them with "
-        "each request",
-    ),
     absent(
         "--override-generation-config",
-        sentence="a server has no sampling defaults of its own; send them with each request",
+        sentence="edit the model's generation_config.json, or send them with each request",
     ),
     absent("--max-logprobs", sentence="a request may ask for 20; there is no setting"),
     absent("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", sentence=_NO_LORA),
@@ -122,15 +116,7 @@ CHAT = (
         sentence="Penstock reads the calls of Hermes and Qwen models only (hermes); for others "
         "leave it out, and use structured output (docs/guide/structured-output.md)",
     ),
-    absent(
-        "--chat-template",
-        sentence="the template is that of the model's folder; put it there as chat_template.jinja",
-    ),
     only("--chat-template-content-format", values=("auto", "string"), sentence=_TEXT_ONLY),
-    absent(
-        "--default-chat-template-kwargs",
-        sentence="send chat_template_kwargs with each request",
-    ),
     only("--response-role", values=("assistant",), sentence="the role of answers is assistant"),
     only(
         "--guided-decoding-backend",

@@ -13,7 +13,7 @@ _NO_EXPERT_GROUPS = (
     "Penstock does not divide experts over GPUs; leave it out, or use --expert-cache-gb X for a "
     "model whose experts do not fit on the device (docs/guide/experts.md)"
 )
-_CORS = "answers have no CORS headers; let a proxy in front add them"
+_CORS = "--allowed-origins is enough: GET, POST and DELETE with any header are allowed, and no cookies are used"
 
 CLUSTER = (
     only(
@@ -68,7 +68,7 @@ SERVER = (
     absent("--ssl-ciphers", sentence="the ciphers cannot be chosen; leave it out"),
     nothing("--enable-ssl-refresh", because="a new certificate is always taken, within 10 s"),
     absent("--root-path", sentence="let the proxy in front remove the path"),
-    absent("--allowed-origins", "--allowed-methods", sentence=_CORS),
+    absent("--allowed-methods", sentence=_CORS),
     absent("--allowed-headers", "--allow-credentials", sentence=_CORS),
     absent("--disable-fastapi-docs", sentence="a proxy in front can refuse /docs; leave it out"),
     nothing("--enable-request-id-headers", because="all answers have x-request-id"),
