@@ -16,6 +16,7 @@ from penstock.deployments.ingress.http.anthropic.requests import MessagesRequest
 from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
 from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.events import ANTHROPIC
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.numbered import NumberedEvents
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.records import Head
@@ -25,19 +26,20 @@ from penstock.workers.request import FinishReason
 class MessagesEndpoint:
     """The Endpoint of journalled.py at /v1/messages."""
 
-    def __init__(self, core: RequestCore):
-        self._core = core
+    def __init__(self, core: RequestCore, policy: FieldPolicy):
+        self._core, self._policy = core, policy
 
     async def prepare(
         self, content: bytes, context: CallContext, head: Head | None = None
     ) -> PreparedMessage:
         """Check a body. Raises RequestError or ServiceError."""
-        body = parse(MessagesRequest, content)
+        left_out = IgnoredFields(self._policy)
+        body = parse(MessagesRequest, content, left_out)
         params, prompt = body.params(), body.prompt()
         call = Call(prompt, params, body.options(), context)
         with renamed_fields({"stop": "stop_sequences"}):
             generation = await self._core.prepare(call)
-        return PreparedMessage(self._core, generation, bool(body.stream))
+        return PreparedMessage(self._core, generation, bool(body.stream), left_out)
 
     async def attached(self, *_: object) -> None:
         return None
@@ -50,6 +52,7 @@ class PreparedMessage:
     core: RequestCore
     generation: Generation
     streams: bool
+    left_out: IgnoredFields
     is_background = False
     before = b""
 
@@ -67,7 +70,7 @@ class PreparedMessage:
             if self.streams
             else self._message(renderer, journal),
             self.core.metrics.num_errors_returned,
-            headers=headers,
+            headers=[*(headers or ()), *self.left_out.headers()],
             has_event_ids=journal is not None,
             error_format=ANTHROPIC,
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from penstock.deployments.ingress.http.body import Strict, validated_at
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import RequestError
 
 _IGNORED = frozenset(("cache_control", "citations", "caller"))
@@ -81,7 +82,7 @@ Turn = UserTurn | AssistantTurn
 _TURNS: dict[str, type[Strict]] = {"user": UserTurn, "assistant": AssistantTurn}
 
 
-def known_turn(index: int, turn: Any) -> Any:
+def known_turn(index: int, turn: Any, left_out: IgnoredFields) -> Any:
     """The turn without what is ignored. Raises RequestError naming what is wrong."""
     path = f"messages[{index}]"
     if not isinstance(turn, dict):
@@ -90,16 +91,21 @@ def known_turn(index: int, turn: Any) -> Any:
     if not isinstance(role, str) or role not in _TURNS:
         raise RequestError(f"{path}.role must be one of {', '.join(_TURNS)}", param=f"{path}.role")
     if isinstance(content := turn.get("content"), list):
-        turn = {**turn, "content": known_blocks(content, f"{path}.content", role)}
-    return validated_at(path, _TURNS[role], turn)
+        turn = {**turn, "content": known_blocks(content, f"{path}.content", role, left_out)}
+    return validated_at(path, _TURNS[role], turn, left_out)
 
 
-def known_blocks(blocks: Sequence[Any], path: str, role: str) -> list[Any]:
+def known_blocks(
+    blocks: Sequence[Any], path: str, role: str, left_out: IgnoredFields
+) -> list[Any]:
     """The blocks of a message of `role`. Raises RequestError for kinds that it may not have."""
-    return [_known(block, f"{path}[{i}]", _OF_ROLE[role]) for i, block in enumerate(blocks)]
+    kinds = _OF_ROLE[role]
+    return [_known(block, f"{path}[{i}]", kinds, left_out) for i, block in enumerate(blocks)]
 
 
-def _known(block: Any, path: str, kinds: dict[str, type[Strict]]) -> Any:
+def _known(
+    block: Any, path: str, kinds: dict[str, type[Strict]], left_out: IgnoredFields
+) -> Any:
     if not isinstance(block, dict):
         return block
     kind = block.get("type")
@@ -111,8 +117,9 @@ def _known(block: Any, path: str, kinds: dict[str, type[Strict]]) -> Any:
         )
     kept = {name: value for name, value in block.items() if name not in _IGNORED}
     if kind == "tool_result" and isinstance(content := kept.get("content"), list):
-        kept["content"] = known_blocks(content, f"{path}.content", "system")
-    return validated_at(path, kinds[kind] if isinstance(kind, str) else TextBlock, kept)
+        kept["content"] = known_blocks(content, f"{path}.content", "system", left_out)
+    model = kinds[kind] if isinstance(kind, str) else TextBlock
+    return validated_at(path, model, kept, left_out)
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:

@@ -23,11 +23,13 @@ from penstock.deployments.ingress.http.anthropic.blocks import (
 from penstock.deployments.ingress.http.body import (
     Strict,
     body_values,
+    json_object,
     sampling_field,
     sampling_params,
     validated,
     validated_at,
 )
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredSpec, json_schema
 
@@ -162,21 +164,34 @@ class MessagesRequest(CountTokensRequest):
 RequestT = TypeVar("RequestT", bound=CountTokensRequest)
 
 
-def parse(kind: type[RequestT], body: bytes) -> RequestT:
-    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
+def parse(
+    kind: type[RequestT], body: bytes, left_out: IgnoredFields | None = None
+) -> RequestT:
+    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong.
+
+    `left_out`: is told what is ignored; None: what is unknown is refused.
+    """
+    left_out = IgnoredFields() if left_out is None else left_out
     values = body_values(
-        body, kind.model_fields, UNSUPPORTED, IGNORED, conversations=("system", "messages")
+        json_object(body),
+        kind.model_fields,
+        UNSUPPORTED,
+        IGNORED,
+        left_out,
+        conversations=("system", "messages"),
     )
     if isinstance(system := values.get("system"), list):
-        values["system"] = known_blocks(system, "system", "system")
+        values["system"] = known_blocks(system, "system", "system", left_out)
     if isinstance(messages := values.get("messages"), list):
-        values["messages"] = [known_turn(i, turn) for i, turn in enumerate(messages)]
+        values["messages"] = [known_turn(i, turn, left_out) for i, turn in enumerate(messages)]
     if isinstance(tools := values.get("tools"), list):
-        values["tools"] = [_known_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
-    return validated(kind, values)
+        values["tools"] = [
+            _known_tool(f"tools[{i}]", tool, left_out) for i, tool in enumerate(tools)
+        ]
+    return validated(kind, values, left_out)
 
 
-def _known_tool(path: str, tool: Any) -> Any:
+def _known_tool(path: str, tool: Any, left_out: IgnoredFields) -> Any:
     if not isinstance(tool, dict):
         return tool
     if isinstance(kind := tool.get("type"), str) and kind != "custom":
@@ -186,4 +201,4 @@ def _known_tool(path: str, tool: Any) -> Any:
             code="unsupported_parameter",
         )
     kept = {name: value for name, value in tool.items() if name not in _IGNORED_IN_TOOLS}
-    return validated_at(path, MessagesTool, kept)
+    return validated_at(path, MessagesTool, kept, left_out)

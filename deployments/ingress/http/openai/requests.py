@@ -17,11 +17,13 @@ from penstock.deployments.ingress.core.tools import Toolset, only_one, toolset_o
 from penstock.deployments.ingress.http.body import (
     Strict,
     body_values,
+    json_object,
     sampling_field,
     sampling_params,
     strings,
     validated,
 )
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.deployments.ingress.http.openai.parts import (
     ChatMessage,
     NamedTool,
@@ -144,7 +146,9 @@ class _GenerationRequest(ShapeFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @classmethod
-    def cleaned(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def cleaned(
+        cls, values: dict[str, Any], left_out: IgnoredFields | None = None
+    ) -> dict[str, Any]:
         """`values` of a body without what is ignored inside them. Raises RequestError."""
         return values
 
@@ -167,9 +171,11 @@ class ChatCompletionRequest(_GenerationRequest):
     parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
 
     @classmethod
-    def cleaned(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def cleaned(
+        cls, values: dict[str, Any], left_out: IgnoredFields | None = None
+    ) -> dict[str, Any]:
         messages = values.get("messages")
-        return values | {"messages": known_messages(messages)} if messages else values
+        return values | {"messages": known_messages(messages, left_out)} if messages else values
 
     @cached_property
     def toolset(self) -> Toolset | None:
@@ -221,7 +227,9 @@ class CompletionRequest(_GenerationRequest):
     )
 
     @classmethod
-    def cleaned(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def cleaned(
+        cls, values: dict[str, Any], left_out: IgnoredFields | None = None
+    ) -> dict[str, Any]:
         """Raises RequestError for more prompts than are served; token ids are one prompt."""
         prompt = values.get("prompt")
         if (
@@ -268,10 +276,23 @@ def _bias(item: tuple[str, float]) -> tuple[int, float]:
 RequestT = TypeVar("RequestT", bound=_GenerationRequest)
 
 
-def parse(kind: type[RequestT], body: bytes) -> RequestT:
-    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
-    values = body_values(body, kind.model_fields, UNSUPPORTED, IGNORED, conversations=("messages",))
-    request = validated(kind, kind.cleaned(values))
+def parse(
+    kind: type[RequestT], body: bytes, left_out: IgnoredFields | None = None
+) -> RequestT:
+    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong.
+
+    `left_out`: is told what is ignored; None: what is unknown is refused.
+    """
+    left_out = IgnoredFields() if left_out is None else left_out
+    values = body_values(
+        json_object(body),
+        kind.model_fields,
+        UNSUPPORTED,
+        IGNORED,
+        left_out,
+        conversations=("messages",),
+    )
+    request = validated(kind, kind.cleaned(values, left_out), left_out)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return request

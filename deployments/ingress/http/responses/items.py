@@ -10,6 +10,7 @@ import pydantic_core
 from pydantic import Field
 
 from penstock.deployments.ingress.http.body import Strict, validated_at
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import RequestError
 
 Message = Mapping[str, Any]
@@ -70,7 +71,7 @@ _KINDS: dict[str, type[Strict]] = {
 _PARTS = ("input_text", "output_text")
 
 
-def known_item(path: str, item: Any) -> Any:
+def known_item(path: str, item: Any, left_out: IgnoredFields) -> Any:
     """The item of its kind, without what is ignored. Raises RequestError, also for other kinds."""
     if not isinstance(item, dict):
         return item
@@ -80,7 +81,8 @@ def known_item(path: str, item: Any) -> Any:
     for name in ("content", "output"):
         if kind != "reasoning" and isinstance(parts := kept.get(name), list):
             kept[name] = [_known_part(f"{path}.{name}[{i}]", each) for i, each in enumerate(parts)]
-    return validated_at(path, _KINDS[kind] if isinstance(kind, str) else InputItem, kept)
+    model = _KINDS[kind] if isinstance(kind, str) else InputItem
+    return validated_at(path, model, kept, left_out)
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:

@@ -18,12 +18,14 @@ from penstock.deployments.ingress.http.body import (
     LIMITS,
     Strict,
     body_values,
+    json_object,
     refuse_unless_neutral,
     sampling_field,
     sampling_params,
     strings,
     validated,
 )
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.deployments.ingress.http.responses.items import Item, Message, known_item, messages_of
 from penstock.workers.request import RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, json_schema
@@ -200,18 +202,23 @@ class ResponsesRequest(Strict):
         return ChatPrompt(messages, tools=self.toolset)
 
 
-def parse(body: bytes) -> ResponsesRequest:
-    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
+def parse(body: bytes, left_out: IgnoredFields | None = None) -> ResponsesRequest:
+    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong.
+
+    `left_out`: is told what is ignored; None: what is unknown is refused.
+    """
+    left_out = IgnoredFields() if left_out is None else left_out
     values = body_values(
-        body,
+        json_object(body),
         ResponsesRequest.model_fields,
         UNSUPPORTED,
         IGNORED,
+        left_out,
         limits={**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")},
         conversations=("input",),
     )
     if isinstance(items := values.get("input"), list):
-        values["input"] = [known_item(f"input[{i}]", item) for i, item in enumerate(items)]
+        values["input"] = [known_item(f"input[{i}]", item, left_out) for i, item in enumerate(items)]
     if isinstance(tools := values.get("tools"), list):
         for i, tool in enumerate(tools):
             kind = tool.get("type") if isinstance(tool, dict) else None
@@ -221,7 +228,7 @@ def parse(body: bytes) -> ResponsesRequest:
                     param=f"tools[{i}]",
                     code="unsupported_parameter",
                 )
-    request = validated(ResponsesRequest, values)
+    request = validated(ResponsesRequest, values, left_out)
     check_metadata(request.metadata or {})
     if request.background and request.store is False:
         raise RequestError("background needs store: true", param="store")

@@ -19,14 +19,16 @@ from penstock.deployments.ingress.http import body as bodies
 from penstock.deployments.ingress.http.anthropic import requests as anthropic_types
 from penstock.deployments.ingress.http.anthropic.requests import MessagesRequest
 from penstock.deployments.ingress.http.body import (
-    LIMITS,
-    MAX_PARTS,
     Strict,
-    check_num_parts,
-    check_sizes,
     drop_ignored_fields,
     json_object,
     validated,
+)
+from penstock.deployments.ingress.http.body_limits import (
+    LIMITS,
+    MAX_PARTS,
+    check_num_parts,
+    check_sizes,
 )
 from penstock.deployments.ingress.http.openai import requests as openai_types
 from penstock.deployments.ingress.http.openai.requests import (
