@@ -40,6 +40,7 @@ from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.http.protocol import bounded_protocol
@@ -244,17 +245,20 @@ class Serving:
         data_dir: Path | None = None,
         state_url: str | None = None,
         hosts: AllowedHosts | None = None,
+        fields: FieldPolicy | None = None,
         certificates: Certificates | None = None,
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         api_keys_file: Path | None = None,
         **of_core: Any,
     ):
-        """`state_url`: of the store for journals; None: there are none. `certificates`: for TLS;
+        """`state_url`: of the store for journals; None: there are none. `fields`: what is done with
+        unknown fields; None: they are refused. `certificates`: for TLS;
         None: there is none. `api_keys_file`: followed while the servers run, in place of
         `api_keys`."""
         self.backend = backend
         self._state_url = state_url
         self._hosts = hosts
+        self._fields = fields
         self._certificates = certificates
         self.journals: Journals | None = None
         self.core = core_over(backend, **of_core)
@@ -310,10 +314,12 @@ class Serving:
             view=getattr(self.backend, "view", None),
             data_dir=self._data_dir,
             hosts=self._hosts,
+            fields=self._fields,
         )
         batches = None
         if self._data_dir is not None:
-            batches = asyncio.ensure_future(batch_executor(self.core, self._data_dir).run())
+            executor = batch_executor(self.core, self._data_dir, self._fields)
+            batches = asyncio.ensure_future(executor.run())
         listener = socket.create_server(("127.0.0.1", 0))
         self.http_port: int = listener.getsockname()[1]
         scheme = "http" if self._certificates is None else "https"

@@ -114,14 +114,19 @@ def body_values(
     ignored: Collection[str],
     left_out: IgnoredFields,
     *,
+    hints: Mapping[str, tuple[Any, ...]] | None = None,
     limits: Mapping[str, tuple[int, str]] | None = None,
     conversations: Collection[str] = (),
 ) -> dict[str, Any]:
     """The values of `fields` in a body, within LIMITS but not validated yet.
 
-    `unsupported`, `ignored`, `left_out`: as for `drop_ignored_fields`. `limits`: instead of LIMITS.
-    `conversations`: the fields that hold messages or items. Raises RequestError.
+    `unsupported`, `ignored`, `left_out`: as for `drop_ignored_fields`. `hints`: unsupported as
+    well, unless `left_out` ignores what is unknown. `limits`: instead of LIMITS. `conversations`:
+    the fields that hold messages or items. Raises RequestError.
     """
+    if hints:
+        body = {name: value for name, value in body.items() if value not in hints.get(name, ())}
+        unsupported = unsupported if left_out.ignores_unknown else {**unsupported, **hints}
     values = drop_ignored_fields(body, fields, unsupported, ignored, left_out)
     check_sizes(values, LIMITS if limits is None else limits)
     for name in conversations:
@@ -142,13 +147,14 @@ def drop_ignored_fields(
     `left_out` is told what is ignored, and decides on what is unknown; None: it is refused.
     """
     left_out = IgnoredFields() if left_out is None else left_out
+    ignores_unknown = left_out.ignores_unknown
     kept = {}
     for name, value in values.items():
         if name in fields:
             kept[name] = value
         elif name in unsupported:
             refuse_unless_neutral(name, value, unsupported[name])
-        elif name in ignored or left_out.ignores_unknown:
+        elif name in ignored or ignores_unknown:
             left_out.add(name, value)
         else:
             shown = ascii(name[:100])[1:-1]
@@ -194,9 +200,7 @@ def validated(
     return validated(kind, _without_unknown(kind, values, path, left_out))
 
 
-def _without_unknown(
-    kind: type[BaseModel], values: Any, path: str, left_out: IgnoredFields
-) -> Any:
+def _without_unknown(kind: type[BaseModel], values: Any, path: str, left_out: IgnoredFields) -> Any:
     """`values` without the fields that `kind`, and the models in it, do not have."""
     if not isinstance(values, Mapping):
         return values
@@ -207,7 +211,8 @@ def _without_unknown(
         if name not in fields:
             left_out.add(where, value)
             continue
-        part = _model_in(fields[name].annotation)
+        annotation: Any = fields[name].annotation
+        part = _model_in(annotation)
         if part is not None and isinstance(value, list):
             value = [_without_unknown(part, each, where, left_out) for each in value]
         elif part is not None:

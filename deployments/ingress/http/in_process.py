@@ -82,9 +82,7 @@ class InProcessTarget:
         return Reply(exchange.status, json.loads(b"".join(exchange.parts)), request_id)
 
 
-def batch_executor(
-    core: RequestCore, folder: Path, fields: FieldPolicy | None = None
-) -> Executor:
+def batch_executor(core: RequestCore, folder: Path, fields: FieldPolicy | None = None) -> Executor:
     """The executor of a data folder over this core; start its `run` on the core's event loop.
 
     At the gate, the batches of an API key are a tenant apart from the key's other requests.

@@ -21,6 +21,7 @@ from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, Ignore
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.workers.request import RequestError
 
 _ERRORS = error_responses(400, 401, 404, 413, 415, 500)
@@ -80,7 +81,9 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
         left_out = IgnoredFields(policy)
         if "messages" in values:
             asked = parse(TokenizeChatRequest, body, left_out)
-            call = Call(asked.prompt(), options=asked.options(), context=context)
+            known = core.tokenizer.template_variables
+            prompt = fitted(asked.prompt(), asked.effort, known, left_out)
+            call = Call(prompt, options=asked.options(), context=context)
             token_ids = list(await core.prompt_ids(call))
         else:
             fields = TokenizeRequest.model_fields

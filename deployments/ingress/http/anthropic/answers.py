@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.deployments.ingress.core.call import Call, CallContext
@@ -18,9 +18,10 @@ from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.events import ANTHROPIC
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.numbered import NumberedEvents
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.records import Head
-from penstock.workers.request import FinishReason
+from penstock.workers.request import FinishReason, RequestError
 
 
 class MessagesEndpoint:
@@ -35,11 +36,27 @@ class MessagesEndpoint:
         """Check a body. Raises RequestError or ServiceError."""
         left_out = IgnoredFields(self._policy)
         body = parse(MessagesRequest, content, left_out)
-        params, prompt = body.params(), body.prompt()
-        call = Call(prompt, params, body.options(), context)
+        known = self._core.tokenizer.template_variables
+        prompt = fitted(body.prompt(), body.effort, known, left_out)
+        call = Call(prompt, body.params(), body.options(), context)
         with renamed_fields({"stop": "stop_sequences"}):
-            generation = await self._core.prepare(call)
-        return PreparedMessage(self._core, generation, bool(body.stream), left_out)
+            generation = await self._fitting(call, left_out)
+        return PreparedMessage(
+            self._core, generation, bool(body.stream), left_out, body.hides_thinking
+        )
+
+    async def _fitting(self, call: Call, left_out: IgnoredFields) -> Generation:
+        """Agents ask for as many tokens as the largest models give: here they get what is left of
+        the context. Raises RequestError or ServiceError."""
+        try:
+            return await self._core.prepare(call)
+        except RequestError as error:
+            is_too_many = (error.code, error.param) == ("context_length_exceeded", "max_tokens")
+            if not (is_too_many and left_out.ignores_unknown):
+                raise
+        left_out.add("max_tokens")
+        params = replace(call.params, max_tokens=None)
+        return await self._core.prepare(replace(call, params=params))
 
     async def attached(self, *_: object) -> None:
         return None
@@ -53,6 +70,7 @@ class PreparedMessage:
     generation: Generation
     streams: bool
     left_out: IgnoredFields
+    hides_thinking: bool = False
     is_background = False
     before = b""
 
@@ -62,7 +80,9 @@ class PreparedMessage:
         """With a `journal` its events have ids. Raises RequestError."""
         call = self.generation.call
         renderer = MessageRenderer(
-            call.context.request_id, self.core.model(call.options.model).name
+            call.context.request_id,
+            self.core.model(call.options.model).name,
+            hides_thinking=self.hides_thinking,
         )
         numbered = NumberedEvents.of(journal, self.generation)
         return StreamingAnswer(

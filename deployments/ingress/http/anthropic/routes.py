@@ -31,6 +31,7 @@ from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, Ignore
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import request_schema
+from penstock.deployments.ingress.http.template_fields import fitted
 
 SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -71,6 +72,8 @@ def add_message_routes(
         left_out = IgnoredFields(policy)
         content = await read_json_body(request.scope, request.receive)
         body = parse(CountTokensRequest, content, left_out)
-        call = Call(body.prompt(), options=body.options(), context=context_of(request.scope))
+        known = core.tokenizer.template_variables
+        prompt = fitted(body.prompt(), body.effort, known, left_out)
+        call = Call(prompt, options=body.options(), context=context_of(request.scope))
         count = {"input_tokens": len(await core.prompt_ids(call))}
         return JSONResponse(count, headers=left_out.text_headers())

@@ -24,6 +24,7 @@ from penstock.deployments.ingress.http.openai.requests import (
     CompletionRequest,
     parse,
 )
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.received import Delivery
 from penstock.deployments.ingress.journal.records import Head
@@ -92,7 +93,9 @@ async def _prepared_chat(
     core: RequestCore, content: bytes, context: CallContext, left_out: IgnoredFields
 ) -> Prepared:
     body = parse(ChatCompletionRequest, content, left_out)
-    call = Call(body.prompt(), body.params(), body.options(), context)
+    known = core.tokenizer.template_variables
+    prompt = fitted(body.prompt(), body.effort, known, left_out)
+    call = Call(prompt, body.params(), body.options(), context)
     is_newer_name = body.max_completion_tokens is not None
     with renamed_fields({"max_tokens": "max_completion_tokens"} if is_newer_name else {}):
         generations = await core.prepare_choices(call, body.num_choices)
@@ -129,6 +132,8 @@ def answer(
         core.model(call.options.model).name,
         is_chat=isinstance(body, ChatCompletionRequest),
         shows_usage=body.wants_usage_chunk,
+        running=[each.usage for each in generations] if body.wants_running_usage else (),
+        hides_reasoning=body.hides_reasoning,
         shows_logprobs=call.params.logprobs is not None,
         prompts=[each.request.prompt_ids for each in generations] if body.return_token_ids else (),
         created_s=None if journal is None else journal.head.created_s,
@@ -186,6 +191,7 @@ async def _events(
     event_id: str | None = None
     async with aclosing(core.run_many(generations, journal)) as pieces:
         async for index, piece in pieces:
+            renderer.count(index, piece)
             if piece.usage is not None:
                 usages.append(piece.usage)
             if delivery is not None:

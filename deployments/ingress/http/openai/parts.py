@@ -15,6 +15,14 @@ from penstock.workers.request import RequestError
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice, json_schema
 
 
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="send usage in a last chunk of its own")
+    include_obfuscation: bool | None = Field(None, description="ignored")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage: usage so far in every chunk, too"
+    )
+
+
 class NamedSchema(Strict):
     name: str = Field(description="for the caller's own use")
     description: str | None = None
@@ -130,23 +138,35 @@ class ShapeFields(Strict):
     guided_regex: str | None = Field(None, description="older name of the same")
     guided_choice: list[str] | None = Field(None, description="older name of the same")
     guided_grammar: str | None = Field(None, description="older name of the same")
+    json_schema: dict[str, Any] | str | None = Field(
+        None, description="llama.cpp's and SGLang's name of guided_json"
+    )
+    regex: str | None = Field(None, description="SGLang's name of guided_regex")
+    ebnf: str | None = Field(None, description="SGLang's name of guided_grammar")
+    grammar: str | None = Field(None, description="llama.cpp's name of guided_grammar")
 
     def shape(self) -> StructuredSpec | None:
         """Raises RequestError if they say several."""
-        older = StructuredOutputs(
-            json=self.guided_json,
-            json_object=None,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        ).spec()
-        if older is not None:
-            older = replace(older, param=older.param.replace("structured_outputs.", "guided_"))
-        given = (each.spec() for each in (self.response_format, self.structured_outputs) if each)
-        specs = [spec for spec in (*given, older) if spec is not None]
-        return only_one(specs, "response_format")
+        given = [each.spec() for each in (self.response_format, self.structured_outputs) if each]
+        for name, ours in _NAMES_OF_SHAPES.items():
+            if (value := getattr(self, name)) is None:
+                continue
+            spec = StructuredOutputs.model_validate({ours: value}).spec()
+            given.append(None if spec is None else replace(spec, param=name))
+        return only_one([spec for spec in given if spec is not None], "response_format")
 
 
+# Fields of a request, and the fields of StructuredOutputs that they stand for.
+_NAMES_OF_SHAPES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 

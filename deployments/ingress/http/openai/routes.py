@@ -83,8 +83,7 @@ def add_openai_routes(
 def fast_paths(
     core: RequestCore, calls: JournalledCalls | None = None, policy: FieldPolicy | None = None
 ) -> Mapping[str, App]:
-    """The endpoints of POST by path, as plain ASGI apps. `policy` None: unknown fields are refused.
-    """
+    """The endpoints of POST by path. `policy` None: unknown fields are refused."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
         await (await _created(core, calls, policy, scope, receive))(scope, receive, send)

@@ -27,6 +27,7 @@ from penstock.deployments.ingress.http.responses.keeper import Keeper
 from penstock.deployments.ingress.http.responses.kept import Kept
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest, parse
 from penstock.deployments.ingress.http.responses.store import StoredResponse
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import RequestError
@@ -68,7 +69,9 @@ class Answerer:
             if asked.store:  # a promise that the client insists on
                 await self.keeper.check(context.request_id)
         messages = asked.messages(before)
-        call = Call(asked.prompt(messages), asked.params(), asked.options(), context)
+        known = self.core.tokenizer.template_variables
+        prompt = fitted(asked.prompt(messages), asked.effort, known, left_out)
+        call = Call(prompt, asked.params(), asked.options(), context)
         with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
             generation = await self.core.prepare(call)
         return PreparedResponse(self, asked, generation, messages, before, left_out)

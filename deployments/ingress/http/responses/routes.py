@@ -29,12 +29,12 @@ from penstock.deployments.ingress.http.responses.background import BackgroundRes
 from penstock.deployments.ingress.http.responses.items import items_of
 from penstock.deployments.ingress.http.responses.keeper import PREFIX, Keeper
 from penstock.deployments.ingress.http.responses.kept import Kept
-from penstock.deployments.ingress.http.responses.requests import (
+from penstock.deployments.ingress.http.responses.queries import (
     MAX_LISTED,
-    ResponsesRequest,
     check_query,
     list_query,
 )
+from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.deployments.ingress.http.responses.schemas import Deleted, InputItems, ResponseBody
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import RequestError
