@@ -1,5 +1,5 @@
 """Write the generated parts of docs/reference: settings, command line, vLLM's flags,
-metrics, errors.
+metrics, errors, fields of bodies.
 
     python -m tools.generate_reference [--check]
 
