@@ -61,6 +61,11 @@ class ListenOptions:
         "brings all clients; none: half of max_connections",
         min=1,
     )
+    unknown_fields: Literal["ignore", "refuse"] = option(
+        "ignore",
+        "what an HTTP request gets that has fields which are not served; ignore: an answer without "
+        "them, which names them in the header x-penstock-ignored-fields; refuse: an error",
+    )
     metrics_port: int = option(
         9400,
         "port of the Prometheus metrics; further ingress replicas on a machine use the next free "

@@ -1,5 +1,5 @@
 """Write the generated parts of docs/reference: settings, command line, vLLM's flags,
-metrics, errors.
+metrics, errors, fields of bodies.
 
     python -m tools.generate_reference [--check]
 
@@ -29,6 +29,7 @@ from penstock.deployments.ingress.core.errors import CATALOGUE
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
+from penstock.deployments.ingress.http.field_table import field_table
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.security.roles import ROUTES, RPCS
@@ -184,7 +185,20 @@ def access_tables() -> str:
     return f"## HTTP\n\n{http}\n## gRPC\n\n{grpc}"
 
 
+def field_tables() -> str:
+    """What becomes of each field of a body, for each API."""
+    parts = []
+    for path, rows in field_table().items():
+        table = _table(
+            ("field", "it is", "meaning"),
+            [(f"`{name}`", row.verdict, _sentence(row.about)) for name, row in rows.items()],
+        )
+        parts.append(f"## `{path}`\n\n{table}")
+    return "\n".join(parts)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "fields": field_tables,
     "access": access_tables,
     "settings": settings_tables,
     "commands": command_tables,

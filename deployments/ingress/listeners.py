@@ -27,6 +27,7 @@ from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
 from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.jobs import JobBoard
 from penstock.deployments.ingress.http.protocol import bounded_protocol
@@ -141,7 +142,7 @@ async def open_listeners(
     if journals is not None:
         pool.lost_requests.shared = SharedRefusals(journals.store)
     data_dir = Path(config.data_dir) if config.data_dir else None
-    jobs = JobBoard()
+    jobs, fields = JobBoard(), FieldPolicy(config.unknown_fields)
     connections = connections_for(config.max_connections, config.max_connections_per_address)
     certificates = await asyncio.to_thread(client_certificates, config)
     uses = (("clients", certificates), ("cluster", cluster))
@@ -170,6 +171,7 @@ async def open_listeners(
         hosts=_allowed_hosts(config),
         origins=config.origins,
         metrics=MetricsPage(collector).text if config.api_metrics else None,
+        fields=fields,
     )
     http = _http_server(config, app, core, connections, certificates)
     listener = _listen(config.host, config.http_port)
@@ -189,7 +191,7 @@ async def open_listeners(
         )
     batches = None
     if data_dir is not None:
-        batches = asyncio.ensure_future(batch_executor(core, data_dir).run())
+        batches = asyncio.ensure_future(batch_executor(core, data_dir, fields).run())
     following = KeyFileWatch(
         keys,
         config.api_keys_file,

@@ -40,6 +40,7 @@ from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.http.protocol import bounded_protocol
@@ -247,6 +248,7 @@ class Serving:
         data_dir: Path | None = None,
         state_url: str | None = None,
         hosts: AllowedHosts | None = None,
+        fields: FieldPolicy | None = None,
         certificates: Certificates | None = None,
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         api_keys_file: Path | None = None,
@@ -254,12 +256,14 @@ class Serving:
         metrics: Callable[[], bytes] | None = None,
         **of_core: Any,
     ):
-        """`state_url`: of the store for journals; None: there are none. `certificates`: for TLS;
+        """`state_url`: of the store for journals; None: there are none. `fields`: what is done with
+        unknown fields; None: they are refused. `certificates`: for TLS;
         None: there is none. `api_keys_file`: followed while the servers run, in place of
         `api_keys`."""
         self.backend = backend
         self._state_url = state_url
         self._hosts = hosts
+        self._fields = fields
         self._certificates = certificates
         self._origins, self._metrics = origins, metrics
         self.journals: Journals | None = None
@@ -318,10 +322,12 @@ class Serving:
             hosts=self._hosts,
             origins=self._origins,
             metrics=self._metrics,
+            fields=self._fields,
         )
         batches = None
         if self._data_dir is not None:
-            batches = asyncio.ensure_future(batch_executor(self.core, self._data_dir).run())
+            executor = batch_executor(self.core, self._data_dir, self._fields)
+            batches = asyncio.ensure_future(executor.run())
         listener = socket.create_server(("127.0.0.1", 0))
         self.http_port: int = listener.getsockname()[1]
         scheme = "http" if self._certificates is None else "https"

@@ -35,6 +35,7 @@ MAX_REFUSAL_CHARS = 300
 Message = Mapping[str, Any]
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+_END_OF_LAST = "[[end of the last message]]"  # is cut off again, with what follows it
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -132,11 +133,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
     ) -> str:
-        """The prompt text of `messages`, which are plain JSON data.
+        """The prompt text of `messages`, which are plain JSON data. `continues_last`: it ends with
+        the text of the last message, which the answer goes on with.
 
         Raises RequestError (chat_template_error) if the template refuses them or hits a limit.
         """
+        if continues_last:
+            last = {**messages[-1], "content": messages[-1]["content"] + _END_OF_LAST}
+            messages = [*messages[:-1], last]
         known = {**self._special_tokens, **(variables or {})}
         known.update(
             messages=[_plain(message) for message in messages],
@@ -166,7 +172,19 @@ class ChatTemplate:
             raise _not_rendered(
                 "the chat template of this model cannot render these messages"
             ) from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _up_to_end_of_last(text) if continues_last else text
+
+
+def _up_to_end_of_last(text: str) -> str:
+    """Without the mark at the end of the last message, and what the template writes after it."""
+    before, mark, _ = text.rpartition(_END_OF_LAST)
+    if not mark:
+        raise _not_rendered(
+            "the chat template of this model does not write the last message as it is, so that it "
+            "cannot be continued"
+        )
+    return before
 
 
 def _not_rendered(message: str) -> RequestError:

@@ -220,8 +220,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
     ) -> str:
         """The prompt text of a conversation; to be encoded without special tokens.
+
+        `continues_last`: as for `ChatTemplate.render`.
 
         Raises RequestError: chat_template_missing, or chat_template_error as `ChatTemplate.render`.
         """
@@ -236,6 +239,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             variables={**self._variables, **(variables or {})},
+            continues_last=continues_last,
         )
 
 

@@ -60,11 +60,13 @@ class ServedModel:
 class ChatPrompt:
     """A conversation, for the model's chat template. Each message has `role` and `content`.
 
-    `variables` are for the template, which must know them; their values are plain.
+    `variables` are for the template, which must know them; their values are plain. With
+    `continues_last` the answer goes on with the text of the last message, the assistant's.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
+    continues_last: bool = False
     tools: Toolset | None = None
     variables: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 

@@ -63,8 +63,10 @@ class Generation:
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
         self._token_bytes = tokenizer.token_bytes
-        # A raw completion continues its prompt, so its first token may carry a leading space.
-        continues = not (call.options.echo or isinstance(call.prompt, ChatPrompt))
+        # What continues its prompt, a completion or a part of an answer, may begin with a space.
+        prompt = call.prompt
+        is_new = isinstance(prompt, ChatPrompt) and not prompt.continues_last
+        continues = not (call.options.echo or is_new)
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=call.options.skip_special_tokens,
             after=request.prompt_ids if continues else (),

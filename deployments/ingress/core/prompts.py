@@ -140,6 +140,7 @@ class PromptReader:
                 add_generation_prompt=call.prompt.add_generation_prompt,
                 tools=tools,
                 variables=call.prompt.variables,
+                continues_last=call.prompt.continues_last,
             )
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         assert isinstance(call.prompt, str)

@@ -28,6 +28,7 @@ from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
 from penstock.deployments.ingress.http.events import ANTHROPIC_PATH, RESPONSES_PATH
 from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
@@ -80,6 +81,7 @@ def build_app(
     hosts: AllowedHosts | None = None,
     origins: Sequence[str] = (),
     metrics: Callable[[], bytes] | None = None,
+    fields: FieldPolicy | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -91,9 +93,10 @@ def build_app(
     elsewhere, where other ingresses get them, too. `hosts`: the names to which this answers; None:
     any. `origins`: of pages whose browsers may use this; "*": all. `metrics`: Prometheus' text of
     them, from any thread; None: there is no /metrics, /ping or /load.
+    `fields`: what is done with fields of bodies that are not served; None: they are refused.
     """
     calls = None if journals is None else JournalledCalls(journals)
-    jobs, keys = jobs or JobBoard(), keys or ApiKeys()
+    jobs, keys, fields = jobs or JobBoard(), keys or ApiKeys(), fields or FieldPolicy()
     app = FastAPI(
         title="Penstock",
         version=importlib.metadata.version("penstock"),
@@ -110,7 +113,7 @@ def build_app(
         open_calls=core.open_calls,
         turns=core.turns,
         has_route=lambda scope: _has_route(app, scope),
-        fast_paths=openai.fast_paths(core, calls),
+        fast_paths=openai.fast_paths(core, calls, fields),
         hosts=hosts,
         quota_headers=None if core.billing is None else core.billing.headers,
         limited_paths=(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
@@ -124,10 +127,10 @@ def build_app(
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_exception_handler(HTTPException, _on_http_exception)
-    openai.add_openai_routes(app, core, calls)
-    anthropic.add_message_routes(app, core, calls)
-    responses.add_response_routes(app, core, calls)
-    tokenize.add_token_routes(app, core)
+    openai.add_openai_routes(app, core, calls, fields)
+    anthropic.add_message_routes(app, core, calls, fields)
+    responses.add_response_routes(app, core, calls, fields)
+    tokenize.add_token_routes(app, core, fields)
     batches.add_batch_routes(app, data_dir, None if journals is None else journals.keys)
     _add_model_routes(app, core, workers)
     add_console_routes(app)

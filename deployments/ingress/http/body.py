@@ -1,16 +1,17 @@
 """Reading a request's body: bytes to JSON to a pydantic model, with each refusal naming its field.
 
-Each API brings its model and its tables of unsupported and ignored fields. Sizes are checked before
-validation, because refusing a huge body must be cheap too.
+Each API brings its model and its tables of unsupported and ignored fields. body_limits.py has the
+sizes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pydantic_core
 from pydantic import (
@@ -21,21 +22,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ErrorDetails
 
-from penstock.deployments.ingress.core.prompts import MAX_MESSAGES, MAX_VARIABLES
-from penstock.deployments.ingress.core.tools import MAX_TOOLS
-from penstock.deployments.ingress.core.validation import MAX_BAD_WORD_STRINGS
-from penstock.workers.request import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    PARAMETERS,
-    RequestError,
-    SamplingParams,
-)
+from penstock.deployments.ingress.http.body_limits import LIMITS, check_num_parts, check_sizes
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
+from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
-from penstock.workers.structured_spec import MAX_CHOICES
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -118,20 +110,26 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def body_values(
-    body: bytes,
+    body: Mapping[str, Any],
     fields: Collection[str],
     unsupported: Mapping[str, tuple[Any, ...]],
     ignored: Collection[str],
+    left_out: IgnoredFields,
     *,
+    hints: Mapping[str, tuple[Any, ...]] | None = None,
     limits: Mapping[str, tuple[int, str]] | None = None,
     conversations: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The values of `fields` in a JSON body, within LIMITS but not validated yet.
+    """The values of `fields` in a body, within LIMITS but not validated yet.
 
-    `unsupported`, `ignored`: as for `drop_ignored_fields`. `limits`: instead of LIMITS.
-    `conversations`: the fields that hold messages or items. Raises RequestError.
+    `unsupported`, `ignored`, `left_out`: as for `drop_ignored_fields`. `hints`: unsupported as
+    well, unless `left_out` ignores what is unknown. `limits`: instead of LIMITS. `conversations`:
+    the fields that hold messages or items. Raises RequestError.
     """
-    values = drop_ignored_fields(json_object(body), fields, unsupported, ignored)
+    if hints:
+        body = {name: value for name, value in body.items() if value not in hints.get(name, ())}
+        unsupported = unsupported if left_out.ignores_unknown else {**unsupported, **hints}
+    values = drop_ignored_fields(body, fields, unsupported, ignored, left_out)
     check_sizes(values, LIMITS if limits is None else limits)
     for name in conversations:
         check_num_parts(values.get(name), name)
@@ -143,18 +141,24 @@ def drop_ignored_fields(
     fields: Collection[str],
     unsupported: Mapping[str, tuple[Any, ...]],
     ignored: Collection[str],
+    left_out: IgnoredFields | None = None,
 ) -> dict[str, Any]:
     """`values` without what is ignored or neutral. Raises RequestError for the rest unknown.
 
     `unsupported` has the values at which a parameter changes nothing, so that it may be sent.
+    `left_out` is told what is ignored, and decides on what is unknown; None: it is refused.
     """
+    left_out = IgnoredFields() if left_out is None else left_out
+    ignores_unknown = left_out.ignores_unknown
     kept = {}
     for name, value in values.items():
         if name in fields:
             kept[name] = value
         elif name in unsupported:
             refuse_unless_neutral(name, value, unsupported[name])
-        elif name not in ignored:
+        elif name in ignored or ignores_unknown:
+            left_out.add(name, value)
+        else:
             shown = ascii(name[:100])[1:-1]
             known = [*fields, *unsupported, *ignored]
             near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
@@ -177,18 +181,66 @@ def refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> No
         )
 
 
-def validated(kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
-    """The model with these values. Raises RequestError naming the first that is wrong."""
+def validated(
+    kind: type[ModelT],
+    values: Mapping[str, Any],
+    left_out: IgnoredFields | None = None,
+    *,
+    path: str = "",
+) -> ModelT:
+    """The model with these values. Raises RequestError naming the first that is wrong.
+
+    `left_out`: of the body, to leave out what is unknown; None: it is refused. `path`: where the
+    values are in the body, for `left_out` alone.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _as_request_error(error) from None
+        is_unknown = any(each["type"] == "extra_forbidden" for each in _problems(error))
+        if left_out is None or not left_out.ignores_unknown or not is_unknown:
+            raise _as_request_error(error) from None
+    return validated(kind, _without_unknown(kind, values, path, left_out))
 
 
-def validated_at(path: str, kind: type[ModelT], values: Mapping[str, Any]) -> ModelT:
+def _without_unknown(kind: type[BaseModel], values: Any, path: str, left_out: IgnoredFields) -> Any:
+    """`values` without the fields that `kind`, and the models in it, do not have."""
+    if not isinstance(values, Mapping):
+        return values
+    fields = {each.alias or name: each for name, each in kind.model_fields.items()}
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        where = f"{path}.{name}" if path else name
+        if name not in fields:
+            left_out.add(where, value)
+            continue
+        annotation: Any = fields[name].annotation
+        part = _model_in(annotation)
+        if part is not None and isinstance(value, list):
+            value = [_without_unknown(part, each, where, left_out) for each in value]
+        elif part is not None:
+            value = _without_unknown(part, value, where, left_out)
+        kept[name] = value
+    return kept
+
+
+@functools.cache
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The only model that a field may hold. None: it holds none, or one of several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = {model for each in get_args(annotation) if (model := _model_in(each)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def validated_at(
+    path: str,
+    kind: type[ModelT],
+    values: Mapping[str, Any],
+    left_out: IgnoredFields | None = None,
+) -> ModelT:
     """The same for a part of a body, which is at `path` in it."""
     try:
-        return validated(kind, values)
+        return validated(kind, values, left_out, path=path)
     except RequestError as error:
         where = f"{path}.{error.param}" if error.param else path
         message = f"{path}.{error.message}" if error.param else f"{path}: {error.message}"
@@ -208,8 +260,12 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise RequestError(message, param=name, code=error.code) from None
 
 
+def _problems(error: ValidationError) -> list[ErrorDetails]:
+    return error.errors(include_url=False, include_context=False, include_input=False)
+
+
 def _as_request_error(error: ValidationError) -> RequestError:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    problems = _problems(error)
     # Of a union, one problem per alternative: that of an object inside, if one was meant, and else
     # all of them.
     top = len(_path(problems[0]["loc"]))
@@ -237,54 +293,3 @@ def _path(location: tuple[int | str, ...]) -> str:
         elif step.isidentifier() and step not in ("str", "int", "bool", "float"):
             path += f".{step}" if path else step
     return ascii(path)[1:-1][:200]
-
-
-MAX_PARTS = 8192  # messages, their parts and their calls, all together
-MAX_PART_FIELDS = 64  # of one of these
-
-# Field: most entries, and what these are called.
-LIMITS: dict[str, tuple[int, str]] = {
-    "messages": (MAX_MESSAGES, "messages"),
-    "input": (MAX_MESSAGES, "items"),
-    "tools": (MAX_TOOLS, "tools"),
-    "stop": (MAX_STOP_STRINGS, "strings"),
-    "stop_sequences": (MAX_STOP_STRINGS, "strings"),
-    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
-    "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
-    "bad_words": (MAX_BAD_WORD_STRINGS, "words"),
-    "guided_choice": (MAX_CHOICES, "choices"),
-    "chat_template_kwargs": (MAX_VARIABLES, "variables"),
-}
-
-
-def check_sizes(values: Mapping[str, Any], limits: Mapping[str, tuple[int, str]]) -> None:
-    """Raise RequestError for the first list or object that has too many entries."""
-    for name, (most, noun) in limits.items():
-        value = values.get(name)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise RequestError(f"{name} takes at most {most} {noun}", param=name)
-
-
-def check_num_parts(conversation: Any, param: str) -> None:
-    """Raise RequestError for a conversation of too many parts; looks at no more than may be there.
-
-    What a call was given (`input`) is the model's matter, and not looked into.
-    """
-    num_parts = 0
-    left = [conversation] if isinstance(conversation, list) else []
-    while left:
-        for part in left.pop():
-            num_parts += 1
-            if num_parts > MAX_PARTS:
-                raise RequestError(
-                    f"{param} takes at most {MAX_PARTS} messages, parts and calls, all together",
-                    param=param,
-                )
-            if isinstance(part, list):
-                left.append(part)
-            elif isinstance(part, dict):
-                if len(part) > MAX_PART_FIELDS:
-                    raise RequestError(
-                        f"{param}: a part has at most {MAX_PART_FIELDS} fields", param=param
-                    )
-                left += [v for k, v in part.items() if isinstance(v, list) and k != "input"]

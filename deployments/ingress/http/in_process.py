@@ -19,6 +19,7 @@ from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.events import RESPONSES_PATH
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.openai import routes as openai
 from penstock.deployments.ingress.http.responses import routes as responses
 
@@ -28,12 +29,23 @@ DEFAULT_RETRY_AFTER_S = 1.0
 class InProcessTarget:
     """A Target over a request core. Belongs to the core's event loop."""
 
-    def __init__(self, core: RequestCore, *, principal: str = "", is_local: bool = False):
-        """`is_local`: the core's engine is in this process, too, and is not restarted."""
+    def __init__(
+        self,
+        core: RequestCore,
+        *,
+        principal: str = "",
+        is_local: bool = False,
+        fields: FieldPolicy | None = None,
+    ):
+        """`is_local`: the core's engine is in this process, too, and is not restarted. `fields`:
+        what is done with fields that are not served; None: they are refused."""
         self._core = core
         self._is_local = is_local
         self._principal = principal
-        self._endpoints = {**openai.fast_paths(core), RESPONSES_PATH: responses.fast_path(core)}
+        self._endpoints = {
+            **openai.fast_paths(core, policy=fields),
+            RESPONSES_PATH: responses.fast_path(core, fields),
+        }
 
     async def send(self, url: str, body: dict[str, Any]) -> Reply:
         """POST `body` to `url`, one of batch/lines.ENDPOINTS. Cancelling drops the request.
@@ -70,14 +82,16 @@ class InProcessTarget:
         return Reply(exchange.status, json.loads(b"".join(exchange.parts)), request_id)
 
 
-def batch_executor(core: RequestCore, folder: Path) -> Executor:
+def batch_executor(core: RequestCore, folder: Path, fields: FieldPolicy | None = None) -> Executor:
     """The executor of a data folder over this core; start its `run` on the core's event loop.
 
     At the gate, the batches of an API key are a tenant apart from the key's other requests.
     """
     return Executor(
         folder,
-        lambda principal: InProcessTarget(core, principal=f"{BATCH_PREFIX}{principal}"),
+        lambda principal: InProcessTarget(
+            core, principal=f"{BATCH_PREFIX}{principal}", fields=fields
+        ),
         [name for model in core.models() for name in (model.name, *model.other_names)],
     )
 

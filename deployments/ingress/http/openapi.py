@@ -171,5 +171,8 @@ _SPECIAL: dict[str, dict[str, Limits]] = {
     "TokenizeRequest": {"prompt": {}},
     "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
     "StructuredOutputs": {"regex": _REGEX, "grammar": _GRAMMAR, "choice": _CHOICE},
-    **{name: {"name": _TOOL_NAME} for name in ("FunctionBody", "ResponseTool", "MessagesTool")},
+    **{
+        name: {"name": _TOOL_NAME}
+        for name in ("FunctionBody", "FunctionTool", "CustomTool", "MessagesTool")
+    },
 }

@@ -17,9 +17,11 @@ from penstock.deployments.ingress.http.body import (
     validated,
 )
 from penstock.deployments.ingress.http.events import json_bytes
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.requests import ChatCompletionRequest, parse
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.workers.request import RequestError
 
 _ERRORS = error_responses(400, 401, 404, 413, 415, 500)
@@ -62,7 +64,9 @@ class DetokenizeAnswer(BaseModel):
 SCHEMAS: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest]
 
 
-def add_token_routes(app: FastAPI, core: RequestCore) -> None:
+def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> None:
+    """`policy`: for conversations, whose bodies are those of chat."""
+
     @app.post(
         "/tokenize",
         response_model=TokenizeAnswer,
@@ -74,9 +78,12 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
         body = await read_json_body(request.scope, request.receive)
         values, context = json_object(body), context_of(request.scope)
         asked: TokenizeRequest | TokenizeChatRequest
+        left_out = IgnoredFields(policy)
         if "messages" in values:
-            asked = parse(TokenizeChatRequest, body)
-            call = Call(asked.prompt(), options=asked.options(), context=context)
+            asked = parse(TokenizeChatRequest, body, left_out)
+            known = core.tokenizer.template_variables
+            prompt = fitted(asked.prompt(), asked.effort, known, left_out)
+            call = Call(prompt, options=asked.options(), context=context)
             token_ids = list(await core.prompt_ids(call))
         else:
             fields = TokenizeRequest.model_fields
@@ -100,7 +107,8 @@ def add_token_routes(app: FastAPI, core: RequestCore) -> None:
             )
 
         content = await core.texts.run(context.principal, len(token_ids), answer)
-        return Response(content, media_type="application/json")
+        headers = left_out.text_headers()
+        return Response(content, media_type="application/json", headers=headers)
 
     @app.post(
         "/detokenize",

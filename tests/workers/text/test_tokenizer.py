@@ -362,6 +362,27 @@ def test_chat_template_equals_transformers(name, add_generation_prompt, tools):
     assert ours.encode(rendered, add_special_tokens=False) == ids
 
 
+@pytest.mark.parametrize("content", ["Gut", "e", "Sehr gut, ", "<|im_end|> |"])
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("<|im_end|>", "{{ eos_token }}")])
+def test_the_last_message_is_continued_as_by_transformers(template, content):
+    folder = checkpoint("byte_fallback", template)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [MESSAGES[1], {"role": "assistant", "content": content}]
+    rendered = ours.render_chat(messages, add_generation_prompt=False, continues_last=True)
+    assert rendered.endswith(content)
+    assert rendered == theirs.apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+
+
+def test_a_template_that_changes_the_last_message_refuses_to_continue_it(tmp_path):
+    for template in ("{{ messages[-1].content | upper }}", "{{ messages[0].content }}"):
+        ours = Tokenizer.load(checkpoint("byte_fallback", template))
+        messages = [MESSAGES[0], {"role": "assistant", "content": "Gut"}]
+        with pytest.raises(RequestError, match="cannot be continued"):
+            ours.render_chat(messages, add_generation_prompt=False, continues_last=True)
+
+
 def test_builtin_chat_template_equals_transformers():
     for model in ("builtin", "builtin-moe"):
         ours = Tokenizer.load(resolve_model(model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.deployments.ingress.core.call import Call, CallContext
@@ -16,28 +16,47 @@ from penstock.deployments.ingress.http.anthropic.requests import MessagesRequest
 from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
 from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.events import ANTHROPIC
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.numbered import NumberedEvents
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.records import Head
-from penstock.workers.request import FinishReason
+from penstock.workers.request import FinishReason, RequestError
 
 
 class MessagesEndpoint:
     """The Endpoint of journalled.py at /v1/messages."""
 
-    def __init__(self, core: RequestCore):
-        self._core = core
+    def __init__(self, core: RequestCore, policy: FieldPolicy):
+        self._core, self._policy = core, policy
 
     async def prepare(
         self, content: bytes, context: CallContext, head: Head | None = None
     ) -> PreparedMessage:
         """Check a body. Raises RequestError or ServiceError."""
-        body = parse(MessagesRequest, content)
-        params, prompt = body.params(self._core.sampling_defaults), body.prompt()
-        call = Call(prompt, params, body.options(), context)
+        left_out = IgnoredFields(self._policy)
+        body = parse(MessagesRequest, content, left_out)
+        known = self._core.tokenizer.template_variables
+        prompt = fitted(body.prompt(), body.effort, known, left_out)
+        call = Call(prompt, body.params(self._core.sampling_defaults), body.options(), context)
         with renamed_fields({"stop": "stop_sequences"}):
-            generation = await self._core.prepare(call)
-        return PreparedMessage(self._core, generation, bool(body.stream))
+            generation = await self._fitting(call, left_out)
+        return PreparedMessage(
+            self._core, generation, bool(body.stream), left_out, body.hides_thinking
+        )
+
+    async def _fitting(self, call: Call, left_out: IgnoredFields) -> Generation:
+        """Agents ask for as many tokens as the largest models give: here they get what is left of
+        the context. Raises RequestError or ServiceError."""
+        try:
+            return await self._core.prepare(call)
+        except RequestError as error:
+            is_too_many = (error.code, error.param) == ("context_length_exceeded", "max_tokens")
+            if not (is_too_many and left_out.ignores_unknown):
+                raise
+        left_out.add("max_tokens")
+        params = replace(call.params, max_tokens=None)
+        return await self._core.prepare(replace(call, params=params))
 
     async def attached(self, *_: object) -> None:
         return None
@@ -50,6 +69,8 @@ class PreparedMessage:
     core: RequestCore
     generation: Generation
     streams: bool
+    left_out: IgnoredFields
+    hides_thinking: bool = False
     is_background = False
     before = b""
 
@@ -59,7 +80,9 @@ class PreparedMessage:
         """With a `journal` its events have ids. Raises RequestError."""
         call = self.generation.call
         renderer = MessageRenderer(
-            call.context.request_id, self.core.model(call.options.model).name
+            call.context.request_id,
+            self.core.model(call.options.model).name,
+            hides_thinking=self.hides_thinking,
         )
         numbered = NumberedEvents.of(journal, self.generation)
         return StreamingAnswer(
@@ -67,7 +90,7 @@ class PreparedMessage:
             if self.streams
             else self._message(renderer, journal),
             self.core.metrics.num_errors_returned,
-            headers=headers,
+            headers=[*(headers or ()), *self.left_out.headers()],
             has_event_ids=journal is not None,
             error_format=ANTHROPIC,
         )

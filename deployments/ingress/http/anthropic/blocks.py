@@ -9,10 +9,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from penstock.deployments.ingress.http.body import Strict, validated_at
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import RequestError
 
 _IGNORED = frozenset(("cache_control", "citations", "caller"))
 _BETWEEN_TURNS = "\n\n"
+# What tools of their server leave in a conversation, beside web_search_tool_result and the like.
+_OF_SERVER_TOOLS = frozenset(("server_tool_use", "tool_reference", "mcp_tool_use", "search_result"))
+_PICTURES = frozenset(("image", "document"))
 
 
 class TextBlock(Strict):
@@ -57,6 +61,7 @@ UserBlock = TextBlock | ToolResultBlock
 AssistantBlock = TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
 _OF_ROLE: dict[str, dict[str, type[Strict]]] = {
     "system": {"text": TextBlock},
+    "result": {"text": TextBlock},  # the content of a tool_result
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {
         "text": TextBlock,
@@ -77,11 +82,22 @@ class AssistantTurn(Strict):
     content: str | list[AssistantBlock]
 
 
-Turn = UserTurn | AssistantTurn
-_TURNS: dict[str, type[Strict]] = {"user": UserTurn, "assistant": AssistantTurn}
+class SystemTurn(Strict):
+    """Instructions within the conversation."""
+
+    role: Literal["system"]
+    content: str | list[TextBlock]
 
 
-def known_turn(index: int, turn: Any) -> Any:
+Turn = UserTurn | AssistantTurn | SystemTurn
+_TURNS: dict[str, type[Strict]] = {
+    "user": UserTurn,
+    "assistant": AssistantTurn,
+    "system": SystemTurn,
+}
+
+
+def known_turn(index: int, turn: Any, left_out: IgnoredFields) -> Any:
     """The turn without what is ignored. Raises RequestError naming what is wrong."""
     path = f"messages[{index}]"
     if not isinstance(turn, dict):
@@ -90,20 +106,28 @@ def known_turn(index: int, turn: Any) -> Any:
     if not isinstance(role, str) or role not in _TURNS:
         raise RequestError(f"{path}.role must be one of {', '.join(_TURNS)}", param=f"{path}.role")
     if isinstance(content := turn.get("content"), list):
-        turn = {**turn, "content": known_blocks(content, f"{path}.content", role)}
-    return validated_at(path, _TURNS[role], turn)
+        turn = {**turn, "content": known_blocks(content, f"{path}.content", role, left_out)}
+    return validated_at(path, _TURNS[role], turn, left_out)
 
 
-def known_blocks(blocks: Sequence[Any], path: str, role: str) -> list[Any]:
+def known_blocks(blocks: Sequence[Any], path: str, role: str, left_out: IgnoredFields) -> list[Any]:
     """The blocks of a message of `role`. Raises RequestError for kinds that it may not have."""
-    return [_known(block, f"{path}[{i}]", _OF_ROLE[role]) for i, block in enumerate(blocks)]
+    known = (_known(block, f"{path}[{i}]", role, left_out) for i, block in enumerate(blocks))
+    return [block for block in known if block is not None]
 
 
-def _known(block: Any, path: str, kinds: dict[str, type[Strict]]) -> Any:
+def _known(block: Any, path: str, role: str, left_out: IgnoredFields) -> Any:
+    """None: the block is left out."""
     if not isinstance(block, dict):
-        return block
-    kind = block.get("type")
+        return {} if block is None else block
+    kind, kinds = block.get("type"), _OF_ROLE[role]
     if isinstance(kind, str) and kind not in kinds:
+        if left_out.ignores_unknown and role == "result" and kind in _PICTURES:
+            left_out.add(f"{path}.{kind}")
+            return TextBlock(type="text", text=f"[{kind} left out: this model reads text only]")
+        if left_out.ignores_unknown and (kind in _OF_SERVER_TOOLS or kind.endswith("_tool_result")):
+            left_out.add(f"{path}.{kind}")
+            return None
         raise RequestError(
             f"{path}: this server takes blocks of type {', '.join(map(repr, kinds))} here",
             param=path,
@@ -111,8 +135,9 @@ def _known(block: Any, path: str, kinds: dict[str, type[Strict]]) -> Any:
         )
     kept = {name: value for name, value in block.items() if name not in _IGNORED}
     if kind == "tool_result" and isinstance(content := kept.get("content"), list):
-        kept["content"] = known_blocks(content, f"{path}.content", "system")
-    return validated_at(path, kinds[kind] if isinstance(kind, str) else TextBlock, kept)
+        kept["content"] = known_blocks(content, f"{path}.content", "result", left_out)
+    model = kinds[kind] if isinstance(kind, str) else TextBlock
+    return validated_at(path, model, kept, left_out)
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -123,6 +148,24 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         contents = [turn.content for turn in run]
         messages += [_answer(contents)] if role == "assistant" else _told(contents)
     return messages
+
+
+def without_system_turns(turns: Sequence[Turn]) -> tuple[list[str], list[Turn]]:
+    """The texts of system turns at the begin, and the conversation after them.
+
+    Many templates take system messages at the begin only: later ones become words of the user, in
+    marks that say what they are.
+    """
+    num_first = next(
+        (i for i, turn in enumerate(turns) if not isinstance(turn, SystemTurn)), len(turns)
+    )
+    first = [text_of(turn.content) for turn in turns[:num_first]]
+    return first, [
+        UserTurn(role="user", content=f"<system>\n{text_of(turn.content)}\n</system>")
+        if isinstance(turn, SystemTurn)
+        else turn
+        for turn in turns[num_first:]
+    ]
 
 
 def text_of(content: str | Sequence[Any]) -> str:

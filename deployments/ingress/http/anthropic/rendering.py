@@ -81,7 +81,8 @@ class MessageRenderer:
     """Builds one answer: `add` takes its pieces, and gives the events of a stream; in the end
     `whole` has all of it."""
 
-    def __init__(self, request_id: str, model: str):
+    def __init__(self, request_id: str, model: str, *, hides_thinking: bool = False):
+        self._hides_thinking = hides_thinking
         self._head: dict[str, Any] = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -100,7 +101,7 @@ class MessageRenderer:
     def add(self, piece: TextDelta, usage: TokenUsage) -> list[Event]:
         """The events that tell of `piece`. `usage`: what is known of it so far."""
         events = [] if self._is_begun else self._begin(usage)
-        if piece.reasoning:
+        if piece.reasoning and not self._hides_thinking:
             events += self._say("thinking", piece.reasoning)
         if piece.text:
             events += self._say("text", piece.text)

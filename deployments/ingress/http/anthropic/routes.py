@@ -27,9 +27,11 @@ from penstock.deployments.ingress.http.anthropic.requests import (
 )
 from penstock.deployments.ingress.http.asgi import read_json_body
 from penstock.deployments.ingress.http.events import ANTHROPIC_PATH
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import request_schema
+from penstock.deployments.ingress.http.template_fields import fitted
 
 SCHEMAS: list[type[BaseModel]] = [MessagesRequest, CountTokensRequest]
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -38,9 +40,11 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_message_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls | None) -> None:
+def add_message_routes(
+    app: FastAPI, core: RequestCore, calls: JournalledCalls | None, policy: FieldPolicy
+) -> None:
     """`calls`: those with a journal; None: there are none."""
-    endpoint = MessagesEndpoint(core)
+    endpoint = MessagesEndpoint(core, policy)
     if calls is not None:
         calls.add(ANTHROPIC_PATH, endpoint)
 
@@ -65,6 +69,11 @@ def add_message_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls |
     )
     async def count_tokens(request: Request) -> Response:
         """How many tokens a conversation has for the model."""
-        body = parse(CountTokensRequest, await read_json_body(request.scope, request.receive))
-        call = Call(body.prompt(), options=body.options(), context=context_of(request.scope))
-        return JSONResponse({"input_tokens": len(await core.prompt_ids(call))})
+        left_out = IgnoredFields(policy)
+        content = await read_json_body(request.scope, request.receive)
+        body = parse(CountTokensRequest, content, left_out)
+        known = core.tokenizer.template_variables
+        prompt = fitted(body.prompt(), body.effort, known, left_out)
+        call = Call(prompt, options=body.options(), context=context_of(request.scope))
+        count = {"input_tokens": len(await core.prompt_ids(call))}
+        return JSONResponse(count, headers=left_out.text_headers())

@@ -17,12 +17,14 @@ from penstock.deployments.ingress.core.validation import check_num_scores
 from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
 from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.events import server_sent
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.openai.rendering import ChatRenderer, CompletedChoice
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     parse,
 )
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.received import Delivery
 from penstock.deployments.ingress.journal.records import Head
@@ -33,11 +35,15 @@ COMPLETIONS_PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A checked request: its body, its first call, and one generation for each choice."""
+    """A checked request: its body, its first call, and one generation for each choice.
+
+    `left_out`: of the body.
+    """
 
     body: ChatCompletionRequest | CompletionRequest
     call: Call
     generations: list[Generation]
+    left_out: IgnoredFields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,37 +66,46 @@ class JournalledCall:
 class JournalledEndpoint:
     """The Endpoint of journalled.py at `path`."""
 
-    def __init__(self, core: RequestCore, path: str):
-        self._core, self._path = core, path
+    def __init__(self, core: RequestCore, path: str, policy: FieldPolicy | None):
+        self._core, self._path, self._policy = core, path, policy
 
     async def prepare(
         self, content: bytes, context: CallContext, head: Head | None
     ) -> JournalledCall:
-        return JournalledCall(self._core, await prepared(self._core, self._path, content, context))
+        left_out = IgnoredFields(self._policy)
+        request = await prepared(self._core, self._path, content, context, left_out)
+        return JournalledCall(self._core, request)
 
     async def attached(self, *_: object) -> None:
         return None
 
 
-async def prepared(core: RequestCore, path: str, content: bytes, context: CallContext) -> Prepared:
+async def prepared(
+    core: RequestCore, path: str, content: bytes, context: CallContext, left_out: IgnoredFields
+) -> Prepared:
     """Check the body of a request to `path`. Raises RequestError or ServiceError."""
     if path == CHAT_PATH:
-        return await _prepared_chat(core, content, context)
-    return await _prepared_completion(core, content, context)
+        return await _prepared_chat(core, content, context, left_out)
+    return await _prepared_completion(core, content, context, left_out)
 
 
-async def _prepared_chat(core: RequestCore, content: bytes, context: CallContext) -> Prepared:
-    body = parse(ChatCompletionRequest, content)
-    params = body.params(core.sampling_defaults)
-    call = Call(body.prompt(), params, body.options(), context)
+async def _prepared_chat(
+    core: RequestCore, content: bytes, context: CallContext, left_out: IgnoredFields
+) -> Prepared:
+    body = parse(ChatCompletionRequest, content, left_out)
+    known = core.tokenizer.template_variables
+    prompt = fitted(body.prompt(), body.effort, known, left_out)
+    call = Call(prompt, body.params(core.sampling_defaults), body.options(), context)
     is_newer_name = body.max_completion_tokens is not None
     with renamed_fields({"max_tokens": "max_completion_tokens"} if is_newer_name else {}):
         generations = await core.prepare_choices(call, body.num_choices)
-    return Prepared(body, call, generations)
+    return Prepared(body, call, generations, left_out)
 
 
-async def _prepared_completion(core: RequestCore, content: bytes, context: CallContext) -> Prepared:
-    body = parse(CompletionRequest, content)
+async def _prepared_completion(
+    core: RequestCore, content: bytes, context: CallContext, left_out: IgnoredFields
+) -> Prepared:
+    body = parse(CompletionRequest, content, left_out)
     prompts, options = body.prompts(), body.options()
     params = body.params(core.sampling_defaults)
     generations = []
@@ -99,7 +114,7 @@ async def _prepared_completion(core: RequestCore, content: bytes, context: CallC
         generations += await core.prepare_choices(call, body.num_choices)
         if len(prompts) > 1:
             check_num_scores(call, sum(each.num_prompt_scores for each in generations))
-    return Prepared(body, Call(prompts[0], params, options, context), generations)
+    return Prepared(body, Call(prompts[0], params, options, context), generations, left_out)
 
 
 def answer(
@@ -118,6 +133,8 @@ def answer(
         core.model(call.options.model).name,
         is_chat=isinstance(body, ChatCompletionRequest),
         shows_usage=body.wants_usage_chunk,
+        running=[each.usage for each in generations] if body.wants_running_usage else (),
+        hides_reasoning=body.hides_reasoning,
         shows_logprobs=call.params.logprobs is not None,
         prompts=[each.request.prompt_ids for each in generations] if body.return_token_ids else (),
         created_s=None if journal is None else journal.head.created_s,
@@ -127,7 +144,7 @@ def answer(
     return StreamingAnswer(
         make(core, generations, renderer, journal, delivery),
         core.metrics.num_errors_returned,
-        headers=headers,
+        headers=[*(headers or ()), *request.left_out.headers()],
         has_event_ids=journal is not None,
     )
 
@@ -175,6 +192,7 @@ async def _events(
     event_id: str | None = None
     async with aclosing(core.run_many(generations, journal)) as pieces:
         async for index, piece in pieces:
+            renderer.count(index, piece)
             if piece.usage is not None:
                 usages.append(piece.usage)
             if delivery is not None:

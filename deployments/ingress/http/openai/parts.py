@@ -10,8 +10,17 @@ from pydantic import Field
 
 from penstock.deployments.ingress.core.tools import Tool, only_one
 from penstock.deployments.ingress.http.body import Strict, refuse_unless_neutral
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import RequestError
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice, json_schema
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="send usage in a last chunk of its own")
+    include_obfuscation: bool | None = Field(None, description="ignored")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage: usage so far in every chunk, too"
+    )
 
 
 class NamedSchema(Strict):
@@ -129,32 +138,42 @@ class ShapeFields(Strict):
     guided_regex: str | None = Field(None, description="older name of the same")
     guided_choice: list[str] | None = Field(None, description="older name of the same")
     guided_grammar: str | None = Field(None, description="older name of the same")
+    json_schema: dict[str, Any] | str | None = Field(
+        None, description="llama.cpp's and SGLang's name of guided_json"
+    )
+    regex: str | None = Field(None, description="SGLang's name of guided_regex")
+    ebnf: str | None = Field(None, description="SGLang's name of guided_grammar")
+    grammar: str | None = Field(None, description="llama.cpp's name of guided_grammar")
 
     def shape(self) -> StructuredSpec | None:
         """Raises RequestError if they say several."""
-        older = StructuredOutputs(
-            json=self.guided_json,
-            json_object=None,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        ).spec()
-        if older is not None:
-            older = replace(older, param=older.param.replace("structured_outputs.", "guided_"))
-        given = (each.spec() for each in (self.response_format, self.structured_outputs) if each)
-        specs = [spec for spec in (*given, older) if spec is not None]
-        return only_one(specs, "response_format")
+        given = [each.spec() for each in (self.response_format, self.structured_outputs) if each]
+        for name, ours in _NAMES_OF_SHAPES.items():
+            if (value := getattr(self, name)) is None:
+                continue
+            spec = StructuredOutputs.model_validate({ours: value}).spec()
+            given.append(None if spec is None else replace(spec, param=name))
+        return only_one([spec for spec in given if spec is not None], "response_format")
 
 
+# Fields of a request, and the fields of StructuredOutputs that they stand for.
+_NAMES_OF_SHAPES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations", "reasoning_details"))
 
 
-UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("function_call", "audio"), (None,)),
-}
+UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (None,)}
 
 
 class TextPart(Strict):
@@ -189,38 +208,58 @@ class ChatMessage(Strict):
         return {"role": self.role, "content": text} | {k: v for k, v in rest.items() if v}
 
 
-def known_messages(messages: Any) -> Any:
-    """`messages` without what is ignored. Raises RequestError for what is not served."""
+def known_messages(messages: Any, left_out: IgnoredFields | None = None) -> Any:
+    """`messages` without what is ignored. Raises RequestError for what is not served.
+
+    `left_out`: is told what is ignored; None: nobody is.
+    """
     if not isinstance(messages, list):
         return messages
-    return [_known_message(index, message) for index, message in enumerate(messages)]
+    left_out = IgnoredFields() if left_out is None else left_out
+    return [_known_message(index, message, left_out) for index, message in enumerate(messages)]
 
 
-def _known_message(index: int, message: Any) -> Any:
+def _known_message(index: int, message: Any, left_out: IgnoredFields) -> Any:
     if not isinstance(message, dict):
         return message
     kept = {}
+    is_own = message.get("role") == "assistant"  # an earlier answer, from whatever server
     for name, value in message.items():
+        path = f"messages[{index}].{name}"
         if name in UNSUPPORTED_IN_MESSAGES:
-            path = f"messages[{index}].{name}"
             refuse_unless_neutral(path, value, UNSUPPORTED_IN_MESSAGES[name])
-        elif name not in IGNORED_IN_MESSAGES:
+        elif name in IGNORED_IN_MESSAGES or (is_own and name not in ChatMessage.model_fields):
+            left_out.add(path, value)
+        else:
             kept[name] = value
     if isinstance(content := kept.get("content"), list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if isinstance(kind, str) and kind != "text":
-                raise RequestError(
-                    f"messages[{index}].content: this server takes parts of type 'text' only",
-                    param=f"messages[{index}].content",
-                    code="unsupported_parameter",
-                )
+        kept["content"] = [_known_part(index, part) for part in content]
     if isinstance(calls := kept.get("tool_calls"), list):
-        # Clients send back what they were given, also with an index.
-        kept["tool_calls"] = [
-            {name: value for name, value in call.items() if name != "index"}
-            if isinstance(call, dict)
-            else call
-            for call in calls
-        ]
+        kept["tool_calls"] = [_known_call(index, call, left_out) for call in calls]
+    return kept
+
+
+def _known_part(index: int, part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else "text"
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    if isinstance(kind, str) and kind != "text":
+        raise RequestError(
+            f"messages[{index}].content: this server takes parts of type 'text' only",
+            param=f"messages[{index}].content",
+            code="unsupported_parameter",
+        )
+    return part
+
+
+def _known_call(index: int, call: Any, left_out: IgnoredFields) -> Any:
+    """Clients send back what they were given, also with an index, and what they noted on it."""
+    if not isinstance(call, dict):
+        return call
+    kept = {}
+    for name, value in call.items():
+        if name in CalledTool.model_fields:
+            kept[name] = value
+        elif name != "index":
+            left_out.add(f"messages[{index}].tool_calls.{name}", value)
     return kept

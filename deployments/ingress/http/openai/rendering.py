@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.deployments.ingress.core.call import (
@@ -96,16 +96,22 @@ class ChatRenderer:
         *,
         is_chat: bool,
         shows_usage: bool,
+        running: Sequence[TokenUsage] = (),
+        hides_reasoning: bool = False,
         shows_logprobs: bool = False,
         prompts: Sequence[Sequence[int]] = (),
         created_s: int | None = None,
     ):
         """`shows_usage`: a stream ends with a chunk for usage, and has a null in the others.
 
-        `prompts`: the prompt of each choice, if token ids are to be shown. `created_s`: when the
-        call came, in seconds since 1970; None: now.
+        `running`: the usage of each choice as it grows, if every chunk is to show that of its
+        choice. `hides_reasoning`: it is no part of the answer. `prompts`: the prompt of each
+        choice, if token ids are to be shown. `created_s`: when the call came, in seconds since
+        1970; None: now.
         """
         self.is_chat = is_chat
+        self._running, self._hides_reasoning = running, hides_reasoning
+        self._num_tokens = [0] * len(running)  # of each choice, in the pieces so far
         self.shows_usage = shows_usage
         self._shows_logprobs = shows_logprobs
         self._prompts = prompts
@@ -127,7 +133,8 @@ class ChatRenderer:
             usages.append(choice.last.usage)
             text = "".join(choice.texts)
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-            message |= _reasoning_body("".join(choice.thoughts))
+            if not self._hides_reasoning:
+                message |= _reasoning_body("".join(choice.thoughts))
             if not text and (choice.tool_calls or "reasoning" in message):
                 message["content"] = None
             if choice.tool_calls:
@@ -156,6 +163,22 @@ class ChatRenderer:
             return b"".join(map(server_sent, chunks))
         return server_sent(_as_one(chunks), event_id=event_id) if chunks else b""
 
+    def count(self, index: int, piece: TextDelta) -> None:
+        """Take the tokens of `piece` into the usage so far; call it before `events`."""
+        if self._running:
+            self._num_tokens[index] += len(piece.token_ids)
+
+    def _usage_so_far(self, index: int) -> TokenUsage:
+        """An answer may be ahead of the pieces of it that are told."""
+        usage, num_tokens = self._running[index], self._num_tokens[index]
+        num_thought = min(usage.reasoning_tokens, num_tokens)
+        return replace(
+            usage,
+            completion_tokens=num_tokens,
+            reasoning_tokens=num_thought,
+            shares_prompt=False,
+        )
+
     def skip(self, index: int) -> None:
         """The client has the first chunk of a choice already."""
         self._begun.add(index)
@@ -174,10 +197,11 @@ class ChatRenderer:
     def chunks(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         """What a stream says of `piece`: text, then in chat's own chunk the end."""
         is_last = piece.finish_reason is not None
+        thought = "" if self._hides_reasoning else piece.reasoning
         about_tokens = self._about_tokens(piece)
         about_prompt = self._about_prompt(index, piece.prompt_logprobs, once=True)
         says_something = bool(
-            piece.text or piece.reasoning or piece.logprobs or about_tokens or about_prompt
+            piece.text or thought or piece.logprobs or about_tokens or about_prompt
         )
         logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
         if not self.is_chat:
@@ -187,7 +211,7 @@ class ChatRenderer:
             return [self._chunk(choice)] if says_something or is_last else []
         chunks: list[dict[str, Any]] = []
         if says_something:
-            delta = _reasoning_body(piece.reasoning)
+            delta = _reasoning_body(thought)
             if piece.text or not delta:
                 delta["content"] = piece.text
             choice = {"index": index, "delta": delta, "logprobs": logprobs}
@@ -231,6 +255,8 @@ class ChatRenderer:
             chunk["object"] = "chat.completion.chunk"
         if self.shows_usage:
             chunk["usage"] = None
+        if self._running and choice is not None:
+            chunk["usage"] = usage_body([self._usage_so_far(choice["index"])])
         return chunk
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import App, Receive, Scope, Send, read_json_body
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.journalled import NOT_RESUMABLE, JournalledCalls
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.answers import (
@@ -45,21 +46,23 @@ _RESUME_PARAMETERS = [
 ]
 
 
-def add_openai_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls | None) -> None:
+def add_openai_routes(
+    app: FastAPI, core: RequestCore, calls: JournalledCalls | None, policy: FieldPolicy
+) -> None:
     """The routes that the OpenAPI document describes. See `fast_paths`."""
     if calls is not None:
         for path in (CHAT_PATH, COMPLETIONS_PATH):
-            calls.add(path, JournalledEndpoint(core, path))
+            calls.add(path, JournalledEndpoint(core, path, policy))
 
     @app.post(CHAT_PATH, **_documented(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _created(core, calls, request.scope, request.receive)
+        return await _created(core, calls, policy, request.scope, request.receive)
 
     @app.post(COMPLETIONS_PATH, **_documented(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
-        return await _created(core, calls, request.scope, request.receive)
+        return await _created(core, calls, policy, request.scope, request.receive)
 
     @app.get(
         "/v1/penstock/streams/{request_id}",
@@ -77,23 +80,30 @@ def add_openai_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls | 
         return await calls.resumed(request.scope, request_id)
 
 
-def fast_paths(core: RequestCore, calls: JournalledCalls | None = None) -> Mapping[str, App]:
-    """The endpoints of POST by path, as plain ASGI apps."""
+def fast_paths(
+    core: RequestCore, calls: JournalledCalls | None = None, policy: FieldPolicy | None = None
+) -> Mapping[str, App]:
+    """The endpoints of POST by path. `policy` None: unknown fields are refused."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        await (await _created(core, calls, scope, receive))(scope, receive, send)
+        await (await _created(core, calls, policy, scope, receive))(scope, receive, send)
 
     return {CHAT_PATH: endpoint, COMPLETIONS_PATH: endpoint}
 
 
 async def _created(
-    core: RequestCore, calls: JournalledCalls | None, scope: Scope, receive: Receive
+    core: RequestCore,
+    calls: JournalledCalls | None,
+    policy: FieldPolicy | None,
+    scope: Scope,
+    receive: Receive,
 ) -> Response:
     """The answer to a POST. Raises RequestError, ServiceError or ClientGone."""
     content = await read_json_body(scope, receive)
     if calls is not None:
         return await calls.created(scope, content)
-    request = await prepared(core, scope["path"], content, context_of(scope))
+    left_out = IgnoredFields(policy)
+    request = await prepared(core, scope["path"], content, context_of(scope), left_out)
     return answer(core, request, headers=NOT_RESUMABLE if request.body.stream else None)
 
 

@@ -19,6 +19,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import Headers, StreamingAnswer
 from penstock.deployments.ingress.http.body import renamed_fields
 from penstock.deployments.ingress.http.events import RESPONSES, json_bytes
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy, IgnoredFields
 from penstock.deployments.ingress.http.numbered import NumberedEvents
 from penstock.deployments.ingress.http.responses.draft import ResponseBuilder
 from penstock.deployments.ingress.http.responses.items import Message
@@ -26,6 +27,7 @@ from penstock.deployments.ingress.http.responses.keeper import Keeper
 from penstock.deployments.ingress.http.responses.kept import Kept
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest, parse
 from penstock.deployments.ingress.http.responses.store import StoredResponse
+from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import RequestError
@@ -52,12 +54,14 @@ class Answerer:
     core: RequestCore
     keeper: Keeper
     background: Background
+    policy: FieldPolicy | None = None  # of unknown fields; None: they are refused
 
     async def prepare(
         self, content: bytes, context: CallContext, head: Head | None = None
     ) -> PreparedResponse:
         """Check a body. `head`: of a call that is continued. Raises RequestError, ServiceError."""
-        asked = parse(content)
+        left_out = IgnoredFields(self.policy)
+        asked = parse(content, left_out)
         if head is not None:
             before = tuple(orjson.loads(head.before or b"[]"))
         else:
@@ -65,11 +69,12 @@ class Answerer:
             if asked.store:  # a promise that the client insists on
                 await self.keeper.check(context.request_id)
         messages = asked.messages(before)
-        params = asked.params(self.core.sampling_defaults)
-        call = Call(asked.prompt(messages), params, asked.options(), context)
+        known = self.core.tokenizer.template_variables
+        prompt = fitted(asked.prompt(messages), asked.effort, known, left_out)
+        call = Call(prompt, asked.params(self.core.sampling_defaults), asked.options(), context)
         with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
             generation = await self.core.prepare(call)
-        return PreparedResponse(self, asked, generation, messages, before)
+        return PreparedResponse(self, asked, generation, messages, before, left_out)
 
     def sent(
         self, body: AsyncGenerator[bytes, None] | Any, headers: Headers, *, has_event_ids: bool
@@ -102,6 +107,7 @@ class PreparedResponse:
     generation: Generation
     messages: tuple[Message, ...]
     conversation: tuple[Message, ...]  # before this request
+    left_out: IgnoredFields
 
     @property
     def streams(self) -> bool:
@@ -117,6 +123,7 @@ class PreparedResponse:
 
     async def answer(self, journal: CallJournal | None, headers: Headers) -> Response:
         """With a `journal` its events have ids. Raises RequestError or ServiceError."""
+        headers = [*headers, *self.left_out.headers()]
         if self.is_background:
             return await self.answerer.background.answer(self, journal, headers)
         numbered = NumberedEvents.of(journal, self.generation)

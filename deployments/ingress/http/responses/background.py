@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import Headers
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.journalled import continued_context
 from penstock.deployments.ingress.http.numbered import NumberedEvents
 from penstock.deployments.ingress.http.responses.answers import Answerer, PreparedResponse
@@ -32,13 +33,20 @@ log = logging.getLogger("penstock.background")
 class BackgroundResponses:
     """Those of one ingress; with `journals`, those of all ingresses that share their store."""
 
-    def __init__(self, core: RequestCore, keeper: Keeper, journals: Journals | None):
+    def __init__(
+        self,
+        core: RequestCore,
+        keeper: Keeper,
+        journals: Journals | None,
+        policy: FieldPolicy | None = None,
+    ):
+        """`policy`: of unknown fields; None: they are refused."""
         self._core = core
         self._keeper = keeper
         self._journals = journals
         self._num_starting = 0
         self._running: dict[str, CallJournal] = {}  # by the call's id
-        self._answerer = Answerer(core, keeper, self)
+        self._answerer = Answerer(core, keeper, self, policy)
 
     @property
     def answerer(self) -> Answerer:

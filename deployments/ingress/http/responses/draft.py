@@ -5,45 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.deployments.ingress.core.call import TextDelta
 from penstock.deployments.ingress.core.errors import ApiError
 from penstock.deployments.ingress.http.responses.items import Message, tool_call
+from penstock.deployments.ingress.http.responses.output_items import NO_TOOL, Kind, Output
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
+from penstock.deployments.ingress.http.responses.tools import Origin
 from penstock.workers.request import FinishReason, SamplingParams
-
-
-@dataclass(slots=True)
-class _Output:
-    """One item of the output as it grows. `call`: call_id and name, of a call."""
-
-    kind: Literal["message", "reasoning", "function_call"]
-    item_id: str
-    index: int
-    call: dict[str, str] = field(default_factory=dict)
-    texts: list[str] = field(default_factory=list)
-    is_open: bool = True
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def part(self, text: str) -> dict[str, Any]:
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def body(self, status: str, *, is_new: bool = False) -> dict[str, Any]:
-        """`is_new`: as it is announced, before it has content."""
-        body: dict[str, Any] = {"id": self.item_id, "type": self.kind, "status": status}
-        if self.kind == "function_call":
-            return {**body, **self.call, "arguments": "" if is_new else self.text}
-        body["content"] = [] if is_new else [self.part(self.text)]
-        if self.kind == "reasoning":
-            return {**body, "summary": [], "encrypted_content": None}
-        return {**body, "role": "assistant"}
 
 
 class ResponseBuilder:
@@ -65,8 +35,9 @@ class ResponseBuilder:
         self.end_s: Callable[[], int] = lambda: int(time.time())  # when the answer ended
         self.status = "queued" if asked.background else "in_progress"
         self._request_id = request_id
+        self._origins = asked.origins
         self._has_begun = False
-        self._outputs: list[_Output] = []
+        self._outputs: list[Output] = []
         self._num_events = 0
         self._body: dict[str, Any] = {
             "id": self.id,
@@ -83,7 +54,10 @@ class ResponseBuilder:
             "model": model,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": asked.reasoning.effort if asked.reasoning else None,
+                "summary": None,
+            },
             "service_tier": "default",
             "store": asked.store is not False,
             "temperature": params.temperature,
@@ -115,7 +89,7 @@ class ResponseBuilder:
         """The answer as a message of the conversation that goes on from it."""
         calls = []
         for each in self._outputs:
-            if each.kind == "function_call":
+            if each.is_call:
                 with contextlib.suppress(ValueError):  # one that was cut off is no call
                     calls.append(tool_call(each.call["call_id"], each.call["name"], each.text))
         rest = {"tool_calls": calls, "reasoning_content": self._text_of("reasoning")}
@@ -146,7 +120,10 @@ class ResponseBuilder:
         for call in piece.tool_calls:
             if call.name is not None:
                 named = {"call_id": call.call_id or "", "name": call.name}
-                events += self._open("function_call", "fc", named)
+                if self._origin(call.name).is_custom:
+                    events += self._open("custom_tool_call", "ctc", named)
+                else:
+                    events += self._open("function_call", "fc", named)
             if call.arguments:
                 events += self._grow(call.arguments)
         if piece.finish_reason is not None:
@@ -179,10 +156,7 @@ class ResponseBuilder:
         return events + self._grow(text)
 
     def _open(
-        self,
-        kind: Literal["message", "reasoning", "function_call"],
-        prefix: str,
-        call: dict[str, str] | None = None,
+        self, kind: Kind, prefix: str, call: dict[str, str] | None = None
     ) -> list[dict[str, Any]]:
         """Begin the next item; the one before is complete."""
         events = self._close("completed")
@@ -190,11 +164,12 @@ class ResponseBuilder:
         # The first of a kind has the plain id.
         nth = sum(each.kind == kind for each in self._outputs)
         item_id = f"{prefix}_{self._request_id}" + (f"_{nth}" if nth else "")
-        output = _Output(kind, item_id, index, call or {})
+        origin = self._origin(call["name"]) if call else NO_TOOL
+        output = Output(kind, item_id, index, call or {}, origin)
         self._outputs.append(output)
         item = output.body("in_progress", is_new=True)
         events.append(self._event("response.output_item.added", output_index=index, item=item))
-        if kind != "function_call":
+        if not output.is_call:
             place = {**_place(output), "content_index": 0}
             part = output.part("")
             events.append(self._event("response.content_part.added", **place, part=part))
@@ -203,6 +178,8 @@ class ResponseBuilder:
     def _grow(self, text: str) -> list[dict[str, Any]]:
         output = self._outputs[-1]
         output.texts.append(text)
+        if output.kind == "custom_tool_call":  # its text is within JSON: it is told when complete
+            return []
         kind, more = _DELTAS[output.kind]
         return [self._event(f"{kind}.delta", **_place(output), **more, delta=text)]
 
@@ -214,8 +191,12 @@ class ResponseBuilder:
         output.is_open = False
         kind, more = _DELTAS[output.kind]
         place, text = _place(output), output.text
-        if output.kind == "function_call":
-            named = {"name": output.call["name"], "arguments": text}
+        if output.kind == "custom_tool_call":
+            given = output.body(status)["input"]
+            events = [self._event(f"{kind}.delta", **place, delta=given)] if given else []
+            events.append(self._event(f"{kind}.done", **place, input=given))
+        elif output.kind == "function_call":
+            named = {"name": output.origin.name, "arguments": text}
             events = [self._event(f"{kind}.done", **place, **named)]
         else:
             part = {**place, "content_index": 0, "part": output.part(text)}
@@ -250,7 +231,10 @@ class ResponseBuilder:
         # There is no event of a cancelled response: it ends as one that is not complete.
         return [*events, *self.end_with(self.body())]
 
-    def _item_status(self, output: _Output) -> str:
+    def _origin(self, name: str) -> Origin:
+        return self._origins.get(name, Origin(name))
+
+    def _item_status(self, output: Output) -> str:
         """Only the last item can be anything but complete."""
         if output.index < len(self._outputs) - 1:
             return "completed"
@@ -269,8 +253,9 @@ _DELTAS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("response.output_text", {"content_index": 0, "logprobs": []}),
     "reasoning": ("response.reasoning_text", {"content_index": 0}),
     "function_call": ("response.function_call_arguments", {}),
+    "custom_tool_call": ("response.custom_tool_call_input", {}),
 }
 
 
-def _place(output: _Output) -> dict[str, Any]:
+def _place(output: Output) -> dict[str, Any]:
     return {"item_id": output.item_id, "output_index": output.index}

@@ -10,6 +10,8 @@ import pydantic_core
 from pydantic import Field
 
 from penstock.deployments.ingress.http.body import Strict, validated_at
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
+from penstock.deployments.ingress.http.responses.tools import arguments_of, name_in
 from penstock.workers.request import RequestError
 
 Message = Mapping[str, Any]
@@ -35,6 +37,7 @@ class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = Field(None, description="of the function")
     arguments: str = Field(description="JSON")
 
 
@@ -57,7 +60,7 @@ class ReasoningItem(Strict):
     type: Literal["reasoning"]
     summary: list[ReasoningPart] = Field(default_factory=list, description="ignored")
     content: list[ReasoningPart] | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = Field(None, description="ignored")
 
 
 Item = InputItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
@@ -68,19 +71,46 @@ _KINDS: dict[str, type[Strict]] = {
     "reasoning": ReasoningItem,
 }
 _PARTS = ("input_text", "output_text")
+# What tools of their server leave in a conversation; with their outputs, calls of fixed tools.
+_OF_HOSTED_TOOLS = frozenset(
+    (
+        *("web_search_call", "file_search_call", "image_generation_call", "computer_call"),
+        *("code_interpreter_call", "mcp_call", "mcp_list_tools", "mcp_approval_request"),
+        *("mcp_approval_response", "computer_call_output", "tool_search_call"),
+        *("tool_search_output", "local_shell_call", "local_shell_call_output", "shell_call"),
+        *("shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+    )
+)
 
 
-def known_item(path: str, item: Any) -> Any:
+def known_items(items: Sequence[Any], left_out: IgnoredFields) -> list[Any]:
+    """The items, without what is ignored. Raises RequestError for what is not served."""
+    known = []
+    for i, item in enumerate(items):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if left_out.ignores_unknown and isinstance(kind, str) and kind in _OF_HOSTED_TOOLS:
+            left_out.add(f"input.{kind}")
+        else:
+            known.append(_known_item(f"input[{i}]", item, left_out))
+    return known
+
+
+def _known_item(path: str, item: Any, left_out: IgnoredFields) -> Any:
     """The item of its kind, without what is ignored. Raises RequestError, also for other kinds."""
     if not isinstance(item, dict):
         return item
+    item = _as_function(path, item)
     _refuse_kinds(path, item, tuple(_KINDS), "items")
     kind = item.get("type", "message")
     kept = {name: value for name, value in item.items() if name not in _IGNORED}
     for name in ("content", "output"):
         if kind != "reasoning" and isinstance(parts := kept.get(name), list):
-            kept[name] = [_known_part(f"{path}.{name}[{i}]", each) for i, each in enumerate(parts)]
-    return validated_at(path, _KINDS[kind] if isinstance(kind, str) else InputItem, kept)
+            kept[name] = [
+                _known_part(f"{path}.{name}[{i}]", each, left_out) for i, each in enumerate(parts)
+            ]
+    left_out.add(f"{path}.encrypted_content", kept.get("encrypted_content"))
+    model = _KINDS[kind] if isinstance(kind, str) else InputItem
+    return validated_at(path, model, kept, left_out)
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
@@ -164,7 +194,7 @@ def _told(item: Item) -> Message:
 
 def _call(item: FunctionCallItem, path: str) -> dict[str, Any]:
     try:
-        return tool_call(item.call_id, item.name, item.arguments)
+        return tool_call(item.call_id, name_in(item.namespace, item.name), item.arguments)
     except ValueError:
         raise RequestError(f"{path} is not valid JSON", param=path) from None
 
@@ -173,9 +203,31 @@ def _text(content: str | list[InputPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _known_part(path: str, part: Any) -> Any:
+def _as_function(path: str, item: dict[str, Any]) -> dict[str, Any]:
+    """A call of a custom tool as one of the function that stands for it. Raises RequestError."""
+    kind = item.get("type")
+    if kind == "custom_tool_call_output":
+        return {**item, "type": "function_call_output"}
+    if kind != "custom_tool_call":
+        return item
+    text = item.get("input")
+    if not isinstance(text, str):
+        raise RequestError(f"{path}.input must be a string", param=f"{path}.input")
+    rest = {name: value for name, value in item.items() if name != "input"}
+    return {**rest, "type": "function_call", "arguments": arguments_of(text)}
+
+
+def _known_part(path: str, part: Any, left_out: IgnoredFields) -> Any:
     if not isinstance(part, dict):
         return part
+    kind = part.get("type")
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "output_text", "text": part["refusal"]}
+    if left_out.ignores_unknown and ".output[" in path and kind in ("input_image", "input_file"):
+        left_out.add(f"{path}.{kind}")
+        noun = kind.removeprefix("input_")
+        text = f"[{noun} left out: this model reads text only]"
+        return {"type": "input_text", "text": text}
     _refuse_kinds(path, part, _PARTS, "parts")
     return {name: value for name, value in part.items() if name not in _IGNORED_IN_PARTS}
 

@@ -5,69 +5,80 @@ It makes no decision that the request core makes for all front ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
 
 from penstock.deployments.ingress.core.call import MAX_PRIORITY, CallOptions, ChatPrompt
-from penstock.deployments.ingress.core.tools import Tool, Toolset, only_one, toolset_of
+from penstock.deployments.ingress.core.tools import Toolset, only_one, toolset_of
 from penstock.deployments.ingress.http.body import (
-    LIMITS,
     Strict,
     body_values,
-    refuse_unless_neutral,
+    json_object,
     sampling_field,
     sampling_params,
     strings,
     validated,
 )
-from penstock.deployments.ingress.http.responses.items import Item, Message, known_item, messages_of
+from penstock.deployments.ingress.http.body_limits import LIMITS
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
+from penstock.deployments.ingress.http.responses.items import (
+    Item,
+    Message,
+    known_items,
+    messages_of,
+)
+from penstock.deployments.ingress.http.responses.tools import (
+    FunctionTool,
+    Origin,
+    ResponseTool,
+    functions_of,
+    known_tools,
+)
+from penstock.deployments.ingress.http.template_fields import Effort, EffortLevel
 from penstock.workers.request import RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, json_schema
 
-MAX_LISTED = 100  # items of one answer
+MAX_INCLUDED = 32
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
 IGNORED = frozenset(
     (
-        *("user", "service_tier", "safety_identifier", "stream_options"),
+        *("user", "service_tier", "safety_identifier", "stream_options", "client_metadata"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     )
 )
 PLAIN_TEXT = {"format": {"type": "text"}}
+# Known to clients but not served: without them the answer would be another one.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("include", "context_management"), (None, [])),
-    **dict.fromkeys(("max_tool_calls", "conversation", "prompt", "moderation"), (None,)),
-    "reasoning": (
-        None,
-        {},
-        {"effort": None},
-        {"effort": "none"},
-        {"effort": None, "summary": None},
-    ),
-    "truncation": (None, "disabled"),
+    **dict.fromkeys(("conversation", "prompt", "moderation"), (None,)),
     "top_logprobs": (None, 0),
+}
+# Known to clients, and hints: the setting unknown_fields decides on them.
+HINTS: dict[str, tuple[Any, ...]] = {
+    "context_management": (None, []),
+    **dict.fromkeys(("max_tool_calls", "access_programs", "image"), (None,)),
+    "truncation": (None, "disabled"),
 }
 
 
-class ResponseTool(Strict):
-    """A function that the caller would run."""
+class ReasoningOptions(Strict):
+    """How to reason."""
 
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments")
-    strict: bool | None = Field(None, description="refuse keywords that cannot be enforced")
+    effort: EffortLevel | None = Field(
+        None, description="how much, where the model's chat template can be told"
+    )
+    summary: str | None = Field(None, description="ignored")
+    generate_summary: str | None = Field(None, description="ignored")
 
 
 class NamedFunction(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -135,16 +146,15 @@ class ResponsesRequest(Strict):
         None, description="default auto, where there are tools"
     )
     parallel_tool_calls: bool | None = Field(None, description="several calls; default true")
+    reasoning: ReasoningOptions | None = Field(None, description="how to reason")
+    include: list[str] | None = Field(None, description="ignored: reasoning comes as text")
 
     @cached_property
     def toolset(self) -> Toolset | None:
         """The tools, parsed and checked once. Raises RequestError naming what is wrong."""
         chosen = self.tool_choice
         only = chosen.name if isinstance(chosen, NamedFunction) else None
-        tools = tuple(
-            Tool(each.name, each.description, each.parameters, is_strict=bool(each.strict))
-            for each in self.tools or ()
-        )
+        tools, _ = functions_of(self.tools or ())
         mode = chosen if isinstance(chosen, str) else None
         return toolset_of(
             tools,
@@ -153,6 +163,17 @@ class ResponsesRequest(Strict):
             is_parallel=self.parallel_tool_calls is not False,
             within="",
         )
+
+    @cached_property
+    def origins(self) -> dict[str, Origin]:
+        """What the functions of `toolset` stand for, by name."""
+        return functions_of(self.tools or ())[1]
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to reason; None: the request does not say."""
+        level = self.reasoning.effort if self.reasoning else None
+        return None if level is None else Effort(level, "reasoning.effort")
 
     def echoed_fields(self) -> dict[str, Any]:
         """The fields of tools and text format that a response repeats."""
@@ -164,7 +185,10 @@ class ResponsesRequest(Strict):
             if isinstance(choice, NamedFunction)
             else choice or "auto",
             "tools": [
-                {"parameters": None, "strict": None, **_as_sent(each)} for each in self.tools or ()
+                {"parameters": None, "strict": None, **_as_sent(each)}
+                if isinstance(each, FunctionTool)
+                else _as_sent(each)
+                for each in self.tools or ()
             ],
         }
 
@@ -202,28 +226,37 @@ class ResponsesRequest(Strict):
         return ChatPrompt(messages, tools=self.toolset)
 
 
-def parse(body: bytes) -> ResponsesRequest:
-    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong."""
+def parse(body: bytes, left_out: IgnoredFields | None = None) -> ResponsesRequest:
+    """The request in a JSON body. Raises RequestError naming the first parameter that is wrong.
+
+    `left_out`: is told what is ignored; None: what is unknown is refused.
+    """
+    left_out = IgnoredFields() if left_out is None else left_out
     values = body_values(
-        body,
+        json_object(body),
         ResponsesRequest.model_fields,
         UNSUPPORTED,
         IGNORED,
-        limits={**LIMITS, "metadata": (MAX_METADATA_PAIRS, "pairs")},
+        left_out,
+        hints=HINTS,
+        limits={
+            **LIMITS,
+            "metadata": (MAX_METADATA_PAIRS, "pairs"),
+            "include": (MAX_INCLUDED, "values"),
+        },
         conversations=("input",),
     )
     if isinstance(items := values.get("input"), list):
-        values["input"] = [known_item(f"input[{i}]", item) for i, item in enumerate(items)]
+        values["input"] = known_items(items, left_out)
     if isinstance(tools := values.get("tools"), list):
-        for i, tool in enumerate(tools):
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            if isinstance(kind, str) and kind != "function":
-                raise RequestError(
-                    f"tools[{i}]: this server takes tools of type 'function' only",
-                    param=f"tools[{i}]",
-                    code="unsupported_parameter",
-                )
-    request = validated(ResponsesRequest, values)
+        values["tools"] = known_tools(tools, left_out)
+    request = validated(ResponsesRequest, values, left_out)
+    if (reasoning := request.reasoning) is not None:
+        left_out.add("reasoning.summary", reasoning.summary)
+        left_out.add("reasoning.generate_summary", reasoning.generate_summary)
+    for each in request.include or ():
+        message = f"include: {each[:100]!a} is not served; leave it out"
+        left_out.drop(f"include.{each}", message, param="include")
     check_metadata(request.metadata or {})
     if request.background and request.store is False:
         raise RequestError("background needs store: true", param="store")
@@ -246,57 +279,3 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
             f"and {MAX_METADATA_VALUE_CHARS} characters",
             param="metadata",
         )
-
-
-def check_query(query: Mapping[str, str]) -> tuple[bool, int]:
-    """(whether to stream, the number after which) of a retrieval. Raises RequestError."""
-    for name, value in query.items():
-        if name == "stream" and value not in ("true", "false"):
-            raise RequestError("stream must be true or false", param="stream")
-        if name == "starting_after" and not (value.isascii() and value.isdigit()):
-            raise RequestError("starting_after must be a whole number", param="starting_after")
-        if name not in ("stream", "starting_after", "include_obfuscation"):
-            refuse_unless_neutral(ascii(name[:100])[1:-1], value, ())
-    after = query.get("starting_after", "")[:18]
-    return query.get("stream") == "true", int(after) if after else -1
-
-
-@dataclass(frozen=True, slots=True)
-class ListQuery:
-    """Which items of a list are wanted. `after`: the id of the last one that the client has."""
-
-    limit: int = 20
-    is_ascending: bool = False
-    after: str | None = None
-
-    def page(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Of `items`, oldest first. Raises RequestError if `after` names none of them."""
-        ordered = list(items) if self.is_ascending else list(reversed(items))
-        if self.after is not None:
-            ids = [item["id"] for item in ordered]
-            if self.after not in ids:
-                raise RequestError("after names none of these items", param="after")
-            ordered = ordered[ids.index(self.after) + 1 :]
-        shown = ordered[: self.limit]
-        return {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(ordered) > len(shown),
-        }
-
-
-def list_query(query: Mapping[str, str]) -> ListQuery:
-    """What the query of a list says. Raises RequestError."""
-    for name, value in query.items():
-        if name not in ("limit", "order", "after"):
-            refuse_unless_neutral(ascii(name[:100])[1:-1], value, ())
-    limit = query.get("limit", "20")
-    is_number = limit.isascii() and limit.isdigit() and len(limit) < 9
-    if not (is_number and 1 <= int(limit) <= MAX_LISTED):
-        raise RequestError(f"limit must lie in [1, {MAX_LISTED}]", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise RequestError("order must be asc or desc", param="order")
-    return ListQuery(int(limit), order == "asc", query.get("after"))

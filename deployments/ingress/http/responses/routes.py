@@ -20,6 +20,7 @@ from penstock.deployments.ingress.http.asgi import (
     read_json_body,
 )
 from penstock.deployments.ingress.http.events import RESPONSES_PATH
+from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.journalled import RESUMABLE, JournalledCalls
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
@@ -28,12 +29,12 @@ from penstock.deployments.ingress.http.responses.background import BackgroundRes
 from penstock.deployments.ingress.http.responses.items import items_of
 from penstock.deployments.ingress.http.responses.keeper import PREFIX, Keeper
 from penstock.deployments.ingress.http.responses.kept import Kept
-from penstock.deployments.ingress.http.responses.requests import (
+from penstock.deployments.ingress.http.responses.queries import (
     MAX_LISTED,
-    ResponsesRequest,
     check_query,
     list_query,
 )
+from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.deployments.ingress.http.responses.schemas import Deleted, InputItems, ResponseBody
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import RequestError
@@ -55,9 +56,11 @@ _LIST_QUERY = [
 ]
 
 
-def add_response_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls | None) -> None:
+def add_response_routes(
+    app: FastAPI, core: RequestCore, calls: JournalledCalls | None, policy: FieldPolicy
+) -> None:
     """`calls`: those with a journal; None: there are none, and this process keeps responses."""
-    service = _ResponseService(core, calls)
+    service = _ResponseService(core, calls, policy)
 
     @app.post(
         RESPONSES_PATH,
@@ -123,12 +126,12 @@ def add_response_routes(app: FastAPI, core: RequestCore, calls: JournalledCalls 
         return JSONResponse({"id": kept.body["id"], "object": "response", "deleted": True})
 
 
-def fast_path(core: RequestCore) -> App:
+def fast_path(core: RequestCore, policy: FieldPolicy | None = None) -> App:
     """POST of responses as a plain ASGI app, for calls from within the process.
 
     Its responses are kept apart from those that clients made, and nothing reads them again.
     """
-    service = _ResponseService(core, None)
+    service = _ResponseService(core, None, policy)
 
     async def create(scope: Scope, receive: Receive, send: Send) -> None:
         await (await service.create(Request(scope, receive)))(scope, receive, send)
@@ -139,9 +142,11 @@ def fast_path(core: RequestCore) -> App:
 class _ResponseService:
     """What the routes share; the Endpoint of journalled.py at /v1/responses."""
 
-    def __init__(self, core: RequestCore, calls: JournalledCalls | None):
+    def __init__(
+        self, core: RequestCore, calls: JournalledCalls | None, policy: FieldPolicy | None
+    ):
         journals = None if calls is None else calls.journals
-        self.background = BackgroundResponses(core, Keeper(journals), journals)
+        self.background = BackgroundResponses(core, Keeper(journals), journals, policy)
         self._calls = calls
         if calls is not None:
             calls.add(RESPONSES_PATH, self)

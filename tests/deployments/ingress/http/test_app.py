@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
-from penstock.deployments.ingress.http.openai.requests import UNSUPPORTED
+from penstock.deployments.ingress.http.openai.other_fields import UNSUPPORTED
 from penstock.deployments.ingress.http.openai.schemas import (
     ChatCompletion,
     ChatCompletionChunk,

@@ -19,14 +19,23 @@ from penstock.deployments.ingress.http import body as bodies
 from penstock.deployments.ingress.http.anthropic import requests as anthropic_types
 from penstock.deployments.ingress.http.anthropic.requests import MessagesRequest
 from penstock.deployments.ingress.http.body import (
-    LIMITS,
-    MAX_PARTS,
     Strict,
-    check_num_parts,
-    check_sizes,
     drop_ignored_fields,
     json_object,
     validated,
+)
+from penstock.deployments.ingress.http.body_limits import (
+    LIMITS,
+    MAX_PARTS,
+    check_num_parts,
+    check_sizes,
+)
+from penstock.deployments.ingress.http.ignored_fields import (
+    HEADER,
+    MAX_NAME_CHARS,
+    MAX_NAMED,
+    FieldPolicy,
+    IgnoredFields,
 )
 from penstock.deployments.ingress.http.openai import requests as openai_types
 from penstock.deployments.ingress.http.openai.requests import (
@@ -48,23 +57,23 @@ MESSAGES = b'{"max_tokens":1,"model":"a","messages":[{"role":"user","content":"a
 RESPONSES = b'{"input":"a",'
 
 
-def completion(body: bytes) -> Any:
-    request = openai_types.parse(CompletionRequest, body)
+def completion(body: bytes, left_out: IgnoredFields | None = None) -> Any:
+    request = openai_types.parse(CompletionRequest, body, left_out)
     return request.params(SamplingDefaults()), request.options(), request.prompts()
 
 
-def chat(body: bytes) -> Any:
-    request = openai_types.parse(ChatCompletionRequest, body)
+def chat(body: bytes, left_out: IgnoredFields | None = None) -> Any:
+    request = openai_types.parse(ChatCompletionRequest, body, left_out)
     return request.params(SamplingDefaults()), request.options(), request.prompt()
 
 
-def messages(body: bytes) -> Any:
-    request = anthropic_types.parse(MessagesRequest, body)
+def messages(body: bytes, left_out: IgnoredFields | None = None) -> Any:
+    request = anthropic_types.parse(MessagesRequest, body, left_out)
     return request.params(SamplingDefaults()), request.prompt()
 
 
-def responses(body: bytes) -> Any:
-    request = responses_types.parse(body)
+def responses(body: bytes, left_out: IgnoredFields | None = None) -> Any:
+    request = responses_types.parse(body, left_out)
     return request.params(SamplingDefaults()), request.prompt(request.messages(()))
 
 
@@ -72,7 +81,7 @@ def detokenize(body: bytes) -> Any:
     return validated(DetokenizeRequest, drop_ignored_fields(json_object(body), ("tokens",), {}, ()))
 
 
-Take = Callable[[bytes], Any]
+Take = Callable[..., Any]  # of a body, and of what is left out of it
 ELEMENTS = [
     b'{"type":"text","text":""}',
     b'{"role":"user","content":"a"}',
@@ -135,13 +144,20 @@ LISTS: dict[str, tuple[bytes, bytes, Take]] = {
     "a summary": (b'{"input":[{"type":"reasoning","summary":[', b"]}]}", responses),
     "tools of responses": (RESPONSES + b'"tools":[', b"]}", responses),
     "tokens": (b'{"tokens":[', b"]}", detokenize),
+    "edits": (MESSAGES + b'"context_management":{"edits":[', b"]}}", messages),
+    "include": (RESPONSES + b'"include":[', b"]}", responses),
+    "a namespace": (
+        RESPONSES + b'"tools":[{"type":"namespace","name":"a","tools":[',
+        b"]}]}",
+        responses,
+    ),
 }
 # Elements that a list may well hold.
 FITTING = {
     **dict.fromkeys(("messages", "turns"), (0, 1, 2, 3, 4)),
     **dict.fromkeys(("content", "result", "system"), (0,)),
     **{"calls": (4,), "blocks": (0, 5), "input": (1, 7), "parts": (6,), "an output": (6,)},
-    **{"tools": (8,), "tools of responses": (9,), "tools of Anthropic": (10,)},
+    **{"a namespace": (9,), "tools": (8,), "tools of responses": (9,), "tools of Anthropic": (10,)},
 }
 OBJECTS: dict[str, tuple[bytes, bytes, Take]] = {
     "a body": (b"{", b"}", chat),
@@ -177,6 +193,10 @@ OBJECTS: dict[str, tuple[bytes, bytes, Take]] = {
     "tool_choice of Anthropic": (MESSAGES + b'"tool_choice":{', b"}}", messages),
     "an item": (b'{"input":[{', b"}]}", responses),
     "text": (RESPONSES + b'"text":{', b"}}", responses),
+    "reasoning": (RESPONSES + b'"reasoning":{', b"}}", responses),
+    "reasoning of chat": (CHAT + b'"reasoning":{', b"}}", chat),
+    "thinking": (MESSAGES + b'"thinking":{"type":"adaptive",', b"}}", messages),
+    "a custom tool": (RESPONSES + b'"tools":[{"type":"custom","name":"a",', b"}]}", responses),
 }
 
 
@@ -237,6 +257,17 @@ def test_large_objects_cost_little(name: str, monkeypatch: pytest.MonkeyPatch) -
     for value in (b"1", b'"a"'):
         body, take = object_body(name, value)
         is_little(monkeypatch, take, body)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_large_objects_cost_little_where_unknown_fields_are_ignored(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, take = object_body(name, b"1")
+    left_out = IgnoredFields(FieldPolicy("ignore"))
+    is_little(monkeypatch, lambda given: take(given, left_out), body)
+    assert len(left_out.names) <= MAX_NAMED
+    assert len(left_out.text_headers().get(HEADER, "")) <= MAX_NAMED * (MAX_NAME_CHARS + 2) + 8
 
 
 def test_many_schemas_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:

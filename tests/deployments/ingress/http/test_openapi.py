@@ -111,7 +111,7 @@ def test_names_and_roles_are_stated(schemas: Any) -> None:
     assert {"enum": ["builtin"], "type": "string"} in chat["model"]["anyOf"]
     assert "tool" in schemas["ChatMessage"]["properties"]["role"]["enum"]
     assert chat["logit_bias"]["anyOf"][0]["maxProperties"] == 1024
-    for tool in ("FunctionBody", "ResponseTool", "MessagesTool"):
+    for tool in ("FunctionBody", "FunctionTool", "CustomTool", "MessagesTool"):
         assert schemas[tool]["properties"]["name"]["pattern"] == "^[A-Za-z0-9_-]{1,64}$"
     assert not [name for name in schemas if "__" in name], "two models have one name"
     longest = schemas["ResponsesRequest"]["properties"]["max_output_tokens"]["anyOf"][0]

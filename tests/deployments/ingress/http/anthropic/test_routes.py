@@ -7,8 +7,14 @@ import json
 import anthropic
 import pytest
 
+from penstock.deployments.ingress.http.anthropic.blocks import (
+    known_turn,
+    messages_of,
+    without_system_turns,
+)
 from penstock.deployments.ingress.http.anthropic.rendering import AnthropicError, MessageBody
 from penstock.deployments.ingress.http.anthropic.requests import UNSUPPORTED
+from penstock.deployments.ingress.http.ignored_fields import HEADER, FieldPolicy, IgnoredFields
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import MODEL, reference_ids, scripted, tokenizer
 
@@ -183,8 +189,9 @@ def test_errors_are_what_the_client_expects(client):
         ask(extra_body={"temperature": 1000})
     with pytest.raises(anthropic.BadRequestError, match="mcp_servers is not supported"):
         ask(extra_body={"mcp_servers": [{}]})
-    with pytest.raises(anthropic.BadRequestError, match="last message"):
-        ask(messages=[*TURNS, {"role": "assistant", "content": "The"}])
+    use = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
+    with pytest.raises(anthropic.BadRequestError, match="its result must follow"):
+        ask(messages=[*TURNS, {"role": "assistant", "content": [use]}])
     with pytest.raises(anthropic.NotFoundError):
         client.messages.batches.list()
 
@@ -196,7 +203,10 @@ def test_errors_are_what_the_client_expects(client):
         ({"messages": ...}, "messages: this parameter is required"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_token": 4}, "did you mean 'max_tokens'?"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking: the chat template of this model has no variable",
+        ),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         (
@@ -277,3 +287,31 @@ def test_a_key_comes_as_the_client_sends_it():
         wrong = anthropic.Anthropic(base_url=servers.base_url, api_key="no", max_retries=0)
         with wrong, pytest.raises(anthropic.AuthenticationError):
             wrong.messages.create(model=MODEL, max_tokens=4, messages=TURNS)
+
+
+def test_system_turns_and_thinking_that_is_not_shown():
+    turns = [
+        {"role": "system", "content": "First."},
+        {"role": "user", "content": "Hi."},
+        {"role": "system", "content": [{"type": "text", "text": "Later."}]},
+    ]
+    known = [known_turn(i, turn, IgnoredFields()) for i, turn in enumerate(turns)]
+    first, rest = without_system_turns(known)
+    assert first == ["First."]
+    assert messages_of(rest) == [{"role": "user", "content": "Hi.\n\n<system>\nLater.\n</system>"}]
+    with scripted(tokenizer().encode("Ja."), FinishReason.STOP) as (servers, plain):
+        assert post(plain, messages=turns, system="Zero.").status_code == 200
+        (request,) = servers.backend.requests
+    prompt = tokenizer().decode(request.prompt_ids)
+    assert "Zero.\n\nFirst." in prompt and prompt.index("First.") < prompt.index("Hi.")
+
+
+def test_max_tokens_beyond_the_context_becomes_what_is_left():
+    ids = tokenizer().encode("Ja.")
+    with scripted(ids, FinishReason.STOP, fields=FieldPolicy("ignore")) as (servers, plain):
+        answer = post(plain, max_tokens=128_000)
+        assert (answer.status_code, answer.headers[HEADER]) == (200, "max_tokens")
+        long = [{"role": "user", "content": "a " * 2000}]
+        assert post(plain, messages=long).status_code == 400
+        (request,) = servers.backend.requests
+    assert len(request.prompt_ids) + (request.params.max_tokens or 0) <= 512

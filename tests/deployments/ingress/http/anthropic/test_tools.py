@@ -15,6 +15,7 @@ import pytest
 
 from penstock.deployments.ingress.http.anthropic.blocks import known_turn, messages_of
 from penstock.deployments.ingress.http.anthropic.rendering import MessageBody
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import FinishReason
 from penstock.workers.text.reasoning import PUBLISHED
 from tests.deployments.serving import MODEL, EngineBackend, ScriptedBackend, Serving, tokenizer
@@ -166,7 +167,7 @@ def test_turns_become_messages() -> None:
     ]
     function = {"name": "f", "arguments": {"a": 1}}
     calls = [{"id": "u", "type": "function", "function": function}]
-    assert messages_of([known_turn(i, turn) for i, turn in enumerate(turns)]) == [
+    assert messages_of([known_turn(i, turn, IgnoredFields()) for i, turn in enumerate(turns)]) == [
         {"role": "user", "content": "a\n\nbc"},
         {
             "role": "assistant",

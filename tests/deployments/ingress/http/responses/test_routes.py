@@ -366,7 +366,7 @@ def test_a_response_is_its_makers_only():
             "invalid_value",
             "tool_choice",
         ),
-        ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning"),
+        ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning.effort"),
         ({"background": True, "store": False}, "invalid_value", "store"),
         ({"metadata": {"a": "b" * 513}}, "invalid_value", "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),

@@ -14,7 +14,8 @@ import jsonschema
 import openai
 import pytest
 
-from penstock.deployments.ingress.http.responses.items import items_of, known_item, messages_of
+from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
+from penstock.deployments.ingress.http.responses.items import items_of, known_items, messages_of
 from penstock.deployments.ingress.http.responses.schemas import InputItems, ResponseBody
 from penstock.workers.request import FinishReason
 from penstock.workers.text.reasoning import PUBLISHED
@@ -236,7 +237,7 @@ def test_items_to_messages_and_back() -> None:
         {"role": "assistant", "content": "e"},
         {"role": "assistant", "content": "f"},
     ]
-    messages = messages_of([known_item(f"input[{i}]", each) for i, each in enumerate(items)])
+    messages = messages_of(known_items(items, IgnoredFields()))
     roles = ["user", "assistant", "tool", "tool", "assistant", "assistant", "assistant"]
     assert [each["role"] for each in messages] == roles
     assert [len(each.get("tool_calls", ())) for each in messages] == [0, 2, 0, 0, 1, 0, 0]
@@ -244,5 +245,5 @@ def test_items_to_messages_and_back() -> None:
     assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     again = items_of(messages, "r")
     assert len({each["id"] for each in again}) == len(again) == len(items)
-    read = [known_item(f"input[{i}]", each) for i, each in enumerate(again)]
+    read = known_items(again, IgnoredFields())
     assert messages_of(read) == messages
