@@ -27,6 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
         app_name="penstock-test",
         drain_s=5.0,
         metrics_port=free_port(),
+        unknown_fields="refuse",  # as the hostile corpus expects
     )
 
 
