@@ -99,6 +99,7 @@ class House:
     async def add_ingress(self, **settings: Any) -> IngressProcess:
         given: dict[str, Any] = {"http_port": free_port(), "grpc_port": free_port()}
         given |= {"metrics_port": 0, **self.plan.settings, **settings}
+        given.setdefault("unknown_fields", "refuse")  # a body with one is a bad request here
         config = ServeConfig(engine=self.plan.engine, **given)
         infos = [worker.info for worker in self.workers]
         address = None if self.gate is None else self.gate.address
