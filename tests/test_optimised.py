@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOYMENTS = "tests/deployments"
 CHOSEN = (
     f"{DEPLOYMENTS}/test_config.py",  # keys and names that make a server open or not
-    f"{DEPLOYMENTS}/ingress/http/test_hosts.py",
-    f"{DEPLOYMENTS}/ingress/http/test_protocol.py::"
+    f"{DEPLOYMENTS}/ingress/http/listener/test_hosts.py",
+    f"{DEPLOYMENTS}/ingress/http/listener/test_protocol.py::"
     "test_what_is_too_large_or_wrong_is_refused_and_the_connection_closed",
     f"{DEPLOYMENTS}/ingress/http/test_body.py::test_the_last_of_many_is_still_looked_at",
     f"{DEPLOYMENTS}/ingress/test_prompt_scores.py::test_http_refuses_a_call_with_too_many_scores",

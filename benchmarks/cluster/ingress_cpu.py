@@ -37,8 +37,8 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http.app import build_app
-from penstock.deployments.ingress.http.protocol import bounded_protocol
-from penstock.deployments.ingress.http.tls import TlsServer
+from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
+from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
 from penstock.deployments.security.certificates import Certificates

@@ -29,7 +29,7 @@ from penstock.deployments.cli.flags.server import (
     add_server_flags,
     tls_of,
 )
-from penstock.deployments.cli.plan import run_plan
+from penstock.deployments.cli.planning.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
 from penstock.deployments.config import config_from, values_by_group
 from penstock.deployments.config_file import as_yaml
@@ -191,7 +191,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.keys import run_keys
+    from penstock.deployments.cli.access.keys import run_keys
 
     return run_keys(args)
 
@@ -215,7 +215,7 @@ def _bench_ablate(args: argparse.Namespace) -> int:
 
 
 def _certs(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.certs import run_certs
+    from penstock.deployments.cli.access.certs import run_certs
 
     return run_certs(args)
 

@@ -21,14 +21,14 @@ from typing import Any
 import grpc
 import ray
 
-from penstock.deployments.gate.greeting import Refused, greeted
-from penstock.deployments.gate.ingress_link import IngressLink
+from penstock.deployments.gate.links.greeting import Refused, greeted
+from penstock.deployments.gate.links.ingress_link import IngressLink
+from penstock.deployments.gate.links.port import GatePort, open_port
+from penstock.deployments.gate.links.tls import check_ingress
 from penstock.deployments.gate.load_meter import GateLoad
-from penstock.deployments.gate.port import GatePort, open_port
 from penstock.deployments.gate.service import GateService
 from penstock.deployments.gate.snapshots import PredictorSnapshots
 from penstock.deployments.gate.status import explain
-from penstock.deployments.gate.tls import check_ingress
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.prediction import predictor_file

@@ -26,12 +26,12 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
 from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
-from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.jobs import JobBoard
-from penstock.deployments.ingress.http.protocol import bounded_protocol
-from penstock.deployments.ingress.http.tls import TlsServer
+from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
+from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
+from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes

@@ -39,12 +39,12 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
-from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.in_process import batch_executor
+from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
+from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
+from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.http.openapi import document_of
-from penstock.deployments.ingress.http.protocol import bounded_protocol
-from penstock.deployments.ingress.http.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
 from penstock.deployments.security.api_keys import ApiKeys

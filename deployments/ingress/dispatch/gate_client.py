@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 
-from penstock.deployments.gate.greeting import Refused, greet_gate
-from penstock.deployments.gate.tls import open_channel
+from penstock.deployments.gate.links.greeting import Refused, greet_gate
+from penstock.deployments.gate.links.tls import open_channel
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.errors import ServiceError

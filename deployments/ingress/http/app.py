@@ -27,10 +27,10 @@ from penstock.deployments.ingress.http.asgi import Scope
 from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
 from penstock.deployments.ingress.http.events import ANTHROPIC_PATH, RESPONSES_PATH
-from penstock.deployments.ingress.http.hosts import AllowedHosts
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
 from penstock.deployments.ingress.http.journalled import JournalledCalls
+from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
 from penstock.deployments.ingress.http.openai import routes as openai
 from penstock.deployments.ingress.http.openai.answers import CHAT_PATH, COMPLETIONS_PATH

@@ -26,7 +26,7 @@ from penstock.deployments.ingress.http.asgi import (
     send_error,
 )
 from penstock.deployments.ingress.http.events import error_format_of
-from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from penstock.deployments.security.api_keys import (
     ANYONE,
     NOBODY,

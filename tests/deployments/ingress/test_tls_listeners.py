@@ -18,8 +18,8 @@ from penstock.deployments.client import AsyncClient
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
-from penstock.deployments.ingress.http.protocol import bounded_protocol
-from penstock.deployments.ingress.http.tls import TlsServer
+from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
+from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.listeners import open_listeners
 from penstock.deployments.ingress.metrics.families import of_certificates
 from penstock.deployments.security.authority import make_all

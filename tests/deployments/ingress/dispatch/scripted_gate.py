@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from penstock.deployments.gate.greeting import greeted
+from penstock.deployments.gate.links.greeting import greeted
 from penstock.deployments.gate.wire import GateAddress
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.protos.penstock.internal.v1 import gate_pb2_grpc

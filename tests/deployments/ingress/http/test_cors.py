@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from penstock.workers.errors import ConfigError
 from penstock.workers.request import FinishReason
 from tests.deployments.security.keys import bearer, key_of

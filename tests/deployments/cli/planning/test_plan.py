@@ -17,7 +17,7 @@ from penstock.workers.planning.hardware import DEVICES
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import SHAPES
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def plan(tmp_path, *arguments):

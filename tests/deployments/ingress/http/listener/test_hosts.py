@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from penstock.deployments.ingress.http.hosts import AllowedHosts
+from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from tests.deployments.serving import ScriptedBackend, Serving
 
 

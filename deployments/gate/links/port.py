@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from penstock.deployments.gate.tls import server_credentials
+from penstock.deployments.gate.links.tls import server_credentials
 from penstock.deployments.security.cluster_links import ClusterCertificate, der_of
 from penstock.protos.penstock.internal.v1 import gate_pb2_grpc
 from penstock.workers.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from penstock.deployments.ingress.core.bounds.connections import Connections
-from penstock.deployments.ingress.http.protocol import HttpLimits, bounded_protocol
+from penstock.deployments.ingress.http.listener.protocol import HttpLimits, bounded_protocol
 
 QUICK = HttpLimits(head_s=0.4, body_gap_s=0.3, body_s=1.2, write_s=0.5)
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.deployments.bench import report
-from penstock.deployments.cli import plan_report
 from penstock.deployments.cli.flags.plan import DEFAULT_CONTEXT, PROMPT_LENS
+from penstock.deployments.cli.planning import plan_report
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.ingress.core.bounds.connections import Connections
-from penstock.deployments.ingress.http.protocol import BoundedProtocol
+from penstock.deployments.ingress.http.listener.protocol import BoundedProtocol
 
 HANDSHAKE_S = 5.0
 SHUTDOWN_S = 5.0  # for a client's answer to the end of TLS
