@@ -35,7 +35,7 @@ from scipy import stats
 from benchmarks.common import record
 from benchmarks.common.priority import precedence
 from benchmarks.faults import figures
-from benchmarks.faults.cluster import ClusterSetup, live_cluster
+from benchmarks.faults.cluster import ClusterSetup, live_cluster, write_keys
 from penstock.deployments.client import AsyncClient
 
 BETWEEN, POWER = (0.45, 0.55), 0.95
@@ -144,10 +144,7 @@ def main() -> None:
     args.rng = np.random.default_rng(args.seed)
     keys = [secrets.token_urlsafe(32) for _ in range(3)]
     with tempfile.TemporaryDirectory(prefix="pst-") as folder:
-        path = Path(folder) / "keys"
-        path.write_text("\n".join(keys) + "\n")
-        path.chmod(0o600)
-        flags = ("--api-keys-file", str(path))
+        flags = write_keys(Path(folder), keys)
         setup = ClusterSetup(num_workers=1, num_ingress=1, state="none", flags=flags, key=keys[0])
         with live_cluster(setup) as cluster, precedence():
             found = asyncio.run(measure(cluster.grpc_target, keys, args))

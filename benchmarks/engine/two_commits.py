@@ -1,7 +1,7 @@
 """The engine of two commits in turn: are its token ids the same, and its speed within 3 %?
 
 Each commit's engine lives in a process of its own, with the same random weights (the shape of
-Qwen2.5-0.5B, see offline.py), and runs a workload when it is told to, so that at any time one of
+Qwen2.5-0.5B, see offline.py), and runs a workload on request, so that at any time one of
 them computes. The order changes from round to round; what is compared is the median of the rounds'
 ratios, since the speed of a shared machine drifts more than the commits differ.
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,14 @@ class LiveCluster:
             if (status := self.status()) is not None:
                 held = sum(each["num_live_blocks"] for each in status["workers"])
         return held
+
+
+def write_keys(folder: Path, keys: Sequence[str]) -> tuple[str, ...]:
+    """A file of API keys in `folder`; the flags of `penstock serve` that name it."""
+    path = folder / "keys"
+    path.write_text("".join(f"{key}\n" for key in keys))
+    path.chmod(0o600)
+    return ("--api-keys-file", str(path))
 
 
 def is_stopped(pid: int) -> bool:

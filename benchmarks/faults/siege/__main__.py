@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.common import record
 from benchmarks.common.priority import precedence
 from benchmarks.faults import figures
-from benchmarks.faults.cluster import ClusterSetup, LiveCluster, live_cluster
+from benchmarks.faults.cluster import ClusterSetup, LiveCluster, live_cluster, write_keys
 from benchmarks.faults.siege.besiegers import Counts, Plan, besieging, num_requests
 from benchmarks.faults.siege.honest import Record, Streams
 from benchmarks.faults.watch import Sampler, cores_used, largest
@@ -136,14 +136,12 @@ def main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory(prefix="pst-") as folder:
-        key, path = secrets.token_urlsafe(32), Path(folder) / "keys"
-        path.write_text(key + "\n")
-        path.chmod(0o600)
+        key = secrets.token_urlsafe(32)
         setup = ClusterSetup(
             num_workers=1,
             num_ingress=1,
             state="none",
-            flags=("--api-keys-file", str(path), "--max-num-seqs", "32"),
+            flags=(*write_keys(Path(folder), [key]), "--max-num-seqs", "32"),
             key=key,
         )
         with live_cluster(setup) as cluster, precedence():

@@ -37,7 +37,7 @@ class Record:
 
 
 class Streams:
-    """So many streams at a time, one call after the other. `record` may be exchanged meanwhile."""
+    """Several streams at a time, each one call after the other; `record` takes what they see."""
 
     def __init__(self, http_url: str, grpc_target: str, key: str):
         self._http = httpx.AsyncClient(

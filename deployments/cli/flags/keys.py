@@ -40,8 +40,8 @@ examples:
   penstock keys list --file keys
 """
 REVOKE = """\
-The line of the key stays, with the time, so that its holder is told. Its running streams end within
-a second with the error api_key_revoked.
+The line of the key stays, with the time of the revocation: new requests with the key are refused
+with the error api_key_revoked, and its running streams end with it within a second.
 
 examples:
   penstock keys list --file keys               shows the ids; the id is also the part after psk_

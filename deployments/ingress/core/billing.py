@@ -65,7 +65,7 @@ class Billing:
             raise RequestError(str(refusal), param="max_tokens", code="quota_too_small") from None
 
     def answered(self, tenant: str, num_tokens: int) -> None:
-        """An answer of this tenant has had so many tokens."""
+        """Learn the length of an answer of this tenant, in tokens."""
         mean = self._mean_answer.get(tenant, FIRST_GUESS_TOKENS)
         self._mean_answer[tenant] = mean + 0.1 * (num_tokens - mean)
 

@@ -100,8 +100,10 @@ def num_prompt_scores(call: Call, num_prompt: int) -> int:
 
 
 def check_num_scores(call: Call, num_scores: int) -> None:
-    """Raise RequestError if all answers to all prompts of a call name so many tokens in the scores
-    of the prompts, and may not; `call`: one of them."""
+    """Raise RequestError if the scores of a call's prompts name more tokens than a call may.
+
+    `num_scores`: over all prompts and answers of the call; `call`: that of one prompt.
+    """
     # An echo has the scores of the prompt under the name of those of the answer.
     is_named = call.params.prompt_logprobs is not None
     check_prompt_scores(num_scores, "prompt_logprobs" if is_named else "logprobs")

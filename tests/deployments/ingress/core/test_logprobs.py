@@ -210,7 +210,7 @@ def test_a_delta_of_several_tokens_has_the_scores_of_each():
 
 def test_many_scores_are_spelt_beside_the_loop():
     """The loop turns while a long prompt's scores are made; the result is the same."""
-    ids = tokenizer().encode("The river ran to the sea. " * 400)
+    ids = tokenizer().encode("The river ran to the sea. " * 600)
     top = tuple((i, -1.0) for i in range(20))
     scores = [TokenLogprob(i, -1.0, 1, top) for i in ids[1:]]
 
