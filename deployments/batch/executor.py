@@ -223,23 +223,27 @@ class _BatchRunner:
                     max_in_flight=MAX_IN_FLIGHT,
                     deadline_s=time.monotonic() + spec.expires_at - time.time(),
                 )
-                progress, cancelled = run.progress(), asyncio.Event()
-                watching = asyncio.create_task(self._watch(progress, cancelled))
+                progress, cancelled, is_over = run.progress(), asyncio.Event(), asyncio.Event()
+                watching = asyncio.create_task(self._watch(progress, cancelled, is_over))
                 try:
                     await run.run(self._target, settings, progress, cancelled)
                 finally:
-                    watching.cancel()
+                    # Not cancelled: its last write would go on in its thread, and could replace
+                    # the final state, which is written next.
+                    is_over.set()
                     await asyncio.gather(watching, return_exceptions=True)
             assert run.finished is not None, "BatchRun.run records the end"
             await self._finalize(run.finished)
 
-    async def _watch(self, progress: Progress, cancelled: asyncio.Event) -> None:
-        """Record the progress each second, and notice a cancel by a client.
+    async def _watch(
+        self, progress: Progress, cancelled: asyncio.Event, is_over: asyncio.Event
+    ) -> None:
+        """Record the progress each second, and notice a cancel by a client, until `is_over`.
 
         A disk that fails for a while delays both, and ends neither.
         """
         is_failing = False
-        while True:
+        while not is_over.is_set():
             state = replace(
                 self._state,
                 num_completed=progress.num_completed,
@@ -260,7 +264,8 @@ class _BatchRunner:
                     name = self._batch.spec.id
                     log.warning("%s: its progress cannot be recorded: %s", name, error)
                 is_failing = True
-            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), POLL_S)
 
     async def _finalize(self, finished: RunFigures) -> None:
         """Record the final status of a batch whose lines are done, and the ids of its files."""

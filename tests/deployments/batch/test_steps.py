@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from penstock.deployments.batch import executor as executor_module
 from penstock.deployments.batch.batch_store import BatchState, BatchStatus, BatchStore, StoredBatch
 from penstock.deployments.batch.executor import Executor
 from penstock.deployments.batch.file_store import FileStore
+from penstock.deployments.batch.lease import Lease
 from tests.deployments.batch.test_file_store import spec, stored
 from tests.deployments.batch.test_runner import ScriptedTarget
 
@@ -130,3 +132,31 @@ def test_a_disk_that_fails_for_a_while_does_not_hide_that_a_client_cancels(tmp_p
     assert len(failures) == 3
     assert state.status is BatchStatus.CANCELLED
     assert 0 < state.num_completed < 400
+
+
+def test_a_late_record_of_the_progress_does_not_replace_the_end(tmp_path, monkeypatch):
+    batch = write(tmp_path, 6)
+    has_begun, has_ended = threading.Event(), threading.Event()
+    commit, write_state = Lease.commit, StoredBatch.write
+    num_delayed = [0]
+
+    def delayed(self):
+        if has_begun.is_set() and not num_delayed[0]:
+            num_delayed[0] += 1
+            has_ended.wait(0.5)
+        return commit(self)
+
+    def noted(self, state):
+        write_state(self, state)
+        if state.status.is_final:
+            has_ended.set()
+
+    def slow(_, attempt):
+        has_begun.set()
+
+    monkeypatch.setattr(Lease, "commit", delayed)
+    monkeypatch.setattr(StoredBatch, "write", noted)
+    monkeypatch.setattr(executor_module, "POLL_S", 0.001)
+    run_once(tmp_path, ScriptedTarget(slow))
+    assert num_delayed == [1]
+    assert batch.recorded().status is BatchStatus.COMPLETED
