@@ -5,14 +5,15 @@
 1. `--calm-s` of `--streams` honest streams alone.
 2. The same streams, with hostile clients until they have sent `--requests`: wrong keys, bad and
    mutated bodies, heads and messages, gzip bombs, slow heads and bodies, streams that nobody reads,
-   rapid resets, and `--silent` connections that say nothing, which count when they are closed.
+   rapid resets; beside them, `--silent` connections that say nothing, which count as no request.
    They are held to `--rate` requests a second together, since they share the machine with the
    server; a faster flood is a matter of the network before it.
 3. A calm after it: what is left of connections, blocks, memory.
 
 The run passes if every process is the one that it was, no honest answer differs, no hostile request
 hangs or is answered 500, and no block is held at the end. Printed besides: p50 and p99 between two
-tokens of the honest streams, alone and besieged, and memory. Hostile clients run at nice 19, honest
+tokens of the honest streams, alone and besieged; memory of each process over time, and its growth
+in the second half of the siege. Hostile clients run at nice 19, honest
 ones at -10 (as root): on one machine they would else measure each other.
 """
 
@@ -24,7 +25,8 @@ import resource
 import secrets
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,12 @@ from benchmarks.common import record
 from benchmarks.common.priority import precedence
 from benchmarks.faults import figures
 from benchmarks.faults.cluster import ClusterSetup, LiveCluster, live_cluster, write_keys
-from benchmarks.faults.siege.besiegers import Counts, Plan, besieging, num_requests
+from benchmarks.faults.siege.besiegers import SILENT, Counts, Plan, besieging, num_requests
 from benchmarks.faults.siege.honest import Record, Streams
-from benchmarks.faults.watch import Sampler, cores_used, largest
+from benchmarks.faults.watch import CLUSTER, Sampler, cores_used, largest
 
 SETTLE_S = 75.0  # after the siege: idle and half-sent connections time out
+SHOWN_S = 30.0  # memory in the results: one sample in that time
 BAD_OUTCOMES = ("HANGS", "500", "501", "502", "504", "UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED")
 
 
@@ -83,6 +86,25 @@ def about(seen: Record, ended_s: float) -> dict[str, Any]:
     }
 
 
+def memory_over_time(samples: Sequence[figures.Sample]) -> dict[str, Any]:
+    """By role: RSS in MiB over the whole run, as [seconds since its start, MiB]."""
+    began_s = min(each.at_s for each in samples)
+    shown: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    for each in samples:
+        if each.role != CLUSTER:
+            at_s = each.at_s - began_s
+            value = [round(at_s, 1), round(each.values["rss_mib"], 1)]
+            shown[f"{each.role} {each.pid}"].setdefault(int(at_s / SHOWN_S), value)
+    return {name: list(values.values()) for name, values in shown.items()}
+
+
+def memory_growth(samples: Sequence[figures.Sample]) -> dict[str, Any]:
+    """By role: the slope of RSS in MiB an hour, with its confidence interval."""
+    roles = sorted({each.role for each in samples} - {CLUSTER})
+    slopes = {role: figures.growth(samples, role, "rss_mib", warm_up_s=0.0)[0] for role in roles}
+    return {role: each.as_dict() for role, each in slopes.items() if each is not None}
+
+
 def run(cluster: LiveCluster, key: str, args: argparse.Namespace) -> dict[str, Any]:
     before = {role: pids for role, pids in cluster.by_role().items() if role != "redis"}
     with Sampler(cluster, 2.0, with_blocks=False) as sampler:
@@ -104,6 +126,7 @@ def run(cluster: LiveCluster, key: str, args: argparse.Namespace) -> dict[str, A
     return {
         "passed": before == after and not bad and not held and not beside["wrong or failed"],
         "hostile requests": num_requests(counts),
+        "silent connections, each closed by the server": counts[SILENT, "closed"],
         "outcomes": {
             name: {out: n for (of, out), n in sorted(counts.items()) if of == name}
             for name in sorted({name for name, _ in counts})
@@ -114,6 +137,10 @@ def run(cluster: LiveCluster, key: str, args: argparse.Namespace) -> dict[str, A
         "p99 between tokens, besieged over alone": round(ratio, 3),
         "same processes": before == after,
         "largest RSS by role MiB": {name: largest(s, "rss_mib") for name, s in samples.items()},
+        "RSS by process over time, [s, MiB]": memory_over_time(sampler.samples),
+        "RSS growth in the second half of the siege, MiB an hour": memory_growth(
+            samples["second half of it"]
+        ),
         "largest descriptors by role": {
             name: largest(s, "descriptors") for name, s in samples.items()
         },

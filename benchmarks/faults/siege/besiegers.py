@@ -74,4 +74,5 @@ def besieging(plan: Plan) -> Iterator[Connection]:
 
 
 def num_requests(counts: Counts) -> int:
-    return sum(number for (_, outcome), number in counts.items() if outcome != "open now")
+    """Hostile requests that were sent. Connections that say nothing have sent none."""
+    return sum(number for (name, _), number in counts.items() if name != SILENT)
