@@ -1,5 +1,5 @@
 """Write the generated parts of docs/reference: settings, command line, vLLM's flags,
-metrics, errors, fields of bodies.
+metrics, errors, fields of bodies, clients.
 
     python -m tools.generate_reference [--check]
 
@@ -35,6 +35,7 @@ from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.security.roles import ROUTES, RPCS
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
+from tools.client_recordings import table as client_table
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -197,6 +198,11 @@ def field_tables() -> str:
     return "\n".join(parts)
 
 
+def clients_table() -> str:
+    """Which client sends to which endpoint, and what of its bodies is ignored."""
+    return _table(client_table.HEAD, client_table.rows())
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "fields": field_tables,
     "access": access_tables,
@@ -205,6 +211,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": metrics_table,
     "errors": errors_table,
     "vllm": vllm_tables,
+    "clients": clients_table,
 }
 
 

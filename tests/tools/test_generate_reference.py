@@ -16,6 +16,7 @@ PAGES = {
     "errors.md": "errors",
     "vllm.md": "vllm",
     "metrics.md": "metrics",
+    "clients.md": "clients",
 }
 
 

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pydantic_core
+
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
 from penstock.deployments.options import ANY_NAME
-from penstock.workers.request import FinishReason, SamplingParams
+from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
@@ -200,6 +202,20 @@ class ToolCallPiece:
     call_id: str | None = None
     name: str | None = None
     arguments: str = ""
+
+
+def earlier_call(call_id: str, name: str, arguments: str, param: str) -> dict[str, Any]:
+    """A call that an earlier answer made, as templates expect it: its arguments are data, not text.
+
+    Of arguments that the limit of tokens cut off, that which is there: an agent sends such a call
+    back with a result that says so, and goes on. Raises RequestError, which names `param`, for
+    what is no beginning of JSON.
+    """
+    try:
+        data = pydantic_core.from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        raise RequestError(f"{param} is not valid JSON", param=param) from None
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": data}}
 
 
 @dataclass(slots=True)

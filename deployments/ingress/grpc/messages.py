@@ -12,9 +12,13 @@ from dataclasses import fields
 from itertools import islice
 from typing import Any, TypeVar
 
-import pydantic_core
-
-from penstock.deployments.ingress.core.call import MAX_PRIORITY, ChatPrompt, TextDelta, TokenUsage
+from penstock.deployments.ingress.core.call import (
+    MAX_PRIORITY,
+    ChatPrompt,
+    TextDelta,
+    TokenUsage,
+    earlier_call,
+)
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.prompts import MAX_MESSAGES
@@ -185,14 +189,7 @@ def _called(call: pb.ToolCall, where: str) -> dict[str, Any]:
         raise RequestError(
             f"{where}.name is required", param=f"{where}.name", code="missing_parameter"
         )
-    try:
-        arguments = pydantic_core.from_json(call.arguments or "{}")
-    except ValueError:
-        raise RequestError(
-            f"{where}.arguments is not valid JSON", param=f"{where}.arguments"
-        ) from None
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    return earlier_call(call.id, call.name, call.arguments, f"{where}.arguments")
 
 
 MAX_ANSWER_BYTES = 4 * MAX_BODY_BYTES  # of one message

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-import pydantic_core
 from pydantic import Field
 
+from penstock.deployments.ingress.core.call import earlier_call
 from penstock.deployments.ingress.core.tools import Tool, only_one
 from penstock.deployments.ingress.http.body import Strict, refuse_unless_neutral
 from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
@@ -118,15 +118,10 @@ class CalledTool(Strict):
 
     def plain(self, where: str) -> dict[str, Any]:
         """As templates expect it: the arguments are data, not text."""
-        try:
-            arguments = pydantic_core.from_json(self.function.arguments or "{}")
-        except ValueError:
-            raise RequestError(
-                f"{where}.function.arguments is not valid JSON",
-                param=f"{where}.function.arguments",
-            ) from None
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        called = self.function
+        return earlier_call(
+            self.id, called.name, called.arguments, f"{where}.function.arguments"
+        )
 
 
 class ShapeFields(Strict):

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from penstock.deployments.ingress.core.call import TextDelta
+from penstock.deployments.ingress.core.call import TextDelta, earlier_call
 from penstock.deployments.ingress.core.errors import ApiError
-from penstock.deployments.ingress.http.responses.items import Message, tool_call
+from penstock.deployments.ingress.http.responses.items import Message
 from penstock.deployments.ingress.http.responses.output_items import NO_TOOL, Kind, Output
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
 from penstock.deployments.ingress.http.responses.tools import Origin
-from penstock.workers.request import FinishReason, SamplingParams
+from penstock.workers.request import FinishReason, RequestError, SamplingParams
 
 
 class ResponseBuilder:
@@ -90,8 +90,9 @@ class ResponseBuilder:
         calls = []
         for each in self._outputs:
             if each.is_call:
-                with contextlib.suppress(ValueError):  # one that was cut off is no call
-                    calls.append(tool_call(each.call["call_id"], each.call["name"], each.text))
+                call_id, name = each.call["call_id"], each.call["name"]
+                with contextlib.suppress(RequestError):  # no JSON at all is no call
+                    calls.append(earlier_call(call_id, name, each.text, "arguments"))
         rest = {"tool_calls": calls, "reasoning_content": self._text_of("reasoning")}
         answer = {"role": "assistant", "content": self.text}
         return answer | {name: value for name, value in rest.items() if value}

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import pydantic_core
 from pydantic import Field
 
+from penstock.deployments.ingress.core.call import earlier_call
 from penstock.deployments.ingress.http.body import Strict, validated_at
 from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.deployments.ingress.http.responses.tools import arguments_of, name_in
@@ -171,12 +171,6 @@ def items_of(messages: Iterable[Message], response_id: str) -> list[dict[str, An
     return items
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as templates expect it. Raises ValueError for arguments that are no JSON."""
-    function = {"name": name, "arguments": pydantic_core.from_json(arguments or "{}")}
-    return {"id": call_id, "type": "function", "function": function}
-
-
 def _goes_on(turn: Mapping[str, Any], item: Item) -> bool:
     if isinstance(item, FunctionCallItem):
         return True
@@ -193,10 +187,7 @@ def _told(item: Item) -> Message:
 
 
 def _call(item: FunctionCallItem, path: str) -> dict[str, Any]:
-    try:
-        return tool_call(item.call_id, name_in(item.namespace, item.name), item.arguments)
-    except ValueError:
-        raise RequestError(f"{path} is not valid JSON", param=path) from None
+    return earlier_call(item.call_id, name_in(item.namespace, item.name), item.arguments, path)
 
 
 def _text(content: str | list[InputPart]) -> str:

@@ -171,13 +171,19 @@ def test_a_conversation_with_calls_and_results() -> None:
     assert "<tool_response>\n12 degrees\n</tool_response>" in by_id
 
 
-def test_a_call_that_was_cut_off() -> None:
+def test_a_call_that_was_cut_off_stays_with_what_there_is_of_it() -> None:
     with scripted(CALL[:60], FinishReason.LENGTH) as server:
         answer = respond(server, tools=[WEATHER])
-        respond(server, input="Go on.", previous_response_id=answer.id)
-        assert "get_weather" not in prompt_of(server)
-    [item] = answer.output
+        [item] = answer.output
+        result = {"type": "function_call_output", "call_id": item.call_id, "output": "cut off"}
+        respond(server, tools=[WEATHER], input=[result], previous_response_id=answer.id)
+        by_id = prompt_of(server)
+        sent = [{"role": "user", "content": QUESTION}, *answer.output, result]
+        respond(server, tools=[WEATHER], input=sent)
+        assert prompt_of(server) == by_id
     assert (item.type, item.status, answer.status) == ("function_call", *["incomplete"] * 2)
+    assert item.arguments and not item.arguments.endswith("}")
+    assert by_id.count("get_weather") == 2 and "cut off" in by_id
 
 
 @pytest.mark.parametrize("stream", [False, True])
