@@ -66,6 +66,9 @@ def add_answer(
         about["gen_ai.response.finish_reasons"] = (finish,)
     if record.worker:
         about["penstock.worker"] = record.worker
+    error = finish if finish in CATALOGUE else None
+    if error is not None:  # some front ends put it into an answer that is none of an error
+        trace.fail(error)
     trace.add(
         SpanRecord(
             f"{operation} {model}",
@@ -74,7 +77,7 @@ def add_answer(
             about,
             record.events,
             _phases(record, times, now_s),
-            finish if finish in CATALOGUE else None,
+            error,
         )
     )
 

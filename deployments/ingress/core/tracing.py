@@ -1,8 +1,8 @@
 """What is recorded of a request for its trace, and by whom: `Tracer` and `RequestTrace`.
 
 Plain records without OpenTelemetry: ingress/tracing/ turns them into spans, and only where traces
-are switched on and the request is sampled. They hold times, counts and names of workers, and never a
-word of a prompt or an answer. All times are seconds on time.monotonic().
+are switched on and the request is sampled. They hold times, counts and addresses of workers, and
+never a word of a prompt or an answer. All times are seconds on time.monotonic().
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class SpanRecord:
 
 @dataclass(slots=True)
 class AdmissionWait:
-    """From when an answer asked for a worker until it was sent to one; `end_s` None: it never was."""
+    """From when an answer asked for a worker until it was sent to one.
+
+    `end_s` None: it was not sent to any.
+    """
 
     why: str  # NEW, or why the worker before does not compute it any more
     start_s: float
@@ -107,7 +110,7 @@ class RequestTrace(Protocol):
         ...
 
     def fail(self, code: str) -> None:
-        """The request ends with this error of the catalogue."""
+        """The request ends with this error of the catalogue. Nothing, once it has ended."""
         ...
 
     def end(self) -> None:

@@ -193,9 +193,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with answering(context, self._errors, is_resumable=True, trace=trace) as named:
             if self._journals is None:
                 raise ServiceError("no_journal")
-            about = context_of(
-                context, self._keys, asked.request_id, "", "request_id", trace=trace
-            )
+            about = context_of(context, self._keys, asked.request_id, "", "request_id", trace=trace)
             received = tuple(map(_received, asked.received))
             await self._continue(
                 self._journals, asked.request_id, received, about, context, named, method

@@ -61,8 +61,8 @@ class EdgeMiddleware:
 
     `quota_headers`: of a tenant, for answers to a POST to one of `generation_paths`.
 
-    `tracer`: with it a POST to one of these, and a stream that is continued, is traced from when its
-    key was accepted until all of its answer was sent; None: there are no traces.
+    `tracer`: with it a POST to one of these, and a stream that is continued, is traced from when
+    its key was accepted until all of its answer was sent; None: there are no traces.
 
     `hosts`: the names to which a server without keys answers; None: any.
 

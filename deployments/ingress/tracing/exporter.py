@@ -28,7 +28,8 @@ _exporter_log = logging.getLogger(trace_exporter.__name__)
 SERVICE_NAME = "penstock"  # unless OTEL_SERVICE_NAME says otherwise
 REMIND_S = 600.0  # from one warning about a receiver that is away to the next
 GRPC_PORT = 4317  # where receivers usually take OTLP over gRPC
-MAX_REASON_CHARS = 300
+MAX_REASON_CHARS = 400
+_GIVEN_UP = ("max retries or shutdown.", "aborting retry.")  # the ends of its lines
 
 
 def is_disabled() -> bool:
@@ -122,13 +123,15 @@ class WatchedExporter(SpanExporter):
 
 
 class _LastWords(logging.Filter):
-    """Takes what the exporter would log at each try, and keeps the last line with a reason."""
+    """Takes what the exporter would log at each try. `text` is the last line that has a reason, if
+    one does: after several tries the exporter only says that it has given up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.args or not self.text:
-            self.text = record.getMessage()
+        line = record.getMessage()
+        if not self.text or not line.endswith(_GIVEN_UP):
+            self.text = line
         return False

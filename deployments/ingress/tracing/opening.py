@@ -49,6 +49,8 @@ def open_tracer(config: ServeConfig, instance: str) -> Tracer | None:
     try:
         provider, exporter = provider_for(url, config.otlp_traces_sample_ratio, instance)
     except ValueError as error:  # of an environment variable
-        raise ConfigError(f"the OTEL_ variables of the environment are not valid: {error}") from None
+        raise ConfigError(
+            f"the OTEL_ variables of the environment are not valid: {error}"
+        ) from None
     log.info("the spans of requests are sent to %s", urlsplit(url)._replace(query="").geturl())
     return SpanTracer(provider, give_up=exporter.shutdown)

@@ -80,6 +80,8 @@ class SpanTrace:
 
     def fail(self, code: str) -> None:
         """The span is an error where the server is at fault, as the conventions have it."""
+        if not self._span.is_recording():  # not sampled; or it has ended, and its answer goes on
+            return
         self._span.set_attribute("error.type", code)
         if CATALOGUE[code].http_status >= 500:
             self._span.set_status(Status(StatusCode.ERROR, code))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from penstock.deployments.security.records import record_of
+from penstock.deployments.security.records import record_from
 from penstock.protos.inference import open_inference_pb2 as oip
 from penstock.protos.inference import open_inference_pb2_grpc
 from penstock.protos.penstock.v1 import inference_pb2 as pb
@@ -109,7 +110,9 @@ def texts_of(spans: list[ReadableSpan]) -> str:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("streams", [False, True])
 def test_each_http_api(served, path, streams):
-    reply = served.post(path, {"traceparent": SAMPLED, "x-client-request-id": "mine"}, stream=streams)
+    reply = served.post(
+        path, {"traceparent": SAMPLED, "x-client-request-id": "mine"}, stream=streams
+    )
     assert reply.status_code == 200
     spans = served.spans(f"POST {path}")
     root = one(spans, f"POST {path}")
@@ -177,7 +180,7 @@ def grpc_calls() -> dict[str, tuple[str, Any]]:
                 inputs=[text],
                 parameters={
                     "max_tokens": oip.InferParameter(int64_param=6),
-                    "temperature": oip.InferParameter(fp64_param=0.0),
+                    "temperature": oip.InferParameter(double_param=0.0),
                 },
             ),
         ),
@@ -257,7 +260,9 @@ def test_the_log_names_the_trace_of_what_was_refused_too(served, caplog):
 
 def test_what_does_not_generate_has_no_trace(served):
     for path in ("/v1/models", "/health", "/v1/penstock/status"):
-        assert "traceresponse" not in served.http.get(path, headers={"traceparent": SAMPLED}).headers
+        assert (
+            "traceresponse" not in served.http.get(path, headers={"traceparent": SAMPLED}).headers
+        )
     reply = served.http.post("/tokenize", json={"model": MODEL, "prompt": "a"})
     assert reply.status_code == 200 and "traceresponse" not in reply.headers
     served.stub.ListModels(pb.ListModelsRequest())
@@ -351,7 +356,7 @@ def test_a_name_that_the_client_chose_is_cut():
 
 def test_a_tenant_is_named_and_what_has_no_valid_key_has_no_span():
     kept = Kept()
-    key = record_of("a-long-and-secret-key", tenant="blue")
+    key = replace(record_from("a-long-and-secret-key"), tenant="blue")
     with Serving(
         ScriptedBackend([5], FinishReason.STOP), tracer=kept.tracer, api_keys=[key]
     ) as servers:
