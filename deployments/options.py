@@ -141,14 +141,14 @@ class TraceOptions:
 
     otlp_traces_endpoint: str | None = option(
         None,
-        "address to which each ingress sends the spans of its requests, by OpenTelemetry's protocol "
-        "over HTTP, as http://collector:4318 (/v1/traces is added where there is no path); needs "
+        "address to which each ingress sends OpenTelemetry traces of its requests, by OTLP over "
+        "HTTP, as http://collector:4318 (/v1/traces is added where there is no path); needs "
         "pip install 'penstock[otel]'; none: no traces (docs/operations/tracing.md)",
     )
     otlp_traces_sample_ratio: float = option(
         1.0,
-        "part of the requests of which spans are sent; where a request has a traceparent, its "
-        "caller has decided, and this does not count",
+        "share of the requests that are traced, 0 to 1; for a request with a traceparent header "
+        "the caller has decided, and this share does not count",
         min=0,
         max=1,
     )

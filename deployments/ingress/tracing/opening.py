@@ -1,4 +1,4 @@
-"""Whether spans can be sent, and the tracer that sends them. Imports OpenTelemetry only for that."""
+"""Whether spans can be sent, and the tracer that sends them. Loads OpenTelemetry only for that."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def open_tracer(config: ServeConfig, instance: str) -> Tracer | None:
         provider, exporter = provider_for(url, config.otlp_traces_sample_ratio, instance)
     except ValueError as error:  # of an environment variable
         raise ConfigError(
-            f"the OTEL_ variables of the environment are not valid: {error}"
+            f"otlp_traces_endpoint: the OTEL_ variables of the environment are not valid: {error}"
         ) from None
     log.info("the spans of requests are sent to %s", urlsplit(url)._replace(query="").geturl())
     return SpanTracer(provider, give_up=exporter.shutdown)

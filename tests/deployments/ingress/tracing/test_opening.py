@@ -41,7 +41,7 @@ def test_the_address(given, url):
     "given", ["collector:4318", "grpc://collector:4317", "http://", "http://a:b", "http://a:0", ""]
 )
 def test_an_address_that_cannot_be_is_refused_with_the_remedy(given):
-    with pytest.raises(ConfigError, match="otlp_traces_endpoint.*write http://HOST:4318"):
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint.*write http://HOST:4318"):
         ServeConfig(otlp_traces_endpoint=given)
 
 
@@ -119,5 +119,5 @@ def test_the_environment_may_switch_opentelemetry_off(monkeypatch, caplog):
 
 def test_a_variable_of_the_environment_that_is_not_valid_is_an_error(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")  # below that of a batch
-    with pytest.raises(ConfigError, match="OTEL_ variables of the environment.*max_queue_size"):
+    with pytest.raises(ConfigError, match=r"OTEL_ variables of the environment.*max_queue_size"):
         open_tracer(ServeConfig(otlp_traces_endpoint="http://a:4318"), "i")
