@@ -95,12 +95,16 @@ def test_a_receiver_that_does_not_take_spans_costs_one_warning(receiver, caplog,
         if how == "nobody listens":
             eventually(lambda: lines(caplog))
         else:
-            eventually(lambda least=number: receiver.num_asked > least)
+            asked_more_than(receiver, number)
     tracer.close()
     (line,) = lines(caplog)
     assert f"http://127.0.0.1:{port}/v1/traces does not take the spans" in line
     reasons = {"nobody listens": "refused", "it refuses": "401", "it is overloaded": "Unavailable"}
     assert reasons[how] in line
+
+
+def asked_more_than(receiver: Receiver, number: int) -> None:
+    eventually(lambda: receiver.num_asked > number)
 
 
 class Script:
