@@ -77,27 +77,31 @@ class WatchedExporter(SpanExporter):
         self._hint = ""
         if parts.port == GRPC_PORT:
             self._hint = "; this is OTLP over HTTP, whose port usually is 4318, not 4317"
-        self._num_lost = 0
+        self._num_lost, self._is_over = 0, False
         self._warned_s: float | None = None
-        self._reason = _LastWords()
-        _exporter_log.addFilter(self._reason)
+        _exporter_log.addFilter(_last_words)  # for good: a thread may end after `shutdown`
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._reason.text = ""
+        if self._is_over:  # given up: what is left is lost, and that was said
+            return SpanExportResult.FAILURE
+        _last_words.text = ""
         try:
             result = self._exporter.export(spans)
         except Exception as error:  # of a library below: it may be of any kind
-            self._reason.text = type(error).__name__
+            _last_words.text = type(error).__name__
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             self._taken()
-        else:
+        elif not self._is_over:
             self._lost(len(spans))
         return result
 
     def shutdown(self) -> None:
+        """May be called more than once, and while spans are sent by another thread."""
+        if self._is_over:
+            return
+        self._is_over = True
         self._exporter.shutdown()
-        _exporter_log.removeFilter(self._reason)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.force_flush(timeout_millis)
@@ -112,7 +116,7 @@ class WatchedExporter(SpanExporter):
             "%s does not take the spans of traces, and %d are lost so far; requests go on (%s)%s",
             self._receiver,
             self._num_lost,
-            self._reason.text[:MAX_REASON_CHARS] or "no reason is known",
+            _last_words.text[:MAX_REASON_CHARS] or "no reason is known",
             self._hint,
         )
 
@@ -135,3 +139,6 @@ class _LastWords(logging.Filter):
         if not self.text or not line.endswith(_GIVEN_UP):
             self.text = line
         return False
+
+
+_last_words = _LastWords()  # the exporter's log is one for the process, too

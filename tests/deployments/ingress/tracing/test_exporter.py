@@ -168,5 +168,6 @@ def test_a_receiver_that_hangs_holds_up_neither_requests_nor_the_end(
     ending.join(30)  # below the timeout of the exporter
     assert not ending.is_alive() and receiver.requests == []
     found = lines(caplog)
-    assert sum("Queue full" in line for line in found) <= 3
-    assert "the last spans were not taken in 0.2 s: they are lost" in found
+    others = [line for line in found if "Queue full" not in line]
+    assert others == ["the last spans were not taken in 0.2 s: they are lost"]
+    assert len(found) - len(others) <= 3
