@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.deployments.options import (
     ANY_NAME,
@@ -23,6 +24,7 @@ from penstock.deployments.options import (
     SecurityOptions,
     ServedModelOptions,
     StateOptions,
+    TraceOptions,
 )
 from penstock.deployments.state import url as state_url
 from penstock.workers.config import EngineConfig
@@ -57,6 +59,7 @@ class ServeConfig(
     AdmissionOptions,
     BatchOptions,
     StateOptions,
+    TraceOptions,
     ClusterOptions,
 ):
     """Everything that a cluster needs to know; `engine` is for its workers. Raises ConfigError."""
@@ -82,6 +85,7 @@ class ServeConfig(
             raise ConfigError(f"num_ingress must keep at least 1; got {self.num_ingress!r}")
         self._check_tls_files()
         self._check_origins()
+        self._check_traces()
         is_embedded = isinstance(state_url.parse(self), state_url.EmbeddedAddress)
         if is_embedded and self.state_url and self.max_ingress > 1:
             raise ConfigError(
@@ -107,6 +111,34 @@ class ServeConfig(
                     f"allowed_origins: {origin!r} is no origin; write scheme://host or "
                     "scheme://host:port in lower case, as https://app.example.com, or *"
                 )
+
+    def _check_traces(self) -> None:
+        if self.otlp_traces_endpoint is None:
+            return
+        try:
+            url = urlsplit(self.otlp_traces_endpoint)
+            has_address = url.scheme in ("http", "https") and url.hostname and url.port != 0
+        except ValueError:  # of the port
+            has_address = False
+        if not has_address:
+            raise ConfigError(
+                f"otlp_traces_endpoint {self.otlp_traces_endpoint!r}: spans are sent by OTLP over "
+                "HTTP; write http://HOST:4318, or https://HOST:PORT/PATH"
+            )
+        if url.username is not None or url.password is not None:
+            raise ConfigError(
+                "otlp_traces_endpoint: leave name and password out, which lists of processes "
+                "would show; put a header into the environment variable "
+                "OTEL_EXPORTER_OTLP_HEADERS, as Authorization=Basic%20..."
+            )
+
+    @property
+    def otlp_traces_url(self) -> str | None:
+        """`otlp_traces_endpoint` with its path; None: no traces are sent."""
+        if self.otlp_traces_endpoint is None:
+            return None
+        url = urlsplit(self.otlp_traces_endpoint)
+        return url.geturl() if url.path.strip("/") else url._replace(path="/v1/traces").geturl()
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -22,6 +22,19 @@ _Yaml.yaml_implicit_resolvers = {
 }
 
 
+class _Dumper(yaml.SafeDumper):
+    """A text with a line break that YAML 1.1 knows beside "\\n" is written with an escape: PyYAML
+    reads the break itself as a space."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if "\x85" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def read_config(path: str) -> dict[str, Any]:
     """The settings in a YAML file. Raises ConfigError unless it maps names to values."""
     try:
@@ -49,6 +62,8 @@ def as_yaml(groups: Mapping[str, Mapping[str, Any]]) -> str:
     """
     parts = []
     for title, values in groups.items():
-        lines = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=10**6)
+        lines = yaml.dump(
+            dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6
+        )
         parts.append(f"# {title}\n{lines}")
     return "\n".join(parts)

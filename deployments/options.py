@@ -134,6 +134,27 @@ class SecurityOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Where the traces of requests go."""
+
+    GROUP: ClassVar[str] = "traces"
+
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "address to which each ingress sends OpenTelemetry traces of its requests, by OTLP over "
+        "HTTP, as http://collector:4318 (/v1/traces is added where there is no path); needs "
+        "pip install 'penstock[otel]'; none: no traces (docs/operations/tracing.md)",
+    )
+    otlp_traces_sample_ratio: float = option(
+        1.0,
+        "share of the requests that are traced, 0 to 1; for a request with a traceparent header "
+        "the caller has decided, and this share does not count",
+        min=0,
+        max=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
     """How many replicas there are."""
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress.tracing.opening import check_installed
 from penstock.deployments.security.certificates import client_certificates
 from penstock.deployments.security.cluster_links import ROLES, ClusterCertificate
 from penstock.deployments.security.key_file import read_key_file
@@ -49,6 +50,8 @@ def check_before_start(config: ServeConfig) -> None:
         keys = read_key_file(config.api_keys_file)
         check_quotas(keys, config.max_ingress, config.state_url)
     client_certificates(config)
+    if config.otlp_traces_endpoint is not None and config.ray_address is None:
+        check_installed()
     if config.cluster_certs_dir is not None and config.ray_address is None:
         for role in ROLES:
             ClusterCertificate(config.cluster_certs_dir, role)

@@ -77,6 +77,7 @@ TABLES: dict[str, Table] = {
     "channel-cpu": Table(["channel-cpu/x86-64"], serving.channel_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),
     "tls-cost": Table(["tls-cost/epyc"], faults.tls_cost),
+    "trace-cost": Table(["trace-cost/epyc"], faults.trace_cost),
     "fault-table": Table(["faults/epyc-table"], faults.fault_table),
     "random-kills": Table(["faults/random-kills"], faults.kills),
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),

@@ -1,4 +1,4 @@
-"""Tables of fault runs, and of what journals and TLS cost."""
+"""Tables of fault runs, and of what journals, TLS and traces cost."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def tls_cost(result: Result) -> str:
         ("its CPU at the ingress", "connect_cpu_ms", 2),
     )
     return _costs(result, ("connections", "way", "plain"), columns)
+
+
+def trace_cost(result: Result) -> str:
+    """What the spans of a request add to its CPU time at the ingress, the exporter's thread
+    included."""
+    columns = (("ingress CPU per request", "cpu_ms_per_request", 2),)
+    return _costs(result, ("traces", "way", "off"), columns)
 
 
 def _costs(

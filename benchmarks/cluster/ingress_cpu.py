@@ -32,6 +32,7 @@ from benchmarks.common import record
 from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import target_of
+from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -40,6 +41,7 @@ from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
 from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
+from penstock.deployments.ingress.tracing.opening import open_tracer
 from penstock.deployments.options import StateOptions
 from penstock.deployments.security.certificates import Certificates
 from penstock.deployments.state.factory import open_store
@@ -115,11 +117,12 @@ def run_ingress(
     profile: str | None,
     state_url: str | None = None,
     tls_files: tuple[str, str] | None = None,
+    traces: ServeConfig | None = None,
 ) -> None:
     """`state_url`: of the store of journals; None: there are none. `tls_files`: certificate and
-    key; None: no TLS."""
+    key; None: no TLS. `traces`: the settings of traces; None: there are none."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray's actors do
-        runner.run(_ingress(pipe, worker, profile, state_url, tls_files))
+        runner.run(_ingress(pipe, worker, profile, state_url, tls_files, traces))
 
 
 async def _ingress(
@@ -128,6 +131,7 @@ async def _ingress(
     profile: str | None,
     state_url: str | None,
     tls_files: tuple[str, str] | None,
+    traces: ServeConfig | None,
 ) -> None:
     journals = None
     if state_url is not None:
@@ -140,6 +144,7 @@ async def _ingress(
         model_name=MODEL,
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
+        tracer=None if traces is None else open_tracer(traces, "bench"),
     )
     listener = socket.create_server(("127.0.0.1", 0))
     app = build_app(core, journals=journals)
@@ -182,6 +187,8 @@ async def _ingress(
     await serving
     if journals is not None:
         await journals.close()
+    if core.tracer is not None:
+        await asyncio.to_thread(core.tracer.close)
     await pool.close()
 
 

@@ -21,6 +21,7 @@ from penstock.deployments.ingress.core.bounds.connections import Connections, co
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.tracing import Tracer
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
@@ -36,6 +37,7 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes
 from penstock.deployments.ingress.metrics.server import MetricsPage, MetricsServer
+from penstock.deployments.ingress.tracing.opening import open_tracer
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates, client_certificates
 from penstock.deployments.security.key_file import read_key_file
@@ -105,6 +107,8 @@ class Listeners:
         )
         if self.journals is not None:
             await self.journals.close()
+        if self.core.tracer is not None:
+            await asyncio.to_thread(self.core.tracer.close)
         for task in self.background:
             task.cancel()
 
@@ -138,7 +142,8 @@ async def open_listeners(
     keys = await asyncio.to_thread(_api_keys, config)
     journals = await _journals(config, owner)
     limiter = QuotaLimiter(None if journals is None else journals.store)
-    core = await _request_core(config, pool, gate, Billing(keys, limiter))
+    tracer = await asyncio.to_thread(open_tracer, config, owner)
+    core = await _request_core(config, pool, gate, Billing(keys, limiter), tracer)
     if journals is not None:
         pool.lost_requests.shared = SharedRefusals(journals.store)
     data_dir = Path(config.data_dir) if config.data_dir else None
@@ -260,7 +265,11 @@ async def _journals(config: ServeConfig, owner: str) -> Journals | None:
 
 
 async def _request_core(
-    config: ServeConfig, pool: WorkerPool, gate: GateClient | None, billing: Billing
+    config: ServeConfig,
+    pool: WorkerPool,
+    gate: GateClient | None,
+    billing: Billing,
+    tracer: Tracer | None,
 ) -> RequestCore:
     """The request core for the configured model. Raises ConfigError or LoadError."""
     folder = await asyncio.to_thread(verified_folder, config.engine)
@@ -284,6 +293,7 @@ async def _request_core(
         billing=billing,
         open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
+        tracer=tracer,
     )
 
 

@@ -36,6 +36,7 @@ from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.core.tracing import Tracer
 from penstock.deployments.ingress.grpc.server import start_server
 from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
@@ -204,6 +205,7 @@ def core_over(
     shares_prefixes: bool = False,
     other_names: tuple[str, ...] = (),
     sampling_defaults: SamplingDefaults | None = None,
+    tracer: Tracer | None = None,
 ) -> RequestCore:
     return RequestCore(
         of or tokenizer(),
@@ -217,6 +219,7 @@ def core_over(
         open_calls=open_calls,
         shares_prefixes=shares_prefixes,
         sampling_defaults=sampling_defaults,
+        tracer=tracer,
     )
 
 
@@ -368,10 +371,10 @@ class Serving:
 
 
 @contextlib.contextmanager
-def engine_serving() -> Iterator[Serving]:
-    """Servers over the real engine."""
+def engine_serving(**options: Any) -> Iterator[Serving]:
+    """Servers over the real engine. `options`: as for Serving."""
     backend = EngineBackend()
-    with Serving(backend) as servers:
+    with Serving(backend, **options) as servers:
         yield servers
     backend.stop()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.deployments.gate.forecast.prefix_affinity import prefix_marks
 from penstock.deployments.ingress.core.call import Call, ChatPrompt
+from penstock.deployments.ingress.core.tracing import AnswerTrace
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.prediction.text_digest import digest_ids, digest_text
 from penstock.workers.context_policy import ContextSettings
@@ -32,6 +33,7 @@ class AdmissionRequest:
     prefix: tuple[int, ...] = ()  # hashes of its first blocks, made by prefix_marks
     weight: float = 1.0  # share of its tenant beside other tenants that wait
     longest_wait_s: float | None = None  # until a worker computes it, at first and after a loss
+    trace: AnswerTrace | None = field(default=None, compare=False, repr=False)  # None: no record
 
     @property
     def request_id(self) -> str:

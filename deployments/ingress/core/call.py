@@ -13,6 +13,7 @@ import pydantic_core
 
 from penstock.deployments.ingress.core.logprobs import DecodedLogprob
 from penstock.deployments.ingress.core.tools import Toolset
+from penstock.deployments.ingress.core.tracing import RequestTrace
 from penstock.deployments.options import ANY_NAME
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
@@ -109,7 +110,7 @@ class CallContext:
     smallest number that it may have as its priority. `front` and `client_id` are for the access log
     only. With `wants_timings` the usage has the duration of each phase. `seed` is that of a request
     that gives none, where it must be the same at a later try. `is_continued`: it was begun, and
-    counted, by an earlier call.
+    counted, by an earlier call. `trace`: of the request; None: it is not traced.
     """
 
     request_id: str = field(default_factory=new_request_id)
@@ -122,6 +123,7 @@ class CallContext:
     wants_timings: bool = False
     seed: int | None = None
     is_continued: bool = False
+    trace: RequestTrace | None = field(default=None, compare=False, repr=False)
 
     def of_prompt(self, index: int, num_prompts: int) -> CallContext:
         """The context of one of several prompts of a call; each is a request of its own."""

@@ -188,6 +188,8 @@ def log_request(
         line["key"] = context.key_id
     if context.client_id is not None:
         line["client_id"] = context.client_id
+    if context.trace is not None:
+        line["trace_id"] = context.trace.trace_id
     if times is not None and usage is not None:
         timings = times.timings(time.monotonic())
         line |= {

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
+from penstock.deployments.ingress.core.answer_spans import add_answer, traced
 from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls, Turns
@@ -30,6 +31,7 @@ from penstock.deployments.ingress.core.streams import (
     run_off_loop_if_large,
 )
 from penstock.deployments.ingress.core.text_pool import TextPool
+from penstock.deployments.ingress.core.tracing import Tracer
 from penstock.deployments.ingress.core.validation import (
     check_ids,
     check_num_ids,
@@ -77,6 +79,7 @@ class RequestCore:
         shares_prefixes: bool = False,
         billing: Billing | None = None,
         sampling_defaults: SamplingDefaults | None = None,
+        tracer: Tracer | None = None,
     ):
         """`other_names`: of the model, as in ServedModel.
         `learner`: receives the length of each answer; without one, requests carry no features.
@@ -87,11 +90,13 @@ class RequestCore:
         what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
         continued after the end of this server. `shares_prefixes`: tenants share cached prompts.
         `billing`: quotas and weights of tenants; None: there are none. `sampling_defaults`: the
-        model's own; None: it has none."""
+        model's own; None: it has none. `tracer`: with which the front ends begin the trace of each
+        request; None: there are no traces."""
         self.tokenizer = tokenizer
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
         self.turns = Turns()
+        self.tracer = tracer
         self._backend = backend
         self._model = ServedModel(
             model_name,
@@ -162,6 +167,7 @@ class RequestCore:
             log_request(call.context, refusal.code)
             raise
         bill = self._preparation.bill(call, admission.request, num_choices)
+        admission = traced(admission, call)
         first = Generation(admission, call, self.tokenizer, start_s, split=split, bill=bill)
         further = (
             replace(
@@ -173,7 +179,7 @@ class RequestCore:
         )
         others = [
             Generation(
-                replace(admission, request=request),
+                traced(replace(admission, request=request), call),
                 *(call, self.tokenizer, start_s),
                 split=split,
                 first=first,
@@ -248,10 +254,17 @@ class RequestCore:
                 bill.ended(usage, is_computed=bool(times.engine or usage.completion_tokens))
             self.metrics.count_end(times, finish, usage)
             self._learn(generation, finish)
-            request_id = generation.request.request_id
+            call, admission = generation.call, generation.admission
             log_request(
-                generation.call.context, finish, request_id=request_id, times=times, usage=usage
+                call.context, finish, request_id=admission.request_id, times=times, usage=usage
             )
+            if admission.trace is not None:
+                add_answer(
+                    *(admission, call, self._model.name, finish),
+                    times=times,
+                    usage=usage,
+                    now_s=time.monotonic(),
+                )
 
     def run_many(
         self, generations: Sequence[Generation], recorder: Recorder | None = None

@@ -118,6 +118,11 @@ class InFlightRequest:
         self.num_expected += self.num_to_prefill if self.is_begun else 0
         self.num_before, self.is_accepted = len(self.emitted), False
 
+    def note(self, event: str) -> None:
+        """Add an event to the request's trace, if it has one."""
+        if self.admission.trace is not None:
+            self.admission.trace.note(event, self.num_emitted)
+
     def presented(self, delta: Delta) -> Delta:
         """`delta` as the client gets it: the first worker said how the prompt was computed."""
         if self.num_before:

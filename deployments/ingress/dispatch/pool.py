@@ -19,6 +19,8 @@ from dataclasses import replace
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import MAX_PRIORITY
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.tracing import CONTINUED, NEW
+from penstock.deployments.ingress.core.tracing import LOST as WORKER_LOST
 from penstock.deployments.ingress.dispatch.admission_gate import (
     ANY_WORKER,
     AdmissionGate,
@@ -120,6 +122,7 @@ class WorkerPool:
                     await self._enter_again(call, "declined")
                     continue
                 if delta.error == LOST:
+                    call.note(WORKER_LOST)
                     await self._continue(call)
                     continue
                 if delta.error == STORE_UNAVAILABLE and self._tries_again(call):
@@ -127,6 +130,7 @@ class WorkerPool:
                     await self._continue(call)
                     continue
                 if call.lost_s is not None:
+                    call.note(CONTINUED)
                     self.lost_requests.continued(call, asyncio.get_running_loop().time())
                 if call.trial is not None:
                     call.trial.passed(call)
@@ -201,6 +205,8 @@ class WorkerPool:
     async def _enter_in_time(self, call: InFlightRequest, returned: Returned | None = None) -> None:
         """`_enter`; raises ServiceError deadline_exceeded or overloaded if that takes longer than
         it may."""
+        if call.admission.trace is not None:
+            call.admission.trace.asks(returned or NEW)
         until_s, patience_s = call.request.wait_until_s or math.inf, self._longest_wait_s
         is_new = returned is None and not call.request.is_continued
         if patience_s is None or not is_new or call.request.priority >= MAX_PRIORITY:
@@ -306,6 +312,8 @@ class WorkerPool:
     def _submit(self, call: InFlightRequest, link: WorkerLink, *, may_decline: bool) -> None:
         call.computes = link.info.computes
         self._workers.note(link, call)
+        if call.admission.trace is not None:
+            call.admission.trace.sent(link.info.address)
         link.submit(call, may_decline=may_decline and call.num_declined < MAX_DECLINES)
 
     def broken(self, link: WorkerLink) -> None:

@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import ApiError, describe
+from penstock.deployments.ingress.core.tracing import RequestTrace, Tracer
 from penstock.deployments.security.api_keys import ApiKeys, Caller
 from penstock.workers.request import RequestError
 
@@ -26,14 +27,19 @@ class Named:
     """A call whose request id is being sent to the client while the call is prepared.
 
     Nothing else may be sent before `id_sent` has returned. `is_resumable`: the stream may be
-    continued, as far as is known before it begins.
+    continued, as far as is known before it begins. `trace`: of the call; None: it is not traced.
     """
 
-    def __init__(self, context: Context, *, is_resumable: bool = False):
+    def __init__(
+        self, context: Context, *, is_resumable: bool = False, trace: RequestTrace | None = None
+    ):
         self.request_id = new_request_id()
+        self.trace = trace
         metadata = [("x-request-id", self.request_id)]
         if is_resumable:
             metadata.append(("x-penstock-resumable", "1"))
+        if trace is not None:
+            metadata.append(("traceresponse", trace.response))
         self._sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
 
     async def id_sent(self) -> None:
@@ -46,22 +52,51 @@ class Named:
 
 @asynccontextmanager
 async def answering(
-    context: Context, num_errors_returned: Counter[str], *, is_resumable: bool = False
+    context: Context,
+    num_errors_returned: Counter[str],
+    *,
+    is_resumable: bool = False,
+    trace: RequestTrace | None = None,
 ) -> AsyncIterator[Named]:
-    """Send the request id at once; if the call fails, end it with a status and count its code."""
-    named = Named(context, is_resumable=is_resumable)
+    """Send the request id at once; if the call fails, end it with a status and count its code.
+
+    `trace`: of the call, which ends here.
+    """
+    named = Named(context, is_resumable=is_resumable, trace=trace)
+    status = "CANCELLED"  # unless it comes to an end
     try:
         yield named
         await named.id_sent()
+        status = "OK"
     except grpc.aio.AbortError:
+        status = "UNKNOWN"
         raise
     except Exception as error:
+        failure = describe(error, named.request_id, num_errors_returned)
+        status = failure.entry.grpc_status
+        if trace is not None:
+            trace.fail(failure.code)
         await named.id_sent()
-        await abort(
-            context, describe(error, named.request_id, num_errors_returned), named.request_id
-        )
+        await abort(context, failure, named.request_id)
     finally:
         await named.close()
+        if trace is not None:
+            about = {"rpc.response.status_code": status, "penstock.request.id": named.request_id}
+            trace.annotate(about)
+            trace.end()
+
+
+def begin_trace(tracer: Tracer | None, context: Context, method: str) -> RequestTrace | None:
+    """The trace of a call, named by OpenTelemetry's conventions; None: there are no traces.
+
+    `method`: with its service, as penstock.v1.InferenceService/Chat.
+    """
+    if tracer is None:
+        return None
+    metadata = context.invocation_metadata()
+    parent, vendors = (metadata_value(metadata, name) for name in ("traceparent", "tracestate"))
+    about = {"rpc.system.name": "grpc", "rpc.method": method}
+    return tracer.begin(method, about, parent, vendors)
 
 
 async def abort(context: Context, error: ApiError, request_id: str) -> None:
@@ -96,15 +131,21 @@ def context_of(
     id_field: str,
     *,
     wants_timings: bool = False,
+    trace: RequestTrace | None = None,
 ) -> CallContext:
     """The context of a gRPC call, from its metadata and deadline.
 
-    `client_id` is the client's own name of the request, in the field `id_field`. Raises
-    RequestError.
+    `client_id` is the client's own name of the request, in the field `id_field`. `trace`: of the
+    call. Raises RequestError.
     """
     if client_id and not is_client_id(client_id):
         raise RequestError(f"{id_field} has up to 128 of A-Z a-z 0-9 . _ -", param=id_field)
     remaining_s, caller = context.time_remaining(), caller_of(context, keys)
+    if trace is not None:
+        if caller.tenant:
+            trace.annotate({"penstock.tenant": caller.tenant})
+        if client_id:
+            trace.annotate({"penstock.client_request.id": client_id})
     return CallContext(
         request_id=request_id,
         client_id=client_id or None,
@@ -114,6 +155,7 @@ def context_of(
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
         front="grpc",
         wants_timings=wants_timings,
+        trace=trace,
     )
 
 

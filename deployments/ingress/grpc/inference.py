@@ -16,6 +16,7 @@ from penstock.deployments.ingress.grpc.calls import (
     Context,
     Named,
     answering,
+    begin_trace,
     caller_of,
     context_of,
     metadata_value,
@@ -73,10 +74,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         await self._begin(request, context, CHAT)
 
     async def ResumeGenerate(self, request: pb.ResumeRequest, context: Context) -> None:
-        await self._resume(request, context, GENERATE)
+        await self._resume(request, context, GENERATE, "ResumeGenerate")
 
     async def ResumeChat(self, request: pb.ResumeRequest, context: Context) -> None:
-        await self._resume(request, context, CHAT)
+        await self._resume(request, context, CHAT, "ResumeChat")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, self._errors):
@@ -129,7 +130,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         method: Method[AnswerT],
     ) -> None:
         journals = self._journals
-        async with answering(context, self._errors, is_resumable=journals is not None) as named:
+        trace = begin_trace(self._core.tracer, context, method.name)
+        async with answering(
+            context, self._errors, is_resumable=journals is not None, trace=trace
+        ) as named:
             about = context_of(
                 context,
                 self._keys,
@@ -137,6 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request.client_request_id,
                 "client_request_id",
                 wants_timings=request.return_timings,
+                trace=trace,
             )
             if journals is None:
                 generations = await self._prepared(request, about)
@@ -181,12 +186,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await release_unused(journals, key, new.journal)
 
     async def _resume(
-        self, asked: pb.ResumeRequest, context: Context, method: Method[AnswerT]
+        self, asked: pb.ResumeRequest, context: Context, method: Method[AnswerT], name: str
     ) -> None:
-        async with answering(context, self._errors, is_resumable=True) as named:
+        """`name`: of the method that resumes a stream of `method`."""
+        trace = begin_trace(self._core.tracer, context, f"{SERVICE}/{name}")
+        async with answering(context, self._errors, is_resumable=True, trace=trace) as named:
             if self._journals is None:
                 raise ServiceError("no_journal")
-            about = context_of(context, self._keys, asked.request_id, "", "request_id")
+            about = context_of(context, self._keys, asked.request_id, "", "request_id", trace=trace)
             received = tuple(map(_received, asked.received))
             await self._continue(
                 self._journals, asked.request_id, received, about, context, named, method

@@ -18,7 +18,12 @@ import grpc.aio
 from penstock.deployments.ingress.core.call import Call, CallOptions, ServedModel, TextDelta
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import MAX_PROMPTS, RequestCore
-from penstock.deployments.ingress.grpc.calls import Context, answering, context_of
+from penstock.deployments.ingress.grpc.calls import (
+    Context,
+    answering,
+    begin_trace,
+    context_of,
+)
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.inference import open_inference_pb2 as pb
 from penstock.protos.inference import open_inference_pb2_grpc
@@ -99,12 +104,15 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: pb.ModelInferRequest, context: Context
     ) -> pb.ModelInferResponse:
-        async with answering(context, self._errors) as named:
+        trace = begin_trace(self._core.tracer, context, f"{SERVICE}/ModelInfer")
+        async with answering(context, self._errors, trace=trace) as named:
             model = self._model(request.model_name, request.model_version)
             wanted = _wanted(request)
             texts = _texts(request)
             params, options = _sampling(request.parameters, model)
-            about = context_of(context, self._keys, named.request_id, request.id, "id")
+            about = context_of(
+                *(context, self._keys, named.request_id, request.id, "id"), trace=trace
+            )
             calls = [
                 Call(text, params, options, about.of_prompt(i, len(texts)))
                 for i, text in enumerate(texts)

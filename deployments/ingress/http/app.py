@@ -57,7 +57,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' plain t
 # Of answers, beside those that every page may read.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-client-request-id", "retry-after", "x-should-retry"),
-    *("idempotent-replayed", "x-penstock-resumable"),
+    *("idempotent-replayed", "x-penstock-resumable", "traceresponse"),
     *(
         f"x-ratelimit-{what}-{of}"
         for of in ("requests", "tokens")
@@ -116,7 +116,8 @@ def build_app(
         fast_paths=openai.fast_paths(core, calls, fields),
         hosts=hosts,
         quota_headers=None if core.billing is None else core.billing.headers,
-        limited_paths=(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
+        tracer=core.tracer,
+        generation_paths=(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
     )
     if origins:  # outside of all else: a preflight request has no key, and errors can be read
         app.add_middleware(

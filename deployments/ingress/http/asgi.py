@@ -101,6 +101,8 @@ class StreamingAnswer(Response):
                     raise
                 request_id = scope["state"]["request_id"]
                 failure = describe(error, request_id, self._num_errors_returned)
+                if (trace := scope["state"].get("trace")) is not None:
+                    trace.fail(failure.code)
                 await _send_chunk(send, error_format.failure_frame(failure, request_id))
             else:
                 if error_format.last_event:

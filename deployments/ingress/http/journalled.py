@@ -150,7 +150,10 @@ class JournalledCalls:
             return attached
         journal = await self.journals.resume(call_id, head, received, after)
         about = replace(
-            continued_context(call_id, head), deadline_s=context.deadline_s, key_id=context.key_id
+            continued_context(call_id, head),
+            deadline_s=context.deadline_s,
+            key_id=context.key_id,
+            trace=context.trace,
         )
         call = await endpoint.prepare(head.body, about, head)
         return await call.answer(journal, headers)

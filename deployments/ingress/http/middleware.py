@@ -15,6 +15,7 @@ from typing import Any
 from penstock.deployments.ingress.core.bounds.limits import OpenCall, OpenCalls, Turns
 from penstock.deployments.ingress.core.call import CallContext, is_client_id, new_request_id
 from penstock.deployments.ingress.core.errors import describe
+from penstock.deployments.ingress.core.tracing import RequestTrace, Tracer
 from penstock.deployments.ingress.http.asgi import (
     App,
     ClientGone,
@@ -43,6 +44,8 @@ CLIENT_ID_HEADERS = (b"x-client-request-id", b"x-request-id")
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 TIMINGS_HEADER = b"x-penstock-timings"  # 1: have `usage.timings` in the answer
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
+TRACE_HEADER = b"traceresponse"  # of W3C's Trace Context, level 2
+MAX_PATH_CHARS = 200
 
 
 class EdgeMiddleware:
@@ -56,7 +59,10 @@ class EdgeMiddleware:
     what it does not know asks for the role admin. `has_route`: whether the app has an endpoint for
     a scope; for what has none the app answers 404 or 405 to any valid key.
 
-    `quota_headers`: of a tenant, for answers to a POST to one of `limited_paths`.
+    `quota_headers`: of a tenant, for answers to a POST to one of `generation_paths`.
+
+    `tracer`: with it a POST to one of these, and a stream that is continued, is traced from when
+    its key was accepted until all of its answer was sent; None: there are no traces.
 
     `hosts`: the names to which a server without keys answers; None: any.
 
@@ -75,7 +81,8 @@ class EdgeMiddleware:
         fast_paths: Mapping[str, App] | None = None,
         hosts: AllowedHosts | None = None,
         quota_headers: Callable[[str], Headers] | None = None,
-        limited_paths: Collection[str] = (),
+        generation_paths: Collection[str] = (),
+        tracer: Tracer | None = None,
     ):
         self._app = app
         self._keys = keys
@@ -86,7 +93,8 @@ class EdgeMiddleware:
         self._fast_paths = fast_paths or {}
         self._hosts = hosts
         self._quota_headers = quota_headers
-        self._limited_paths = frozenset(limited_paths)
+        self._generation_paths = frozenset(generation_paths)
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,13 +113,13 @@ class EdgeMiddleware:
         if client_id is not None:
             id_headers.append((b"x-client-request-id", client_id.encode()))
 
-        has_started = False
+        status = 0  # of the answer, once it has begun
         quota_headers: Callable[[], Headers] | None = None  # made when the answer begins
 
         async def send_with_ids(message: MutableMapping[str, Any]) -> None:
-            nonlocal has_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_started = True
+                status = message["status"]
                 further = id_headers if quota_headers is None else [*id_headers, *quota_headers()]
                 message = {**message, "headers": [*message.get("headers", ()), *further]}
             await send(message)
@@ -127,26 +135,39 @@ class EdgeMiddleware:
         scope.setdefault("state", {}).update(
             request_id=request_id, client_id=client_id, principal=caller.tenant, caller=caller
         )
-        if self._quota_headers is not None and path in self._limited_paths:
+        if self._quota_headers is not None and path in self._generation_paths:
             quota_headers = partial(self._quota_headers, caller.tenant)
         is_work = scope["method"] == "POST" or path.startswith(STREAMS_PATH)
         fast_path = self._fast_paths.get(path) if is_work else None
         open_call: OpenCall | None = None
+        trace: RequestTrace | None = None
         try:
             if is_work:  # health, status and the like are answered also under overload
                 open_call = scope["state"]["open_call"] = self._open_calls.enter()
+                if self._tracer is not None and self._is_traced(path):
+                    trace = scope["state"]["trace"] = begin_trace(self._tracer, scope)
+                    id_headers.append((TRACE_HEADER, trace.response.encode()))
                 await self._turns.wait()
             await (fast_path or self._app)(scope, receive, send_with_ids)
         except ClientGone:
             return
         except Exception as error:
             failure = describe(error, request_id, self._num_errors_returned)
-            if not has_started:
+            if trace is not None:
+                trace.fail(failure.code)
+            if not status:
                 id_headers += scope["state"].get("error_headers", ())
                 await send_error(send_with_ids, failure, request_id, error_format)
         finally:
             if open_call is not None:
                 open_call.leave()
+            if trace is not None:
+                if status:
+                    trace.annotate({"http.response.status_code": status})
+                trace.end()
+
+    def _is_traced(self, path: str) -> bool:
+        return path in self._generation_paths or path.startswith(STREAMS_PATH)
 
     def _admitted(self, scope: Scope) -> Caller:
         """Who calls. Raises RequestError unless the caller may use the route."""
@@ -169,6 +190,26 @@ def _offered_key(scope: Scope) -> str | None:
     """The `authorization` header, or the key in the header that Anthropic's clients send."""
     authorization, key = header(scope, b"authorization"), header(scope, b"x-api-key")
     return f"Bearer {key}" if authorization is None and key is not None else authorization
+
+
+def begin_trace(tracer: Tracer, scope: Scope) -> RequestTrace:
+    """The trace of a request, named by OpenTelemetry's conventions for HTTP servers."""
+    state, method, path = scope["state"], scope["method"], scope["path"]
+    route = f"{STREAMS_PATH}{{request_id}}" if path.startswith(STREAMS_PATH) else path
+    about = {
+        "http.request.method": method,
+        "http.route": route,
+        "url.path": path[:MAX_PATH_CHARS],
+        "url.scheme": scope["scheme"],
+        "network.protocol.version": scope["http_version"],
+        "penstock.request.id": state["request_id"],
+    }
+    if state["client_id"] is not None:
+        about["penstock.client_request.id"] = state["client_id"]
+    if state["principal"]:
+        about["penstock.tenant"] = state["principal"]
+    parent, vendors = header(scope, b"traceparent"), header(scope, b"tracestate")
+    return tracer.begin(f"{method} {route}", about, parent, vendors)
 
 
 def context_of(scope: Scope) -> CallContext:
@@ -195,4 +236,5 @@ def context_of(scope: Scope) -> CallContext:
         deadline_s=deadline_s,
         front="http",
         wants_timings=header(scope, TIMINGS_HEADER) == "1",
+        trace=state.get("trace"),
     )

@@ -106,6 +106,13 @@ def test_what_is_dumped_is_read_again(values):
     assert {name: known[name].parse(value) for name, value in read.items()} == values
 
 
+@pytest.mark.parametrize("text", ["a\x85b", "þ\x85E", "a\u2028b", "\x85", "a\r\nb", 'a\x85"b\\'])
+def test_a_line_break_within_a_text_is_kept(tmp_path, text):
+    file = tmp_path / "penstock.yaml"
+    file.write_text(as_yaml({"some": {"host": text}}), encoding="utf-8")
+    assert read_config(str(file)) == {"host": text}
+
+
 def test_the_whole_configuration_is_dumped_and_read_again(tmp_path, capsys):
     arguments = [
         *("serve", "org/name", "--served-model-name", "a", "b", "--num-workers", "1:8"),

@@ -108,4 +108,4 @@ def test_versions_are_pinned(package):
     assert any(re.fullmatch(rf"{package}==[\d.]+", line) for line in pins)
     installs = [value for name, value in instructions() if name == "RUN" and "pip install" in value]
     assert len(installs) == 1
-    assert "pip install -c constraints.txt ." in installs[0]
+    assert "pip install -c constraints.txt '.[otel]'" in installs[0]

@@ -105,7 +105,7 @@ LOGS = (
     ),
     absent("--disable-log-stats", sentence="a line about throughput is printed under load only"),
     absent(
-        *("--otlp-traces-endpoint", "--collect-detailed-traces"),
-        sentence="Penstock sends no traces; it has metrics on --metrics-port",
+        "--collect-detailed-traces",
+        sentence="with --otlp-traces-endpoint a trace always has queue, prefill and decode",
     ),
 )
