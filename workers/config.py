@@ -301,9 +301,9 @@ class EngineConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): a running sequence decodes one token a step"
             )
-        if self.generation_config not in ("auto", None):
+        if self.generation_config not in ("auto", "vllm", None):
             raise ConfigError(
-                f"generation_config must be auto or none; got {self.generation_config!r}"
+                f"generation_config must be auto, or none (vLLM's vllm); got {self.generation_config!r}"
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two; got {self.block_size}")

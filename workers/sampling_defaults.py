@@ -35,12 +35,13 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(folder: str | Path, generation_config: str | None) -> SamplingDefaults:
-    """The defaults of the model in `folder`. `generation_config` None: none, whatever it states.
+    """The defaults of the model in `folder`. `generation_config` None,
+    and vLLM's name for it, vllm: none, whatever it states.
 
     Raises ConfigError for a value that no request may have.
     """
     path = Path(folder) / FILE
-    if generation_config is None or not path.is_file():
+    if generation_config in (None, "vllm") or not path.is_file():
         return SamplingDefaults()
     stated = read_json(path)
     values = {name: _value(path, name, stated[name]) for name in NAMES if name in stated}

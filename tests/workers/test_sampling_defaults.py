@@ -80,8 +80,11 @@ def test_the_built_in_models_state_none() -> None:
 
 
 def test_the_setting_is_auto_or_none() -> None:
-    with pytest.raises(ConfigError, match="generation_config must be auto or none; got 'vllm'"):
-        EngineConfig(generation_config="vllm")
+    with pytest.raises(
+        ConfigError, match="generation_config must be auto, or none .*; got 'other'"
+    ):
+        EngineConfig(generation_config="other")
+    assert EngineConfig(generation_config="vllm").generation_config == "vllm"
 
 
 numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))

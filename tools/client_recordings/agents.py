@@ -1,8 +1,8 @@
 """What the proxy changes in the bodies of coding agents, so that a small model can answer them.
 
-Their prompts are long, and their own: texts are left out before the server sees them. No small model
-calls a tool of theirs by itself, so the first request asks for one call with fixed arguments. The
-server answers in its own form, the agent reads it, runs the tool and sends the result.
+Their prompts are long, and their own: texts are left out before the server sees them. No small
+model calls a tool of theirs by itself, so the first request asks for one call with fixed arguments.
+The server answers in its own form, the agent reads it, runs the tool and sends the result.
 """
 
 from __future__ import annotations

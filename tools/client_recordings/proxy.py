@@ -55,7 +55,7 @@ class RecordingProxy:
             def _pass_on(self) -> None:
                 proxy.pass_on(self)
 
-            do_GET = do_HEAD = do_POST = do_DELETE = _pass_on  # noqa: N815
+            do_GET = do_HEAD = do_POST = do_DELETE = _pass_on
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -65,7 +65,10 @@ class RecordingProxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self._http.shutdown()
         self._http.server_close()

@@ -1,8 +1,8 @@
 """Run a client against a server of Penstock and write down what it sent.
 
     python -m tools.client_recordings.record --url http://127.0.0.1:8000 --out FOLDER litellm
-    python -m tools.client_recordings.record --url ... --out FOLDER --name guidellm --version 0.8.1 \\
-        -- guidellm run --backend kind=openai_http,target=URL ...
+    python -m tools.client_recordings.record --url ... --out FOLDER --name guidellm \\
+        --version 0.8.1 -- guidellm run --backend kind=openai_http,target=URL ...
 
 The first form runs a scenario of scenarios.py with a package installed here. The second runs any
 command, in which the word URL stands for the address to give to the client.

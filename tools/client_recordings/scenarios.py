@@ -123,7 +123,11 @@ def anthropic_sdk(url: str) -> None:
 def litellm(url: str) -> None:
     """LiteLLM in its ways to such a server: openai/, hosted_vllm/, anthropic/, responses."""
     package = _package("litellm")
-    for provider, base in (("openai", f"{url}/v1"), ("hosted_vllm", f"{url}/v1"), ("anthropic", url)):
+    for provider, base in (
+        ("openai", f"{url}/v1"),
+        ("hosted_vllm", f"{url}/v1"),
+        ("anthropic", url),
+    ):
         common = {"model": f"{provider}/{MODEL}", "api_base": base, "api_key": "none"}
         common |= {"max_tokens": LIMIT, "tools": [CHAT_TOOL]}
         turns: list[Any] = [

@@ -119,9 +119,7 @@ class CalledTool(Strict):
     def plain(self, where: str) -> dict[str, Any]:
         """As templates expect it: the arguments are data, not text."""
         called = self.function
-        return earlier_call(
-            self.id, called.name, called.arguments, f"{where}.function.arguments"
-        )
+        return earlier_call(self.id, called.name, called.arguments, f"{where}.function.arguments")
 
 
 class ShapeFields(Strict):

@@ -34,7 +34,10 @@ EXCHANGES = [
 ]
 # Of each path: the types of an answer, and of an event of a stream.
 TYPES: dict[str, tuple[Any, Any]] = {
-    "/v1/chat/completions": (openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+    "/v1/chat/completions": (
+        openai.types.chat.ChatCompletion,
+        openai.types.chat.ChatCompletionChunk,
+    ),
     # The type says that each chunk has a finish_reason, which the API itself does not do.
     "/v1/completions": (openai.types.Completion, dict[str, Any]),
     "/v1/responses": (

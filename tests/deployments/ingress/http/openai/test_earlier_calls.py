@@ -33,7 +33,7 @@ def test_what_is_there_of_the_arguments_is_data(arguments: str, data: dict[str, 
 
 @pytest.mark.parametrize("arguments", ["hello", "{city}", "}"])
 def test_what_is_no_beginning_of_json_is_refused(arguments: str) -> None:
-    with pytest.raises(RequestError, match="messages.a is not valid JSON") as refusal:
+    with pytest.raises(RequestError, match=r"messages\.a is not valid JSON") as refusal:
         earlier_call("c", "weather", arguments, "messages.a")
     assert refusal.value.param == "messages.a"
 
@@ -42,7 +42,10 @@ def test_a_conversation_with_a_call_that_was_cut_off_goes_on() -> None:
     function = {"name": "weather", "arguments": WHOLE[:11]}
     turns = [
         {"role": "user", "content": "How is it?"},
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
         {"role": "tool", "tool_call_id": "c", "content": "invalid arguments"},
     ]
     with scripted(tokenizer().encode("Ja."), FinishReason.STOP) as (serving, plain):
