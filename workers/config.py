@@ -303,7 +303,8 @@ class EngineConfig(
             )
         if self.generation_config not in ("auto", "vllm", None):
             raise ConfigError(
-                f"generation_config must be auto, or none (vLLM's vllm); got {self.generation_config!r}"
+                "generation_config must be auto, or none (vLLM's vllm); "
+                f"got {self.generation_config!r}"
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two; got {self.block_size}")

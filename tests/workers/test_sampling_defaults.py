@@ -81,7 +81,7 @@ def test_the_built_in_models_state_none() -> None:
 
 def test_the_setting_is_auto_or_none() -> None:
     with pytest.raises(
-        ConfigError, match="generation_config must be auto, or none .*; got 'other'"
+        ConfigError, match=r"generation_config must be auto, or none .*; got 'other'"
     ):
         EngineConfig(generation_config="other")
     assert EngineConfig(generation_config="vllm").generation_config == "vllm"

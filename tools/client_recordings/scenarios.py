@@ -23,7 +23,7 @@ ARGUMENTS = {
     "required": ["city"],
     "additionalProperties": False,
 }
-CHAT_TOOL = {
+CHAT_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -85,7 +85,7 @@ def _result_of(call_id: str) -> dict[str, str]:
 
 
 def _openai_responses(client: Any) -> None:
-    tool = {"type": "function", "strict": True} | CHAT_TOOL["function"]  # type: ignore[operator]
+    tool = {"type": "function", "strict": True} | CHAT_TOOL["function"]
     common = {"model": MODEL, "max_output_tokens": LIMIT, "tools": [tool]}
     choice = {"type": "function", "name": "weather"}
     first = client.responses.create(input=QUESTION, tool_choice=choice, **common)
@@ -128,7 +128,11 @@ def litellm(url: str) -> None:
         ("hosted_vllm", f"{url}/v1"),
         ("anthropic", url),
     ):
-        common = {"model": f"{provider}/{MODEL}", "api_base": base, "api_key": "none"}
+        common: dict[str, Any] = {
+            "model": f"{provider}/{MODEL}",
+            "api_base": base,
+            "api_key": "none",
+        }
         common |= {"max_tokens": LIMIT, "tools": [CHAT_TOOL]}
         turns: list[Any] = [
             {"role": "system", "content": "Be brief."},
