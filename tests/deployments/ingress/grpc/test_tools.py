@@ -164,7 +164,7 @@ def call(**fields: Any) -> ToolCall:
             "messages[0].tool_call_id",
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [call(arguments="{")]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [call(arguments="hello")]}]},
             "messages[0].tool_calls[0].arguments",
         ),
         (

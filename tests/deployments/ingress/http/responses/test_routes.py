@@ -374,7 +374,7 @@ def test_a_response_is_its_makers_only():
         ({"input": [{"type": "item_reference"}]}, "unsupported_parameter", "input[0]"),
         ({"input": [{"type": "function_call"}]}, "missing_parameter", "input[0].call_id"),
         (
-            {"input": [{**CALL_ITEM, "arguments": "{"}]},
+            {"input": [{**CALL_ITEM, "arguments": "hello"}]},
             "invalid_value",
             "input[0].arguments",
         ),
