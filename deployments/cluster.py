@@ -108,6 +108,15 @@ class Cluster:
             **quiet,
         )
 
+    @property
+    def logs(self) -> str:
+        """Where the logs of all processes are, in words."""
+        if not self._is_local:
+            return "in Ray's folder of each machine (/tmp/ray), session_latest/logs"
+        folder = self._config.ray_dir or self._folder
+        kept = "" if self._config.ray_dir else " (removed at the end; --ray-dir keeps them)"
+        return f"{folder}/session_latest/logs/serve{kept}"
+
     def deploy(self) -> None:
         """Deploy; return before the replicas are ready. Raises StartError if GPUs are missing."""
         cluster = cluster_resources()

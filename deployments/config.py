@@ -206,10 +206,11 @@ class ServeConfig(
         engine, folder = self.engine, Path(self.engine.model).expanduser()
         if engine.model not in NAMES and not is_hub_id(engine.model):
             engine = dataclasses.replace(engine, model=str(folder.resolve()))
+        of_engine: dict[str, Any] = {}
         for name in ("chat_template", "download_dir"):
             if (path := getattr(engine, name)) is not None:
-                absolute = str(Path(path).expanduser().resolve())
-                engine = dataclasses.replace(engine, **{name: absolute})
+                of_engine[name] = str(Path(path).expanduser().resolve())
+        engine = dataclasses.replace(engine, **of_engine)
         changes["engine"] = engine
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
@@ -60,9 +61,7 @@ def size(num_bytes: float) -> str:
 class ProgressLines:
     """Says a line at the steps above, with the rate and what is left."""
 
-    def __init__(
-        self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
         self._say, self._clock = say, clock
         self._phase = ""
         self._began_s = self._said_s = 0.0
@@ -100,7 +99,7 @@ class ProgressBar:
     """A bar on stderr for each phase that is measured in bytes."""
 
     def __init__(self) -> None:
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
         self._phase = ""
 
     def __call__(self, progress: Progress) -> None:
@@ -109,8 +108,9 @@ class ProgressBar:
             self._phase = progress.phase
         if not progress.total:
             return
-        if self._bar is None:
-            self._bar = tqdm(
+        bar = self._bar
+        if bar is None:
+            bar = self._bar = tqdm(
                 desc=progress.phase,
                 total=progress.total,
                 initial=progress.done,
@@ -119,9 +119,8 @@ class ProgressBar:
                 unit_divisor=1024,
                 file=sys.stderr,
             )
-        if progress.total != self._bar.total:
-            self._bar.total = progress.total
-        self._bar.update(progress.done - self._bar.n)
+        bar.total = progress.total
+        bar.update(progress.done - bar.n)
 
     def close(self) -> None:
         """End the bar, and leave it as it is."""

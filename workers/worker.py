@@ -82,6 +82,7 @@ class Worker:
             numerics=config.numerics,
             weight_bytes=model.weights.num_bytes,
             model_digest=digest,
+            engine=engine.facts,
             tls=tls,
         )
         # If the engine fails, its requests end at once; Serve's health check, which replaces this

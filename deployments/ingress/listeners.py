@@ -183,7 +183,7 @@ async def open_listeners(
         journals=journals,
         certificates=certificates,
     )
-    metrics, probes = None, Probes(core.ready)
+    metrics, probes = None, Probes(core.ready, start=lambda: view().start)
     if config.metrics_port:
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(

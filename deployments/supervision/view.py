@@ -102,7 +102,9 @@ class ClusterView:
         if phase is None:
             return None
         of_phase = [each.progress for each in self.starting if each.progress.phase == phase]
-        return Progress(phase, sum(each.done for each in of_phase), sum(each.total for each in of_phase))
+        return Progress(
+            phase, sum(each.done for each in of_phase), sum(each.total for each in of_phase)
+        )
 
 
 def short_node(node_id: str) -> str:

@@ -85,7 +85,9 @@ def load_model(
             tensors,
             config.dtype,
             device,
-            _counted(report, sum(tensors[name].num_bytes for name in tensors.keys() - in_expert_file)),
+            _counted(
+                report, sum(tensors[name].num_bytes for name in tensors.keys() - in_expert_file)
+            ),
             scheme=config.stored_scheme,
             dequantize=weights in DTYPES,
         )

@@ -22,7 +22,7 @@ from penstock.workers.gguf.header import SUFFIX, read_header
 from penstock.workers.hub_name import HubName
 from penstock.workers.model_config import read_limits
 from penstock.workers.progress import DOWNLOADING, WAITING, Progress, Report, size
-from penstock.workers.weights.hub_errors import explained
+from penstock.workers.weights.hub_errors import HubUnreachable, explained
 from penstock.workers.weights.hub_gguf import chosen_gguf, header_copy
 
 # What an ingress needs: all that the digest of a tokenizer covers, and templates.
@@ -61,6 +61,8 @@ def text_files(name: HubName, download_dir: str | None) -> Path:
         file = chosen_gguf(name, sizes or _local_files(folder))
         if (folder / file).is_file():
             return folder / file
+        if sizes is None:
+            raise HubUnreachable(f"model {name}: the hub cannot be reached for {file}")
         return header_copy(name.repo, folder.name, file, sizes[file], Path(cache))
 
 
@@ -255,7 +257,7 @@ def _counting(report: Report, total: int) -> type[tqdm[Any]]:
     """
     done: dict[int, float] = {}
 
-    class Counting(tqdm):  # type: ignore[type-arg]  # it is no generic class when it runs
+    class Counting(tqdm):  # no generic class when it runs
         def __init__(self, *args: Any, **kwargs: Any):
             self._is_of_bytes = kwargs.get("unit") == "B"
             done[id(self)] = 0
@@ -293,5 +295,3 @@ def _try_lock(fd: int) -> bool:
     except OSError:
         return True
     return True
-
-

@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, BinaryIO, cast
 
 from penstock.workers.errors import LoadError
 from penstock.workers.gguf.header import SUFFIX, read_header_of
@@ -61,7 +61,7 @@ def header_copy(repo: str, commit: str, file: str, num_bytes: int, cache: Path) 
     if path.is_file():
         return path
     remote = _RemoteFile(repo, commit, file, num_bytes)
-    header = read_header_of(path, cast(IO[bytes], remote))
+    header = read_header_of(path, cast(BinaryIO, remote))
     ends = [each.offset for each in header.tensors.values()]
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as written:
