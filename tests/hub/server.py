@@ -1,7 +1,7 @@
 """An HTTP server with the routes of the Hugging Face hub from which files are fetched.
 
 It serves folders as repositories, counts requests, and can be told to fail: to cut an answer, to
-answer with a status, to be slow. Commits and digests are made from the files, as the hub does.
+answer with a status, to stop half-way through a file. Commits and digests are made from the files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE_BYTES = 64 << 10  # files from here on are stored by the digest of their content (LFS)
 CHUNK_BYTES = 64 << 10
+HELD_S = 100.0
 
 
 @dataclass
@@ -35,9 +35,8 @@ class Repository:
     def of(cls, *folders: Path, **refs: int) -> Repository:
         """A commit for each folder; main is the last. `refs`: further names, by number."""
         commits = [_files(folder) for folder in folders]
-        names = [
-            hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest() for files in commits
-        ]
+        digests = [sorted((path, _digest(each)) for path, each in all.items()) for all in commits]
+        names = [hashlib.sha1(repr(each).encode()).hexdigest() for each in digests]
         named = {ref: names[number] for ref, number in refs.items()}
         return cls(dict(zip(names, commits)), {"main": names[-1], **named})
 
@@ -56,7 +55,7 @@ class Hub:
     ranges: list[str] = field(default_factory=list)  # that GET requests for files asked for
     status: int | None = None  # answered to everything
     cut_after: int | None = None  # bytes of the next answer with a large file, once
-    pause_s: float = 0.0  # between pieces of a large file
+    is_free: threading.Event = field(default_factory=threading.Event)  # else it stops half-way
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fetched(self, method: str = "GET") -> list[str]:
@@ -75,9 +74,11 @@ def running_hub(**repositories: Repository) -> Iterator[Hub]:
     server.hub = hub  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
+    hub.is_free.set()
     try:
         yield hub
     finally:
+        hub.is_free.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -213,13 +214,13 @@ class _Handler(BaseHTTPRequestHandler):
             if is_cut:
                 self.close_connection = True
                 return
+            if is_large and start >= len(content) // 2:
+                hub.is_free.wait(timeout=HELD_S)
             try:
                 self.wfile.write(content[start : start + CHUNK_BYTES])
             except OSError:  # the client has gone
                 self.close_connection = True
                 return
-            if is_large:
-                time.sleep(hub.pause_s)
 
     def _json(self, value: object) -> None:
         body = json.dumps(value).encode()
