@@ -145,3 +145,23 @@ def showing(report: Report | None) -> Iterator[Report]:
         yield own
     finally:
         own.close()
+
+
+def told(progress: bool | Report) -> Report | None:
+    """For `showing`. True: whatever it chooses; False: nobody is told."""
+    if isinstance(progress, bool):
+        return None if progress else lambda _: None
+    return progress
+
+
+def counted(report: Report, phase: str, total: int) -> Callable[[int], None]:
+    """Takes the bytes of each piece that is done, and reports all so far of `total`."""
+    done = 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        report(Progress(phase, done, total))
+
+    report(Progress(phase, 0, total))
+    return add

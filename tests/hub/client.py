@@ -26,8 +26,11 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
 
 def environment(hub: Hub, home: Path) -> dict[str, str]:
     """For another process."""
-    given = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-    return {**os.environ, **given}
+    return {
+        **os.environ,
+        **{"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"},
+        "HF_HUB_DOWNLOAD_TIMEOUT": "100",  # a test may hold a file up for longer than the default
+    }
 
 
 def process(hub: Hub, home: Path, code: str, *arguments: str) -> subprocess.Popen[str]:

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE_BYTES = 64 << 10  # files from here on are stored by the digest of their content (LFS)
+LARGE_BYTES = 1 << 20  # files from here on are stored by the digest of their content (LFS)
 CHUNK_BYTES = 64 << 10
 HELD_S = 100.0
 
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def hub(self) -> Hub:
-        return self.server.hub  # type: ignore[attr-defined, no-any-return]
+        return self.server.hub  # type: ignore[attr-defined]
 
     def log_message(self, *_: object) -> None:
         """Nothing on stderr."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.progress import LOADING, Progress, Report, showing
+from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     QuantizedFormat,
@@ -79,7 +78,7 @@ def load_model(
         routed, in_expert_file = build_experts(
             experts, folder, config, tensors, torch.device(device), weights
         )
-    with showing(_told(progress)) as report:
+    with showing(told(progress)) as report:
         source = CheckpointWeights(
             folder,
             tensors,
@@ -95,26 +94,6 @@ def load_model(
     source.warn_of_unused(in_expert_file)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
-
-
-def _told(progress: bool | Report) -> Report | None:
-    """None: whatever `showing` chooses."""
-    if isinstance(progress, bool):
-        return None if progress else lambda _: None
-    return progress
-
-
-def _counted(report: Report, total: int) -> Callable[[int], None]:
-    """Reports the bytes that were read so far, of `total`."""
-    done = 0
-
-    def add(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        report(Progress(LOADING, done, total))
-
-    report(Progress(LOADING, 0, total))
-    return add
 
 
 def open_model(

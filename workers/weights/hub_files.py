@@ -6,12 +6,8 @@ by one process of the machine, with the space for them looked at before.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,9 +17,10 @@ from penstock.workers.errors import LoadError
 from penstock.workers.gguf.header import SUFFIX, read_header
 from penstock.workers.hub_name import HubName
 from penstock.workers.model_config import read_limits
-from penstock.workers.progress import DOWNLOADING, WAITING, Progress, Report, size
+from penstock.workers.progress import DOWNLOADING, Progress, Report, size
 from penstock.workers.weights.hub_errors import HubUnreachable, explained
 from penstock.workers.weights.hub_gguf import chosen_gguf, header_copy
+from penstock.workers.weights.hub_locks import alone, remove_leftovers
 
 # What an ingress needs: all that the digest of a tokenizer covers, and templates.
 TEXT_FILES = [
@@ -35,7 +32,6 @@ MODEL_FILES = [*TEXT_FILES, "*.safetensors", "*.json"]
 UNWANTED_FILES = ["consolidated*", "*/*.safetensors", "original/*", "onnx/*"]
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SPARE_BYTES = 64 << 20  # that a download leaves free
-LOCK_POLL_S = 0.2
 
 
 def cache_folder(download_dir: str | None) -> str:
@@ -149,9 +145,11 @@ def _fetch(
     """Fetch what is `missing`, as the only process of this machine that does so."""
     if not missing():
         return
-    with _alone(Path(cache) / ".locks" / folder.parents[1].name, report):
+    repository = folder.parents[1].name
+    with alone(Path(cache), repository, report):
         sizes = missing()  # another process may have fetched it meanwhile
         if sizes:
+            remove_leftovers(Path(cache), repository)
             total = sum(sizes.values())
             check_space(name, total, cache)
             report(Progress(DOWNLOADING, 0, total))
@@ -270,28 +268,3 @@ def _counting(report: Report, total: int) -> type[tqdm[Any]]:
             return None
 
     return Counting
-
-
-@contextmanager
-def _alone(folder: Path, report: Report) -> Iterator[None]:
-    """Hold this machine's lock of a repository; `folder`: of its locks. Where locks do not work,
-    files are still whole: the hub's client moves each into its place when it is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-    try:
-        while not _try_lock(fd):
-            report(Progress(WAITING))
-            time.sleep(LOCK_POLL_S)
-        yield
-    finally:
-        os.close(fd)  # frees the lock, too
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -19,6 +19,7 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.progress import DOWNLOADING, WAITING, Progress
 from penstock.workers.weights.hub import commit_of, resolve_model
 from penstock.workers.weights.hub_errors import HubUnreachable
+from penstock.workers.weights.hub_locks import remove_leftovers
 from penstock.workers.weights.model_digest import model_digest, verified_folder, verified_text
 from tests.deployments.ports import free_port
 from tests.hub.client import process, use_hub
@@ -295,6 +296,8 @@ def test_a_killed_download_keeps_the_files_that_are_whole(hub, tmp_path):
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
+    (left,) = folder.glob("blobs/*.incomplete")
+    (folder / "blobs" / "another.0.incomplete").write_bytes(b"of a process that never locked")
     hub.requests.clear()
     hub.is_free.set()
     again = process(hub, tmp_path / "home", FETCH, NAME)
@@ -302,6 +305,27 @@ def test_a_killed_download_keeps_the_files_that_are_whole(hub, tmp_path):
     assert again.returncode == 0, err
     assert (Path(out.strip()) / "model.safetensors").read_bytes() == content
     assert hub.fetched() == ["model.safetensors"]
+    assert not left.exists()
+    assert [path.name for path in folder.glob("blobs/*.incomplete")] == ["another.0.incomplete"]
+
+
+def test_what_another_process_writes_is_not_removed(hub, tmp_path):
+    _large(hub)
+    hub.is_free.clear()
+    writes = process(hub, tmp_path / "home", FETCH, NAME)
+    cache = tmp_path / "home" / "hub"
+    parts: list[Path] = []
+    while not parts:
+        assert writes.poll() is None
+        parts = list(cache.glob("models--org--tiny/blobs/*.incomplete"))
+        time.sleep(0.01)
+    remove_leftovers(cache, "models--org--tiny")
+    assert parts[0].exists()
+    hub.is_free.set()
+    out, err = writes.communicate(timeout=60)
+    assert writes.returncode == 0, err
+    remove_leftovers(cache, "models--org--tiny")
+    assert (Path(out.strip()) / "model.safetensors").stat().st_size == LARGE
 
 
 def test_two_processes_of_a_machine_fetch_each_file_once(hub, tmp_path):
