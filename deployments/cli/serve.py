@@ -25,6 +25,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.hub_model import look_at
 from penstock.deployments.preflight import check_before_start, check_formats
 from penstock.deployments.supervision.ray_workarounds import driver_environment
+from penstock.workers.errors import ConfigError
 from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def run_serve(config: ServeConfig) -> int:
     or StartError."""
     config = config.with_absolute_paths()
     check_before_start(config)
+    _prepare_environment(config)
     began_s = time.monotonic()
     _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
     config = _looked_up(config)
@@ -55,7 +57,6 @@ def run_serve(config: ServeConfig) -> int:
     )
     try:
         _say("starting Ray" if is_local else f"connecting to Ray at {config.ray_address}")
-        _prepare_environment(config)
         from penstock.deployments.cluster import Cluster
 
         cluster = Cluster(config)
@@ -113,6 +114,13 @@ def _prepare_environment(config: ServeConfig) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    is_off = os.environ.get("RAY_AUTH_MODE", "").strip().lower() == "disabled"
+    if config.ray_address is None and is_off and not config.insecure:
+        raise ConfigError(
+            "RAY_AUTH_MODE is 'disabled' in the environment: everyone who reaches Ray's ports "
+            "could run code on this machine; unset it or set it to token, or say --insecure "
+            "(insecure: true)"
+        )
 
 
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
