@@ -78,15 +78,14 @@ def load_model(
         routed, in_expert_file = build_experts(
             experts, folder, config, tensors, torch.device(device), weights
         )
+    total = sum(each.num_bytes for name, each in tensors.items() if name not in in_expert_file)
     with showing(told(progress)) as report:
         source = CheckpointWeights(
             folder,
             tensors,
             config.dtype,
             device,
-            _counted(
-                report, sum(tensors[name].num_bytes for name in tensors.keys() - in_expert_file)
-            ),
+            counted(report, LOADING, total),
             scheme=config.stored_scheme,
             dequantize=weights in DTYPES,
         )
