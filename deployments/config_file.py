@@ -11,6 +11,8 @@ import yaml
 
 from penstock.workers.errors import ConfigError
 
+_LINE_BREAKS = "\x85\u2028\u2029"
+
 
 class _Yaml(yaml.SafeLoader):
     """YAML in which 1:8 is a text. YAML 1.1 reads it as a number of base 60: 68."""
@@ -20,6 +22,18 @@ _Yaml.yaml_implicit_resolvers = {
     first: [("tag:yaml.org,2002:str", re.compile(r"[0-9]+:[0-9]+$")), *resolvers]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text with unusual line breaks in double quotes, where they are escaped. In others
+    it folds such a text, and what is read again has a space instead."""
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        style = '"' if any(each in value for each in _LINE_BREAKS) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -49,6 +63,8 @@ def as_yaml(groups: Mapping[str, Mapping[str, Any]]) -> str:
     """
     parts = []
     for title, values in groups.items():
-        lines = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=10**6)
+        lines = yaml.dump(
+            dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6
+        )
         parts.append(f"# {title}\n{lines}")
     return "\n".join(parts)

@@ -173,3 +173,11 @@ def test_what_is_in_force_is_said_at_start():
     admission, access = effective_settings(open_to, []).splitlines()
     assert access == "  access     TLS with client certificates; no API keys at 0.0.0.0"
     assert "optimistic, without a gate" in admission
+
+
+@pytest.mark.parametrize("value", ["\x85", "a\u2028b", "\u2029 ", "a\nb", "é: #"])
+def test_line_breaks_of_any_kind_are_dumped_as_they_are(value, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        as_yaml({"model": {"served_model_name": value}}), encoding="utf-8"
+    )
+    assert read_config(str(tmp_path / "x.yaml")) == {"served_model_name": value}
