@@ -91,8 +91,10 @@ class ProgressLines:
         left_s = (progress.total - progress.done) * took_s / num_bytes
         return f", {size(num_bytes / took_s)}/s, {left_s:.0f} s left"
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Nothing is open; as ProgressBar has it."""
+
+    close = finish
 
 
 class ProgressBar:
@@ -104,7 +106,7 @@ class ProgressBar:
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase != self._phase:
-            self.close()
+            self.finish()  # the last state of a phase may not have been seen
             self._phase = progress.phase
         if not progress.total:
             return
@@ -121,6 +123,12 @@ class ProgressBar:
             )
         bar.total = progress.total
         bar.update(progress.done - bar.n)
+
+    def finish(self) -> None:
+        """End the bar, full."""
+        if self._bar is not None and self._bar.total:
+            self._bar.update(self._bar.total - self._bar.n)
+        self.close()
 
     def close(self) -> None:
         """End the bar, and leave it as it is."""

@@ -69,6 +69,7 @@ def run_serve(config: ServeConfig) -> int:
             _say("an earlier deployment serves until its replicas are replaced, in turn")
         with closing(StartProgress(_say, config.min_workers, earlier)) as progress:
             cluster.wait_until_up(progress.report)
+            progress.finish()
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{weights_loaded(cluster.view())}")
         view = cluster.view()

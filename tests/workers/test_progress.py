@@ -70,7 +70,7 @@ def test_phases_are_measured_apart():
 def test_a_bar_for_each_phase_that_has_bytes(capfd):
     bar = ProgressBar()
     for state in (
-        *(Progress(WAITING), Progress(DOWNLOADING, 0, 200), Progress(DOWNLOADING, 200, 200)),
+        *(Progress(WAITING), Progress(DOWNLOADING, 0, 200), Progress(DOWNLOADING, 150, 200)),
         *(Progress(LOADING, 25, 100), Progress(LOADING, 75, 100)),
     ):
         bar(state)
@@ -79,6 +79,15 @@ def test_a_bar_for_each_phase_that_has_bytes(capfd):
     assert WAITING not in err
     assert "downloading: 100%" in err and "200/200" in err
     assert err.rpartition("\r")[2].startswith("loading weights:  75%")
+
+
+def test_a_bar_is_full_when_the_start_succeeds(capfd):
+    for end, percent in ((ProgressBar.finish, 100), (ProgressBar.close, 40)):
+        bar = ProgressBar()
+        bar(Progress(LOADING, 40, 100))
+        end(bar)
+        last = capfd.readouterr().err.rpartition("\r")[2]
+        assert last.startswith(f"loading weights: {percent:3}%")
 
 
 def test_a_bar_on_a_terminal_only(monkeypatch):

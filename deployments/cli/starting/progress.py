@@ -35,6 +35,10 @@ class StartProgress:
             if self._num_workers > 1:
                 self._say(f"worker {self._num_seen} of {self._num_workers} is ready")
 
+    def finish(self) -> None:
+        """All have started: fill the bar, if there is one."""
+        self._progress.finish()
+
     def close(self) -> None:
-        """End the bar, if there is one."""
+        """End the bar as it is."""
         self._progress.close()
