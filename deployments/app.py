@@ -16,6 +16,7 @@ from ray import serve
 from penstock.deployments.autoscale.starts import PRIOR_S
 from penstock.deployments.config import ServeConfig, config_from, settings_that_differ
 from penstock.deployments.gate.types import GateSetup
+from penstock.deployments.hub_model import pinned
 from penstock.deployments.ingress.replica import IngressReplica
 from penstock.deployments.placement import ClusterResources, resolve
 from penstock.deployments.state.url import redis_options
@@ -23,7 +24,6 @@ from penstock.deployments.supervision.ray_workarounds import one_event_loop, req
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.replica import WorkerReplica
-from penstock.workers.weights.hub import CommitUnknown, commit_of
 
 log = logging.getLogger("penstock.app")
 
@@ -75,7 +75,7 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     config.check_access()
     if not config.insecure:
         require_token_auth()
-    config = with_commit(config)
+    config = pinned(config)
     cluster = cluster_resources()
     _warn_of_clear_links(config, cluster)
     resolved = resolve(config, cluster)
@@ -109,22 +109,6 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         **ingress_scale(config),
         **supervision,
     ).bind(config, setup, workers)
-
-
-def with_commit(config: ServeConfig) -> ServeConfig:
-    """The configuration with the commit of a model of the hub: processes that start at different
-    times load the same files. Raises LoadError for a revision that the hub does not have.
-
-    Where the hub is out of reach and the files are on other machines alone, the revision stays as
-    it is: an ingress sends nothing to a worker of another tokenizer.
-    """
-    engine = config.engine
-    try:
-        commit = commit_of(engine.model, engine.revision)
-    except CommitUnknown as error:
-        log.warning("%s; each process loads the files that it finds", error)
-        return config
-    return config if commit is None else replace(config, engine=replace(engine, revision=commit))
 
 
 def worker_scale(config: ServeConfig, cluster: ClusterResources | None = None) -> dict[str, Any]:

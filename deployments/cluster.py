@@ -19,10 +19,11 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from penstock.deployments.app import application, wire, with_commit
+from penstock.deployments.app import application, wire
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.actor import end_gate
+from penstock.deployments.hub_model import pinned
 from penstock.deployments.placement import uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
@@ -35,7 +36,7 @@ from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.cpu_affinity import allowed_cores, keep_to
-from penstock.workers.errors import LoadError
+from penstock.workers.errors import ConfigError, LoadError
 
 log = logging.getLogger("penstock.serve")
 
@@ -107,6 +108,15 @@ class Cluster:
             **quiet,
         )
 
+    @property
+    def logs(self) -> str:
+        """Where the logs of all processes are, in words."""
+        if not self._is_local:
+            return "in Ray's folder of each machine (/tmp/ray), session_latest/logs"
+        folder = self._config.ray_dir or self._folder
+        kept = "" if self._config.ray_dir else " (removed at the end; --ray-dir keeps them)"
+        return f"{folder}/session_latest/logs/serve{kept}"
+
     def deploy(self) -> None:
         """Deploy; return before the replicas are ready. Raises StartError if GPUs are missing."""
         cluster = cluster_resources()
@@ -121,8 +131,8 @@ class Cluster:
         serve.start(proxy_location="Disabled")
         self._registry.call_when_up("begin")  # its process starts only now
         try:
-            config = with_commit(self._config)
-        except LoadError as error:
+            config = pinned(self._config)
+        except (ConfigError, LoadError) as error:
             raise StartError(str(error)) from None
         if not self._is_local:
             deploy_application(application(config, cluster))

@@ -29,6 +29,7 @@ from penstock.deployments.options import (
 from penstock.deployments.state import url as state_url
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
+from penstock.workers.hub_name import hub_name
 from penstock.workers.settings import (
     Setting,
     check_settings,
@@ -189,8 +190,12 @@ class ServeConfig(
     def model_name(self) -> str:
         """The name of the model in answers, and the first by which clients address it."""
         names = [name for name in self._names if name != ANY_NAME]
-        own = self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
-        return names[0] if names else own
+        if names:
+            return names[0]
+        model = self.engine.model
+        found = hub_name(model) if is_hub_id(model) else None
+        own = model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        return own if found is None else found.short
 
     @property
     def other_names(self) -> tuple[str, ...]:
@@ -233,9 +238,11 @@ class ServeConfig(
         engine, folder = self.engine, Path(self.engine.model).expanduser()
         if engine.model not in NAMES and not is_hub_id(engine.model):
             engine = dataclasses.replace(engine, model=str(folder.resolve()))
-        if engine.chat_template is not None:
-            template = Path(engine.chat_template).expanduser().resolve()
-            engine = dataclasses.replace(engine, chat_template=str(template))
+        of_engine: dict[str, Any] = {}
+        for name in ("chat_template", "download_dir"):
+            if (path := getattr(engine, name)) is not None:
+                of_engine[name] = str(Path(path).expanduser().resolve())
+        engine = dataclasses.replace(engine, **of_engine)
         changes["engine"] = engine
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:

@@ -11,6 +11,8 @@ import yaml
 
 from penstock.workers.errors import ConfigError
 
+_LINE_BREAKS = "\x85\u2028\u2029"
+
 
 class _Yaml(yaml.SafeLoader):
     """YAML in which 1:8 is a text. YAML 1.1 reads it as a number of base 60: 68."""
@@ -23,16 +25,15 @@ _Yaml.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """A text with a line break that YAML 1.1 knows beside "\\n" is written with an escape: PyYAML
-    reads the break itself as a space."""
+    """Writes a text with unusual line breaks in double quotes, where they are escaped. In others
+    it folds such a text, and what is read again has a space instead."""
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        style = '"' if any(each in value for each in _LINE_BREAKS) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = '"' if "\x85" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def read_config(path: str) -> dict[str, Any]:

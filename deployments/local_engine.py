@@ -19,7 +19,7 @@ from penstock.workers.engine.load import load_engine, thread_for
 from penstock.workers.request import Delta
 from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.text.chat_settings import load_tokenizer
-from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.model_digest import verified_folder
 
 
 class LocalEngine:
@@ -81,7 +81,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
     Raises LoadError or ConfigError.
     """
     engine = load_engine(config.engine)
-    folder = resolve_model(config.engine.model, config.engine.revision)
+    folder = verified_folder(config.engine)
     tokenizer = load_tokenizer(folder, config.engine)
     backend = LocalEngine(engine)
     core = RequestCore(

@@ -6,7 +6,6 @@ Cheap: loads no model and asks no hub. Called by `penstock serve` before Ray is 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from penstock.deployments.security.quotas import check_quotas
 from penstock.workers.config import EngineConfig, ModelOptions
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.hub_name import hub_name
 from penstock.workers.model_config import read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
 from penstock.workers.sampling_defaults import read_sampling_defaults
@@ -28,9 +28,6 @@ from penstock.workers.weights.hub import NAMES, is_hub_id, resolve_model
 from penstock.workers.weights.model_digest import verified_folder
 
 RAY_ANSWERS_S = 10.0
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_ID_AND_REVISION = re.compile(rf"({_HUB_ID.pattern})@([\w./-]+)")
-_HUB_ID_AND_FORMAT = re.compile(rf"({_HUB_ID.pattern}):(\w+)")  # as for llama.cpp and Ollama
 
 
 def check_before_start(config: ServeConfig) -> None:
@@ -41,10 +38,7 @@ def check_before_start(config: ServeConfig) -> None:
     check_chat_template(config.engine)
     folder = Path(config.engine.model).expanduser()
     if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
-        scheme = read_stored_scheme(folder)
-        weight_plan(scheme, config.engine.weights)
-        _check_experts(config.engine, scheme)
-        read_sampling_defaults(folder, config.engine.generation_config)
+        check_formats(config.engine, folder)
     check_cores(config)
     if config.api_keys_file is not None:
         keys = read_key_file(config.api_keys_file)
@@ -62,6 +56,15 @@ def check_before_start(config: ServeConfig) -> None:
         return  # the ports are those of the cluster's machines; in an update they serve already
     for name in ("http_port", "grpc_port"):
         check_port_free(name, config.host, getattr(config, name))
+
+
+def check_formats(engine: EngineConfig, folder: Path) -> None:
+    """Raise ConfigError where the model in `folder` is not stored in a way that allows what is
+    configured."""
+    scheme = read_stored_scheme(folder)
+    weight_plan(scheme, engine.weights)
+    _check_experts(engine, scheme)
+    read_sampling_defaults(folder, engine.generation_config)
 
 
 def check_ray_address(address: str) -> None:
@@ -151,18 +154,17 @@ def check_model(model: str) -> None:
     elif model.startswith(("hf://", "https://huggingface.co/", "http://huggingface.co/")):
         short = model.partition("://")[2].removeprefix("huggingface.co/")
         raise ConfigError(f"model {model}: write the hub id without the address: {short}")
-    elif match := _HUB_ID_AND_REVISION.fullmatch(model):
-        raise ConfigError(f"model {model}: write {match[1]} --revision {match[2]}")
-    elif match := _HUB_ID_AND_FORMAT.fullmatch(model):
-        raise ConfigError(
-            f"model {model}: Penstock takes a hub id without a format behind it; write {match[1]}, "
-            "and --weights int4 or int8 to quantise while loading"
-        )
-    elif model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+    elif model.startswith((".", "/", "~")) or not _is_possible(model):
         raise ConfigError(
             f"model {model!r} not found: name a local folder, a GGUF file, a hub id such as "
             f"'org/name', {' or '.join(map(repr, NAMES))}"
         )
+
+
+def _is_possible(model: str) -> bool:
+    """Whether the hub may have a model of that name: of an organisation or a user."""
+    name = hub_name(model)
+    return name is not None and "/" in name.repo
 
 
 def check_chat_template(options: ModelOptions) -> None:

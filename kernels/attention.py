@@ -54,6 +54,13 @@ def _fused_backend(x: Tensor, kv: PagedKv) -> FusedBackend | None:
     return native_attention if native_attention.suits(x, kv) else None
 
 
+def backend_name(x: Tensor, kv: PagedKv) -> str:
+    """The backend for activations like `x` and this cache, for people."""
+    if _fused_backend(x, kv) is None:
+        return "PyTorch"
+    return "Triton" if x.is_cuda else "native"
+
+
 @functools.cache
 def _triton() -> FusedBackend:
     from penstock.kernels.triton import attention  # Triton is not installed on every machine

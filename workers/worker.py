@@ -16,6 +16,7 @@ from penstock.workers.channel.encrypted import TlsSource
 from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest, RowSource
+from penstock.workers.progress import Report
 from penstock.workers.stats import WorkerInfo
 from penstock.workers.weights.model_digest import model_digest, verified_folder
 
@@ -58,18 +59,19 @@ class Worker:
         experts: Manifest | None = None,
         remote_experts: RowSource | None = None,
         tls: TlsSource | None = None,
+        report: Report | None = None,
     ) -> Worker:
         """Load the model and open a port on `host`. Raises LoadError, ConfigError, RuntimeError.
 
         `announce`: as for ChannelServer. `experts`: manifest of the node's expert store; None: an
         expert cache, if there is one, has its own file. `remote_experts`: reads the experts of a
-        store on another node. `tls`: as for ChannelServer.
+        store on another node. `tls`: as for ChannelServer. `report`: told of download and loading.
         """
         from penstock.workers.engine.load import load_engine, thread_for  # this loads torch
 
-        digest = model_digest(verified_folder(config))
+        digest = model_digest(verified_folder(config, report))
         log.info("model %s: digest %s", config.model, digest)
-        engine = load_engine(config, experts, remote_experts)
+        engine = load_engine(config, experts, remote_experts, report)
         model = engine.model
         channel = ChannelServer(
             host,
@@ -80,6 +82,7 @@ class Worker:
             numerics=config.numerics,
             weight_bytes=model.weights.num_bytes,
             model_digest=digest,
+            engine=engine.facts,
             tls=tls,
         )
         # If the engine fails, its requests end at once; Serve's health check, which replaces this

@@ -238,16 +238,16 @@ def _engine_config(args: argparse.Namespace) -> ServeConfig:
 
 def _model_identity(config: ServeConfig) -> str:
     """A digest of the model's files and the engine's settings, which determine the answers."""
-    from penstock.workers.weights.hub import resolve_model
+    from penstock.workers.weights.model_digest import verified_folder
 
     digest = hashlib.sha256()
-    model = resolve_model(config.engine.model, config.engine.revision)
+    model = verified_folder(config.engine)
     for path in sorted(model.iterdir()) if model.is_dir() else [model]:
         if path.is_file():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             if path.suffix == ".json":
                 digest.update(path.read_bytes())
-    same = ("model", "revision", "model_digest", "threads")  # or told by the files
+    same = ("model", "revision", "model_digest", "download_dir", "threads")  # or told by the files
     settings = {k: v for k, v in asdict(config.engine).items() if k not in same}
     digest.update(repr(sorted(settings.items(), key=str)).encode())
     return f"{config.model_name} here, {digest.hexdigest()[:16]}"

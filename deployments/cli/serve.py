@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from contextlib import closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -18,28 +18,31 @@ from penstock.deployments.cli.signals import (
     Interrupted,
     Signals,
 )
+from penstock.deployments.cli.starting.progress import StartProgress
+from penstock.deployments.cli.starting.summary import effective_settings, weights_loaded, welcome
 from penstock.deployments.cli.throughput import Throughput
-from penstock.deployments.config import LOOPBACK, ServeConfig
-from penstock.deployments.preflight import check_before_start
+from penstock.deployments.config import ServeConfig
+from penstock.deployments.hub_model import look_at
+from penstock.deployments.preflight import check_before_start, check_formats
 from penstock.deployments.supervision.ray_workarounds import driver_environment
 from penstock.workers.errors import ConfigError
 from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
     from penstock.deployments.cluster import Cluster
-    from penstock.deployments.supervision.view import ClusterView
-    from penstock.workers.stats import EngineStats, WorkerInfo
 
 WATCH_S = 0.25
 
 
 def run_serve(config: ServeConfig) -> int:
-    """Run a cluster until a signal ends it; the exit status. Raises ConfigError or StartError."""
+    """Run a cluster until a signal ends it; the exit status. Raises ConfigError, LoadError
+    or StartError."""
     config = config.with_absolute_paths()
     check_before_start(config)
     _prepare_environment(config)
     began_s = time.monotonic()
     _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
+    config = _looked_up(config)
     if config.is_open:
         _say(
             f"WARNING: no API keys, and {config.host} is not loopback: every machine that can "
@@ -59,21 +62,22 @@ def run_serve(config: ServeConfig) -> int:
         cluster = Cluster(config)
         cluster.start_ray()
         signals.take_over()
-        fetch = ", from the hub unless it is here" if is_hub_id(config.engine.model) else ""
-        _say(f"loading the model{fetch} ({time.monotonic() - began_s:.1f} s so far)")
+        _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
         earlier = frozenset(info.address for info, _ in cluster.view().workers)
         if earlier:
             _say("an earlier deployment serves until its replicas are replaced, in turn")
-        cluster.wait_until_up(_WorkerProgress(config.min_workers, earlier).report)
+        with closing(StartProgress(_say, config.min_workers, earlier)) as progress:
+            cluster.wait_until_up(progress.report)
+            progress.finish()
         signals.may_break_off = False
-        _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
+        _say(f"ready after {time.monotonic() - began_s:.1f} s{weights_loaded(cluster.view())}")
         view = cluster.view()
         new = [each for each in view.workers if each[0].address not in earlier]
-        _say(effective_settings(config, new))
+        _say(effective_settings(config, new, cluster.logs))
         for each in sorted({info.sampling_defaults for info in view.ingresses} - {""}):
             _say(f"requests that do not say otherwise: {each} (the model's generation_config.json)")
-        _say(_welcome(config, view))
+        _say(welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
     except (Interrupted, SystemExit):  # Ray, while it starts, turns SIGTERM into SystemExit
@@ -86,6 +90,20 @@ def run_serve(config: ServeConfig) -> int:
             cluster.stop()
     _say("stopped")
     return 0
+
+
+def _looked_up(config: ServeConfig) -> ServeConfig:
+    """The configuration with the commit of a model of the hub, whose files are looked at before
+    Ray starts. Raises ConfigError or LoadError for one that cannot be served."""
+    if not is_hub_id(config.engine.model):
+        return config
+    found = look_at(config)
+    if found is None:
+        _say("this machine does not reach the hub: the cluster's machines ask it")
+        return config
+    check_formats(found.config.engine, found.text)
+    _say(str(found) if config.ray_address is None else f"{found.name} is at {found.name.revision}")
+    return found.config
 
 
 def _prepare_environment(config: ServeConfig) -> None:
@@ -128,89 +146,6 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
             _say(f"{time.strftime('%H:%M:%S')} {line}")
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
         _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
-
-
-class _WorkerProgress:
-    """Prints a line for each worker that has loaded the model, but those of `earlier` addresses."""
-
-    def __init__(self, num_workers: int, earlier: frozenset[str] = frozenset()):
-        self._num_workers = num_workers
-        self._known = set(earlier)
-        self._num_seen = 0
-
-    def report(self, view: ClusterView) -> None:
-        for info, _ in view.workers:
-            if info.address in self._known:
-                continue
-            self._known.add(info.address)
-            self._num_seen += 1
-            if self._num_workers > 1:
-                _say(f"worker {self._num_seen} of {self._num_workers} is ready")
-
-
-def _welcome(config: ServeConfig, view: ClusterView) -> str:
-    metrics = sorted(each.metrics_address for each in view.ingresses if each.metrics_address)
-    watch = "".join(f"  watch http://{address}/metrics  (Prometheus)\n" for address in metrics)
-    reach = "; this machine only" if config.host in LOOPBACK else ""
-    return (
-        f"  HTTP  {config.http_url}/v1  (OpenAI API; /docs in a browser{reach})\n"
-        f"  gRPC  {config.address(config.grpc_port)}{_tls_note(config)}\n"
-        f"{watch}"
-        f"  try   penstock chat{_server_flags(config)}\n"
-        "Ctrl-C stops"
-    )
-
-
-def effective_settings(
-    config: ServeConfig, workers: Sequence[tuple[WorkerInfo, EngineStats]]
-) -> str:
-    """What is in force, in three lines. Without workers there is nothing to say of memory."""
-    lines = []
-    if workers:
-        info, stats = workers[0]
-        num_tokens = stats.num_blocks * stats.block_size
-        lines.append(
-            f"  model      up to {info.max_model_len:,} tokens of prompt and answer; "
-            f"{info.weights} weights; KV cache {config.engine.kv}"
-        )
-        if num_tokens:
-            lines.append(
-                f"  KV cache   {num_tokens:,} tokens a worker: "
-                f"{num_tokens / info.max_model_len:.1f} requests of {info.max_model_len:,} tokens "
-                f"at a time; at most {stats.max_num_seqs} in a step"
-            )
-    replicas = f"num_workers {config.num_workers}, num_ingress {config.num_ingress}"
-    lines.append(
-        f"  admission  {config.admission}; at most {config.max_queued:,} requests wait; {replicas}"
-    )
-    return "\n".join(lines)
-
-
-def _weights(view: ClusterView) -> str:
-    """The weight format and memory of a worker; empty if none has reported."""
-    for info, _ in view.workers:
-        if info.weights:
-            return f"; {info.weights} weights of {info.weight_bytes / 2**20:.1f} MiB a worker"
-    return ""
-
-
-def _server_flags(config: ServeConfig) -> str:
-    """The flags with which the commands reach this server."""
-    default = ServeConfig()
-    flags = ""
-    if config.http_url != default.http_url:
-        flags += f" --url {config.http_url}"
-    if config.has_tls:
-        flags += " --ca-file CA"  # the file of the CA is not this server's
-    if config.tls_client_ca_file is not None:
-        flags += " --cert-file CERT --key-file KEY"
-    return flags
-
-
-def _tls_note(config: ServeConfig) -> str:
-    if not config.has_tls:
-        return ""
-    return "  (TLS; clients show a certificate)" if config.tls_client_ca_file else "  (TLS)"
 
 
 def _say(text: str) -> None:

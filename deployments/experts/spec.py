@@ -24,6 +24,7 @@ class StoreSpec:
     has_int8_copies: bool = False  # the file also holds int8 copies of all experts
     is_single: bool = False  # one store for all nodes
     revision: str | None = None  # of the model, where it comes from the hub
+    download_dir: str | None = None  # for its files
     idle_s: float = 60.0  # without a heartbeat of a worker: the store frees its memory and ends
 
     @property

@@ -172,7 +172,7 @@ class ExpertStore:
 
     def _experts(self) -> tuple[CheckpointExperts, Any]:
         spec = self._spec
-        model = resolve_model(spec.model, spec.revision)
+        model = resolve_model(spec.model, spec.revision, spec.download_dir)
         folder, config, tensors = open_model(str(model), spec.weights, spec.device)
         weight_plan(config.stored_scheme, spec.weights)
         if spec.has_int8_copies:

@@ -50,7 +50,7 @@ from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
 from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.text.chat_settings import load_tokenizer
-from penstock.workers.weights.model_digest import verified_folder
+from penstock.workers.weights.model_digest import verified_text
 
 ERRORS_S = 1.0  # after the drain, for errors to reach clients
 # Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60 s). The client
@@ -188,7 +188,7 @@ async def open_listeners(
         journals=journals,
         certificates=certificates,
     )
-    metrics, probes = None, Probes(core.ready)
+    metrics, probes = None, Probes(core.ready, start=lambda: view().start)
     if config.metrics_port:
         # In a thread: it looks up the name of the address.
         metrics = await asyncio.to_thread(
@@ -272,7 +272,7 @@ async def _request_core(
     tracer: Tracer | None,
 ) -> RequestCore:
     """The request core for the configured model. Raises ConfigError or LoadError."""
-    folder = await asyncio.to_thread(verified_folder, config.engine)
+    folder, _ = await asyncio.to_thread(verified_text, config.engine)
     vocab_size, max_model_len = read_limits(folder)
     max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
     tokenizer = load_tokenizer(folder, config.engine)

@@ -31,8 +31,7 @@ from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import configure_logging, start_failure
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, short_node
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.weights.hub import resolve_model
-from penstock.workers.weights.model_digest import model_digest
+from penstock.workers.weights.model_digest import verified_text
 
 log = logging.getLogger("penstock.ingress")
 
@@ -220,7 +219,6 @@ class IngressReplica:
 def _tokenizer_digest(config: ServeConfig) -> str:
     """Of the configured model; empty if its files cannot be read, which loading reports."""
     try:
-        folder = resolve_model(config.engine.model, config.engine.revision)
-        return model_digest(folder).partition("-")[0]
+        return verified_text(config.engine)[1]
     except (LoadError, OSError, ValueError):
         return ""

@@ -23,11 +23,13 @@ from penstock.deployments.supervision.view import (
     IngressInfo,
     NodeInfo,
     ScaleReport,
+    StartingWorker,
     short_node,
 )
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 EXPIRY_S = 3.0  # without a heartbeat: no longer listed
+START_EXPIRY_S = 10.0  # the same for a worker that starts: loading may hold up its other threads
 MAX_FAILURES = 10
 MAX_CHANGES = 50
 NODES_S = 2.0  # the nodes are listed at most this often
@@ -49,6 +51,7 @@ class Registry:
         self._nodes_s = float("-inf")  # when they were listed
         self._workers: dict[int, tuple[float, WorkerInfo, EngineStats]] = {}  # by epoch
         self._left: deque[int] = deque(maxlen=MAX_LEFT)  # epochs
+        self._starting: dict[tuple[str, int], tuple[float, StartingWorker]] = {}  # by node and pid
         self._ingresses: dict[str, tuple[float, IngressInfo]] = {}
         self._failures: list[str] = []
         self._num_failures = 0
@@ -59,8 +62,17 @@ class Registry:
 
     def worker_beat(self, info: WorkerInfo, stats: EngineStats) -> None:
         """Heartbeat of a worker, also while it drains; late ones of ended epochs are ignored."""
+        self._starting.pop((info.node, info.pid), None)
         if info.epoch not in self._left:
             self._workers[info.epoch] = (self._clock(), info, stats)
+
+    def worker_starts(self, worker: StartingWorker) -> None:
+        """Heartbeat of a worker that fetches or loads the model."""
+        self._starting[worker.node, worker.pid] = self._clock(), worker
+
+    def worker_start_ended(self, worker: StartingWorker) -> None:
+        """It has started, or failed to."""
+        self._starting.pop((worker.node, worker.pid), None)
 
     def ingress_beat(self, info: IngressInfo) -> ClusterView:
         """Heartbeat of an ingress; returns the view."""
@@ -112,6 +124,8 @@ class Registry:
         oldest_s = self._clock() - EXPIRY_S
         self._workers = {k: v for k, v in self._workers.items() if v[0] >= oldest_s}
         self._ingresses = {k: v for k, v in self._ingresses.items() if v[0] >= oldest_s}
+        start_s = self._clock() - START_EXPIRY_S
+        self._starting = {k: v for k, v in self._starting.items() if v[0] >= start_s}
         return ClusterView(
             workers=tuple((info, stats) for _, info, stats in self._workers.values()),
             ingresses=tuple(info for _, info in self._ingresses.values()),
@@ -122,6 +136,7 @@ class Registry:
             scaling=tuple(self._scaling.values()),
             scale_changes=tuple(self._scale_changes),
             nodes=self._living_nodes(),
+            starting=tuple(worker for _, worker in self._starting.values()),
         )
 
     def _living_nodes(self) -> tuple[NodeInfo, ...]:

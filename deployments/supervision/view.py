@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.workers.progress import PHASES, Progress
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 
@@ -69,6 +70,15 @@ class ScaleReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StartingWorker:
+    """A worker that fetches or loads the model."""
+
+    node: str  # of the cluster, on which it runs
+    pid: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterView:
     """All live processes, by their last heartbeats."""
 
@@ -81,6 +91,20 @@ class ClusterView:
     scaling: tuple[ScaleReport, ...] = ()  # the last decision for each autoscaled deployment
     scale_changes: tuple[ScaleReport, ...] = ()  # the last ones that changed a number, oldest first
     nodes: tuple[NodeInfo, ...] = ()
+    starting: tuple[StartingWorker, ...] = ()
+
+    @property
+    def start(self) -> Progress | None:
+        """Of all workers that start: the earliest phase of any, with the bytes of all that are in
+        it; None: none starts."""
+        phases = [each.progress.phase for each in self.starting]
+        phase = min(phases, key=PHASES.index, default=None)
+        if phase is None:
+            return None
+        of_phase = [each.progress for each in self.starting if each.progress.phase == phase]
+        return Progress(
+            phase, sum(each.done for each in of_phase), sum(each.total for each in of_phase)
+        )
 
 
 def short_node(node_id: str) -> str:

@@ -27,6 +27,7 @@ from penstock.deployments.supervision.replicas import (
     start_failure,
 )
 from penstock.deployments.supervision.view import short_node
+from penstock.deployments.worker.start_reports import StartReports
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
@@ -44,6 +45,7 @@ class WorkerReplica:
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
         self._node = short_node(ray.get_runtime_context().get_node_id())
+        starting = StartReports(self._registry, self._node)
         try:
             tls = None
             if config.cluster_certs_dir is not None:
@@ -62,6 +64,7 @@ class WorkerReplica:
                 experts=manifest,
                 remote_experts=far,
                 tls=tls,
+                report=starting,
             )
             if client is not None and manifest is not None:
                 self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
@@ -69,6 +72,8 @@ class WorkerReplica:
         except Exception as error:
             self._registry.call_now("failed", start_failure("a worker", error))
             raise
+        finally:
+            starting.close()
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
         """Send heartbeats to the registry and to the expert store of this node.
@@ -119,5 +124,6 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
         has_int8_copies=engine.moe_mode == "quantized",
         is_single=engine.expert_store == "one",
         revision=engine.revision,
+        download_dir=engine.download_dir,
     )
     return ExpertStoreClient(spec)

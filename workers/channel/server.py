@@ -26,7 +26,7 @@ from penstock.workers.channel.listener import ChannelListener, PeerHandlers
 from penstock.workers.channel.peer import MAX_PENDING_BYTES, IngressPeer, RequestRoute
 from penstock.workers.channel.reports import StepTimeAverage, report_message
 from penstock.workers.request import DECLINED, Delta, FinishReason, Request
-from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.stats import NO_FACTS, EngineFacts, EngineStats, WorkerInfo
 
 log = logging.getLogger("penstock.worker")
 
@@ -66,6 +66,7 @@ class ChannelServer:
         numerics: str = "",
         weight_bytes: int = 0,
         model_digest: str = "",
+        engine: EngineFacts = NO_FACTS,
         tls: TlsSource | None = None,
     ):
         """`tls`: for each new connection; None: they are in the clear."""
@@ -93,6 +94,7 @@ class ChannelServer:
             weight_bytes=weight_bytes,
             model_digest=model_digest,
             is_encrypted=tls is not None,
+            engine=engine,
         )
         handlers = PeerHandlers(self._welcome, self._take, self._ended)
         self._connections = ChannelListener(self._loop, self.info, handlers, max_pending_bytes, tls)

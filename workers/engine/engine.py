@@ -10,6 +10,9 @@ import logging
 import random
 import time
 
+import torch
+
+from penstock.kernels.attention import backend_name
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts, wants_async_scheduling
@@ -19,6 +22,7 @@ from penstock.workers.errors import StoreUnavailable
 from penstock.workers.execution.cuda_graphs import Capture
 from penstock.workers.execution.step import StepInFlight, StepResult
 from penstock.workers.execution.timing import StepTimes
+from penstock.workers.memory.kv_format import KvFormat
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.request import (
     DECLINED,
@@ -31,7 +35,7 @@ from penstock.workers.request import (
 from penstock.workers.scheduling.deferral import Rule
 from penstock.workers.scheduling.plan import Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
-from penstock.workers.stats import EngineStats
+from penstock.workers.stats import EngineFacts, EngineStats
 from penstock.workers.structured.grammar import GrammarMatcher
 
 log = logging.getLogger("penstock.engine")
@@ -74,6 +78,21 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._random = random.Random(config.seed)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What it computes with, for people."""
+        model, layout = self.model, self.arena.layout
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        device = f"the CPU with {self.config.threads or torch.get_num_threads()} threads"
+        if model.device.type == "cuda":
+            device = torch.cuda.get_device_name(model.device)
+        return EngineFacts(
+            device,
+            dtype=str(model.dtype).removeprefix("torch."),
+            attention=backend_name(like, self.arena.kv_layers()[0]),
+            kv=str(KvFormat(layout.dtype, layout.group)),
+        )
 
     def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
         """Queue a request. Raises RequestError if it can never be served, or the queue is full.

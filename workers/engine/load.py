@@ -16,19 +16,23 @@ from penstock.workers.engine.thread import EngineThread
 from penstock.workers.experts.build import settings_of
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.models.loader import load_model
+from penstock.workers.progress import PREPARING, Progress, Report
 from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.tokenizer import Tokenizer
-from penstock.workers.weights.hub import resolve_model
 from penstock.workers.weights.model_digest import verified_folder
 
 
 def load_engine(
-    config: EngineConfig, experts: Manifest | None = None, remote_experts: RowSource | None = None
+    config: EngineConfig,
+    experts: Manifest | None = None,
+    remote_experts: RowSource | None = None,
+    report: Report | None = None,
 ) -> Engine:
-    """The model of `config`, loaded, and an engine for it.
+    """The model of `config`, fetched and loaded, and an engine for it.
 
-    `experts`, `remote_experts`: as for Worker.load. Raises LoadError and ConfigError.
+    `experts`, `remote_experts`: as for Worker.load. `report`: told of the progress; None: a bar if
+    stderr is a terminal. Raises LoadError and ConfigError.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -38,14 +42,16 @@ def load_engine(
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         model = load_model(
-            str(verified_folder(config)),
+            str(verified_folder(config, report)),
             weights=config.weights,
             quantize_o=config.quantize_o,
             quantize_lm_head=config.quantize_lm_head,
             device=device,
-            progress=False,
+            progress=True if report is None else report,
             experts=settings_of(config, experts, remote_experts),
         )
+        if report is not None:
+            report(Progress(PREPARING))
         return Engine(config, model)
 
 
@@ -58,7 +64,7 @@ def thread_for(
     """A thread, not started, that runs `engine`. The callables are those of EngineThread."""
     config, model = engine.config, engine.model.config
     grammars = GrammarCompiler(
-        lambda: Tokenizer.load(resolve_model(config.model, config.revision)).to_json(),
+        lambda: Tokenizer.load(verified_folder(config)).to_json(),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )

@@ -109,9 +109,14 @@ def read_header(file: Path) -> GgufHeader:
     """The header of a GGUF file. Raises ConfigError naming the file, and the key or tensor."""
     try:
         with file.open("rb") as opened:
-            return _header(file, _Reader(file, opened))
+            return read_header_of(file, opened)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def read_header_of(file: Path, opened: BinaryIO) -> GgufHeader:
+    """The same of an `opened` file, which may be elsewhere; `file` is what it is called."""
+    return _header(file, _Reader(file, opened))
 
 
 def _header(file: Path, reader: _Reader) -> GgufHeader:
@@ -226,7 +231,8 @@ class _Reader:
 
     def __init__(self, file: Path, opened: BinaryIO):
         self.file = file
-        self.size = os.fstat(opened.fileno()).st_size
+        self.size = opened.seek(0, os.SEEK_END)
+        opened.seek(0)
         self.position = 0
         self._opened = opened
         self._end = min(self.size, MAX_HEADER_BYTES)

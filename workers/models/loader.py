@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from penstock.kernels.matmul import pack_linear
 from penstock.kernels.quant import QuantizedWeight
@@ -24,6 +22,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
+from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     QuantizedFormat,
@@ -53,7 +52,7 @@ def load_model(
     quantize_lm_head: bool = False,
     dtype: str = "auto",
     device: str = "cpu",
-    progress: bool = True,
+    progress: bool | Report = True,
     experts: ExpertSettings | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
@@ -62,10 +61,11 @@ def load_model(
     are quantised while they load, o_proj with `quantize_o` and the head with `quantize_lm_head`. A
     checkpoint that is already quantised is served as stored, or dequantised with "fp32" and "bf16".
     `dtype`: of activations and of weights that are not quantised: "auto" is the checkpoint's (fp16
-    becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. With `progress`, a
-    progress bar on stderr. With `experts`, routed experts stay in host memory and are served from
-    an expert cache, which `Decoder.routed.close` ends. Raises ConfigError for an unusable config
-    and LoadError, naming file and tensor, for weights that do not match it.
+    becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
+    of it; True: a bar if stderr is a terminal; False: nobody. With `experts`, routed experts stay
+    in host memory and are served from an expert cache, which `Decoder.routed.close` ends. Raises
+    ConfigError for an unusable config and LoadError, naming file and tensor, for weights that do
+    not match it.
     """
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
@@ -78,26 +78,18 @@ def load_model(
         routed, in_expert_file = build_experts(
             experts, folder, config, tensors, torch.device(device), weights
         )
-    total = sum(stored.num_bytes for stored in tensors.values())
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="loading",
-        file=sys.stderr,
-        disable=not progress,
-    ) as bar:
+    total = sum(each.num_bytes for name, each in tensors.items() if name not in in_expert_file)
+    with showing(told(progress)) as report:
         source = CheckpointWeights(
             folder,
             tensors,
             config.dtype,
             device,
-            bar.update,
+            counted(report, LOADING, total),
             scheme=config.stored_scheme,
             dequantize=weights in DTYPES,
         )
         decoder = build_decoder(config, source, plan, routed)
-        bar.update(total - bar.n)
     source.warn_of_unused(in_expert_file)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder

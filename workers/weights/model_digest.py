@@ -15,7 +15,8 @@ from typing import Any
 from penstock.workers.config import ModelOptions
 from penstock.workers.errors import LoadError
 from penstock.workers.gguf.header import find_gguf, read_header
-from penstock.workers.weights.hub import resolve_model
+from penstock.workers.progress import Report
+from penstock.workers.weights.hub import is_hub_id, resolve_model
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "*.gguf"),
@@ -31,24 +32,47 @@ GGUF_TOKENS = "tokenizer.ggml."  # metadata of a GGUF file on which token ids de
 SAMPLES, SAMPLE_BYTES = 32, 64 << 10
 
 
-def verified_folder(options: ModelOptions) -> Path:
-    """The folder of the configured model, fetched if needed.
+def verified_folder(options: ModelOptions, report: Report | None = None) -> Path:
+    """The folder of the configured model, or its GGUF file, fetched if needed.
 
-    Raises LoadError as `resolve_model` does, and if its files are not those of `model_digest`.
+    `report`: as for `resolve_model`. Raises LoadError and ConfigError as it does, and LoadError if
+    the files are not those of `model_digest`.
     """
-    folder = resolve_model(options.model, options.revision)
-    if options.model_digest is not None:
-        try:
-            found = model_digest(folder)
-        except (OSError, ValueError) as error:
-            raise LoadError(f"model_digest: {folder} cannot be read: {error}") from error
-        if found != options.model_digest:
-            raise LoadError(
-                f"model_digest: the files in {folder} have the digest {found}, and "
-                f"{options.model_digest} is configured: restore the files that were meant, or set "
-                "model_digest to the new one if these are"
-            )
+    folder = resolve_model(options.model, options.revision, options.download_dir, report=report)
+    if options.model_digest is not None and (found := _digest(folder)) != options.model_digest:
+        raise _other_files(folder, found, options.model_digest)
     return folder
+
+
+def verified_text(options: ModelOptions) -> tuple[Path, str]:
+    """The folder with the configured model's configuration and tokenizer, and the digest of the
+    tokenizer; no weights are fetched.
+
+    Raises as `verified_folder` does. Of a model of the hub only the first part of `model_digest` is
+    compared: that of the weights is the workers' business.
+    """
+    folder = resolve_model(options.model, options.revision, options.download_dir, text_only=True)
+    found, pinned = _digest(folder), options.model_digest
+    if pinned is not None and is_hub_id(options.model):
+        found, pinned = found.partition("-")[0], pinned.partition("-")[0]
+    if pinned is not None and found != pinned:
+        raise _other_files(folder, found, pinned)
+    return folder, found.partition("-")[0]
+
+
+def _digest(folder: Path) -> str:
+    try:
+        return model_digest(folder)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"model_digest: {folder} cannot be read: {error}") from error
+
+
+def _other_files(folder: Path, found: str, pinned: str) -> LoadError:
+    return LoadError(
+        f"model_digest: the files in {folder} have the digest {found}, and {pinned} is "
+        "configured: restore the files that were meant, or set model_digest to the new one if "
+        "these are"
+    )
 
 
 def model_digest(folder: Path) -> str:

@@ -138,9 +138,9 @@ def build_app(
     add_job_route(app, jobs)
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
     add_queue_route(app, gate, admission)
-    _add_service_routes(app, core)
+    _add_service_routes(app, core, view)
     if metrics is not None:
-        _add_metric_routes(app, core, metrics)
+        _add_metric_routes(app, core, view, metrics)
     return app
 
 
@@ -159,7 +159,7 @@ def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) 
         return JSONResponse(model_body(core.model(model), infos, model))
 
 
-def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
+def _add_service_routes(app: FastAPI, core: RequestCore, view: View | None) -> None:
     @app.get("/live")
     async def live() -> dict[str, str]:
         """Whether this process answers; says nothing of models."""
@@ -168,7 +168,7 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
     @app.get("/ready", responses=error_responses(503))
     async def ready() -> dict[str, str]:
         """Whether to send requests here; not when no worker is ready, nor before a shutdown."""
-        _check_ready(core)
+        _check_ready(core, view)
         return {"status": "ok"}
 
     @app.get("/health", responses=error_responses(503))
@@ -194,7 +194,9 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
         return JSONResponse(document)
 
 
-def _add_metric_routes(app: FastAPI, core: RequestCore, metrics: Callable[[], bytes]) -> None:
+def _add_metric_routes(
+    app: FastAPI, core: RequestCore, view: View | None, metrics: Callable[[], bytes]
+) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         """Metrics for Prometheus: of this ingress, and of all workers."""
@@ -204,7 +206,7 @@ def _add_metric_routes(app: FastAPI, core: RequestCore, metrics: Callable[[], by
     @app.get("/ping", responses=error_responses(503))
     async def ping() -> dict[str, str]:
         """The same as /ready, under the name that some platforms ask for."""
-        _check_ready(core)
+        _check_ready(core, view)
         return {"status": "ok"}
 
     @app.get("/load")
@@ -213,12 +215,15 @@ def _add_metric_routes(app: FastAPI, core: RequestCore, metrics: Callable[[], by
         return {"server_load": core.open_calls.num}
 
 
-def _check_ready(core: RequestCore) -> None:
-    """Raise ServiceError unless requests should be sent here."""
+def _check_ready(core: RequestCore, view: View | None) -> None:
+    """Raise ServiceError unless requests should be sent here. It says how far workers that start
+    have got with the model."""
     if core.is_stopping:
         raise ServiceError("no_worker", "this server is about to stop: send requests elsewhere")
-    if not core.ready():
-        raise ServiceError("no_worker")
+    if core.ready():
+        return
+    start = None if view is None else view().start
+    raise ServiceError("no_worker", "" if start is None else f"no worker is ready yet: {start}")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

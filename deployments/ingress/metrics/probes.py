@@ -19,9 +19,15 @@ STUCK_S = 30.0  # it has then stopped for good
 class Probes:
     """The notes of one event loop. `run` writes them there; any thread reads them."""
 
-    def __init__(self, is_ready: Callable[[], bool], clock: Callable[[], float] = time.monotonic):
-        """`is_ready`: whether requests should be sent here, asked on the loop."""
-        self._asks_ready, self._clock = is_ready, clock
+    def __init__(
+        self,
+        is_ready: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        start: Callable[[], object | None] = lambda: None,
+    ):
+        """`is_ready`: whether requests should be sent here, asked on the loop. `start`: how far
+        workers that start have got, asked on any thread; None: none starts."""
+        self._asks_ready, self._clock, self._start = is_ready, clock, start
         self._is_ready = False
         self._noted_s = clock()
 
@@ -45,4 +51,9 @@ class Probes:
         age_s = self._clock() - self._noted_s
         if age_s > LATE_S:
             return f"the event loop is {age_s:.1f} s late"
-        return "" if self._is_ready else "no worker takes requests, or this server is about to stop"
+        if self._is_ready:
+            return ""
+        start = self._start()
+        if start is not None:
+            return f"no worker is ready yet: {start}"
+        return "no worker takes requests, or this server is about to stop"

@@ -32,15 +32,23 @@ from penstock.workers.stats import EngineStats
 from penstock.workers.weights.hub import resolve_model
 from tests.deployments.ports import free_port
 from tests.deployments.waiting import eventually
+from tests.hub.client import environment
+from tests.hub.server import Hub, Repository, running_hub
 
 PENSTOCK = [sys.executable, "-m", "penstock.deployments.cli"]
 # Whatever `penstock serve` prints. Nothing of Ray is among it, also where a replica dies.
 LINES = (
-    *(r"Penstock \S+ serves builtin as 'builtin'", "starting Ray", r"loading the model \(.*\)"),
+    *(r"Penstock \S+ serves org/builtin@v1 as 'builtin'", "starting Ray"),
+    *(r"org/builtin is at commit \w{40}; 9.6 MiB to download to \S+", r"loading the model \(.*\)"),
+    *(r"downloading \d+ % .*", r"loading weights \d+ % .*", "preparing the engine, for .*"),
     *(r"ready after \S+ s; fp32 weights of .* a worker", r"  (HTTP|gRPC|watch|try) +\S.*"),
-    r"  model      up to 2,048 tokens of prompt and answer; fp32 weights; KV cache auto",
-    r"  KV cache   [\d,]+ tokens a worker: [\d.]+ requests of 2,048 tokens at a time; .*",
-    r"  admission  predicted; at most 1,024 requests wait; num_workers 1, num_ingress 1",
+    r"  model      org/builtin at \w{12}: up to 2,048 tokens of prompt and answer; fp32 weights",
+    r"  computes   in float32 on the CPU with \d+ threads; native attention",
+    r"  KV cache   float32, [\d,]+ blocks of 16 tokens a worker: [\d,]+ tokens, [\d.]+ requests "
+    r"of 2,048 tokens at a time; at most 64 in a step; prefix caching on",
+    r"  admission  predicted; at most 1,024 requests wait, each up to 120 s; num_workers 1, .*",
+    r"  access     no TLS; no API keys, from this machine only",
+    r"  logs       \S+/session_latest/logs/serve \(removed at the end; --ray-dir keeps them\)",
     *("Ctrl-C stops", r"\d\d:\d\d:\d\d prompt .* tok/s.*", "stopped"),
     r"a worker (was lost and is being replaced: 0|is ready: 1) of 1 workers serve",
 )
@@ -50,7 +58,7 @@ PROMPT = [{"role": "user", "content": "Who was at the door?"}]
 class Served:
     """A `penstock serve` process and all that it prints."""
 
-    def __init__(self, *arguments: str, folder: Path):
+    def __init__(self, *arguments: str, folder: Path, **environment: str):
         # Everything that it makes in passing goes into `folder`, where it shows if it stays.
         self.folder = folder
         self.began_s = time.monotonic()
@@ -60,7 +68,7 @@ class Served:
             stderr=subprocess.STDOUT,
             text=True,
             process_group=0,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "TMPDIR": str(folder), **environment},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -112,13 +120,47 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_serve_chat_and_leave_nothing_behind(folder):
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    builtin = Repository.of(resolve_model("builtin"), v1=0)
+    builtin.token = "hf_secret0123"
+    with running_hub(org__builtin=builtin) as hub:
+        yield hub
+
+
+def _wait_for_the_hub(served: Served, hub: Hub, http: int) -> None:
+    """Let the weights come only when it has been seen that all wait for them."""
+    served.wait_for("loading the model")
+    is_asked = lambda: "model.safetensors" in hub.fetched()  # noqa: E731
+    eventually(is_asked, 100, "the worker to fetch the weights")
+
+    def told() -> str:
+        try:
+            return str(httpx.get(f"http://127.0.0.1:{http}/ready").json())
+        except httpx.TransportError:
+            return ""
+
+    start = "no worker is ready yet: downloading 0 % (0 bytes of 9.6 MiB)"
+    eventually(lambda: start in told(), 100, "the ingress to tell of the download")
+    hub.is_free.set()
+
+
+def test_serve_chat_and_leave_nothing_behind(folder, hub, tmp_path):
     http, grpc = free_port(), free_port()
+    hub.is_free.clear()
     served = Served(
-        *("--http-port", str(http), "--grpc-port", str(grpc), "--weights", "fp32"), folder=folder
+        *("org/builtin@v1", "--download-dir", str(tmp_path / "models")),
+        *("--http-port", str(http), "--grpc-port", str(grpc), "--weights", "fp32"),
+        folder=folder,
+        **environment(hub, tmp_path / "home"),
+        HF_TOKEN="hf_secret0123",
     )
     try:
+        _wait_for_the_hub(served, hub, http)
         served.wait_for("ready after")
+        fetched = hub.fetched()
+        assert sorted(fetched) == sorted(set(fetched)) and fetched[-1] == "model.safetensors"
+        assert not list((tmp_path / "home").glob("hub/models*"))
         pids = descendants(served.process.pid)
         assert len(pids) > 5
         with openai.OpenAI(base_url=f"http://127.0.0.1:{http}/v1", api_key="none") as client:
@@ -133,6 +175,7 @@ def test_serve_chat_and_leave_nothing_behind(folder):
         served.wait_for("tok/s")  # the line about throughput, as there was some
         metrics = _watch_metrics(served.output, http)
         _kill_the_worker(served)
+        assert hub.fetched() == fetched  # the next one finds the files
         ready = f"http://127.0.0.1:{http}/ready"
         eventually(lambda: httpx.get(ready).status_code == 200, 60, "the ingress to reach it")
         pids = descendants(served.process.pid)
@@ -145,6 +188,7 @@ def test_serve_chat_and_leave_nothing_behind(folder):
     finally:
         served.process.kill()
     assert served.lines[-1] == "stopped"
+    assert "hf_secret" not in served.output
     assert [line for line in served.lines if not re.fullmatch("|".join(LINES), line)] == []
     served.assert_nothing_left(pids, http, grpc, metrics)
 
@@ -381,8 +425,8 @@ def test_every_setting_has_its_flag():
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["serve", "/nowhere"], "not found"),
         (["serve", "hf://org/name"], "write the hub id without the address: org/name"),
-        (["serve", "org/name@v2"], "write org/name --revision v2"),
-        (["serve", "org/name:Q4_K_M"], "write org/name, and --weights int4"),
+        (["serve", "org/name@v2", "--revision", "v3"], "names the revision v2, and revision is v3"),
+        (["serve", "name:Q4_K_M"], "'name:Q4_K_M' not found"),
         (["serve", "--num-workers", "many"], "whole number"),
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["chat", "--url", "ftp://x"], "grpc://host:port"),

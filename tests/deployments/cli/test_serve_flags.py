@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.deployments.cli.flags.serve import FIRST, flag_of, help_text
 from penstock.deployments.cli.main import main
-from penstock.deployments.cli.serve import effective_settings
+from penstock.deployments.cli.starting.summary import effective_settings
 from penstock.deployments.config import (
-    ServeConfig,
     config_from,
     settings,
     settings_by_group,
@@ -24,7 +23,7 @@ from penstock.deployments.config import (
 from penstock.deployments.config_file import as_yaml, read_config
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
-from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.stats import EngineFacts, EngineStats, WorkerInfo
 
 GROUPS = settings_by_group()
 
@@ -150,14 +149,42 @@ def test_names_do_not_swallow_the_model(capsys):
 
 
 def test_what_is_in_force_is_said_at_start():
-    info = WorkerInfo("a:1", 1, "t", 1, "m", max_model_len=2048, weights="bf16")
+    facts = EngineFacts("the CPU with 2 threads", "bfloat16", "native", "int8, a scale for 32")
+    info = WorkerInfo("a:1", 1, "t", 1, "m", max_model_len=2048, weights="bf16", engine=facts)
     stats = EngineStats(num_blocks=320, block_size=16, max_num_seqs=64)
-    lines = effective_settings(ServeConfig(), [(info, stats)]).splitlines()
-    assert lines == [
-        "  model      up to 2,048 tokens of prompt and answer; bf16 weights; KV cache auto",
-        "  KV cache   5,120 tokens a worker: 2.5 requests of 2,048 tokens at a time; "
-        "at most 64 in a step",
-        "  admission  predicted; at most 1,024 requests wait; num_workers 1, num_ingress 1",
+    given = {"model": "org/name", "revision": "0123456789abcdef" + "0" * 24, "api_keys_file": "k"}
+    config = config_from(given)
+    assert effective_settings(config, [(info, stats)], "there").splitlines() == [
+        "  model      org/name at 0123456789ab: up to 2,048 tokens of prompt and answer; "
+        "bf16 weights",
+        "  computes   in bfloat16 on the CPU with 2 threads; native attention",
+        "  KV cache   int8, a scale for 32, 320 blocks of 16 tokens a worker: 5,120 tokens, "
+        "2.5 requests of 2,048 tokens at a time; at most 64 in a step; prefix caching on",
+        "  admission  predicted; at most 1,024 requests wait, each up to 120 s; num_workers 1, "
+        "num_ingress 1",
+        "  access     no TLS; API keys of k, from this machine only",
+        "  logs       there",
     ]
-    (line,) = effective_settings(config_from({"num_workers": "0:4"}), []).splitlines()
-    assert "num_workers 0:4" in line
+    admission, access = effective_settings(config_from({"num_workers": "0:4"}), []).splitlines()
+    assert "num_workers 0:4" in admission and "each up to 600 s" in admission
+    open_to = config_from(
+        {
+            "tls_cert_file": "c",
+            "tls_key_file": "k",
+            "tls_client_ca_file": "a",
+            "host": "0.0.0.0",
+            "insecure": True,
+            "admission": "optimistic",
+        }
+    )
+    admission, access = effective_settings(open_to, []).splitlines()
+    assert access == "  access     TLS with client certificates; no API keys at 0.0.0.0"
+    assert "optimistic, without a gate" in admission
+
+
+@pytest.mark.parametrize("value", ["\x85", "a\u2028b", "\u2029 ", "a\nb", "é: #"])
+def test_line_breaks_of_any_kind_are_dumped_as_they_are(value, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        as_yaml({"model": {"served_model_name": value}}), encoding="utf-8"
+    )
+    assert read_config(str(tmp_path / "x.yaml")) == {"served_model_name": value}

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.deployments.supervision.registry import EXPIRY_S, MAX_FAILURES, Registry
-from penstock.deployments.supervision.view import IngressInfo
+from penstock.deployments.supervision.registry import (
+    EXPIRY_S,
+    MAX_FAILURES,
+    START_EXPIRY_S,
+    Registry,
+)
+from penstock.deployments.supervision.view import IngressInfo, StartingWorker
+from penstock.workers.progress import DOWNLOADING, LOADING, WAITING, Progress
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 
@@ -94,3 +100,35 @@ def test_a_draining_worker_stays_listed_until_it_has_left_and_no_late_heartbeat_
     registry.worker_left(1)
     registry.worker_beat(draining, EngineStats())  # was under way
     assert registry.view().workers == ()
+
+
+def test_a_worker_that_starts_is_listed_until_it_serves_or_is_silent():
+    clock = Clock()
+    registry = Registry(clock)
+    assert registry.view().start is None
+    loads = StartingWorker("", 1, Progress(LOADING, 30, 100))
+    registry.worker_starts(StartingWorker("", 1, Progress(LOADING, 10, 100)))
+    registry.worker_starts(loads)
+    assert registry.view().starting == (loads,)
+    registry.worker_starts(StartingWorker("", 2, Progress(LOADING, 20, 100)))
+    assert registry.view().start == Progress(LOADING, 50, 200)
+    registry.worker_beat(worker(1), EngineStats())  # its process is 1
+    assert registry.view().start == Progress(LOADING, 20, 100)
+    registry.worker_start_ended(StartingWorker("", 2, Progress(LOADING, 90, 100)))
+    assert registry.view().start is None
+    registry.worker_starts(loads)
+    clock.now_s += START_EXPIRY_S + 0.1
+    assert registry.view().starting == ()
+
+
+def test_of_workers_in_several_phases_the_earliest_is_told():
+    registry = Registry(Clock())
+    for pid, progress in enumerate(
+        (
+            *(Progress(LOADING, 1, 2), Progress(WAITING)),
+            *(Progress(DOWNLOADING, 3, 10), Progress(DOWNLOADING, 5, 10)),
+        )
+    ):
+        registry.worker_starts(StartingWorker("node", pid, progress))
+    assert registry.view().start == Progress(DOWNLOADING, 8, 20)
+    assert str(registry.view().start) == "downloading 40 % (8 bytes of 20 bytes)"

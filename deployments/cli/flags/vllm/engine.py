@@ -76,9 +76,6 @@ MODEL = (
         "--hf-token",
         sentence="log in with `hf auth login`, or set HF_TOKEN; other users can read command lines",
     ),
-    absent(
-        "--download-dir", sentence="models from the hub go where the variable HF_HOME says; set it"
-    ),
     absent("--model-loader-extra-config", "--ignore-patterns", sentence=_DOWNLOADS),
     absent(
         "--override-generation-config",

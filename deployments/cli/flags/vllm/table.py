@@ -10,8 +10,8 @@ from penstock.deployments.cli.flags.vllm.flag import VllmFlag
 
 # Flags of vLLM that are settings of Penstock under the same name.
 SAME = (
-    *("served_model_name", "revision", "max_model_len", "seed", "host", "max_num_seqs"),
-    *("max_num_batched_tokens", "block_size", "async_scheduling", "device"),
+    *("served_model_name", "revision", "download_dir", "max_model_len", "seed", "host"),
+    *("max_num_seqs", "max_num_batched_tokens", "block_size", "async_scheduling", "device"),
     "otlp_traces_endpoint",
 )
 TOPICS: dict[str, tuple[VllmFlag, ...]] = {

@@ -13,6 +13,7 @@ from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.probes import LATE_S, STUCK_S, Probes
 from penstock.deployments.ingress.metrics.server import MetricsServer
+from penstock.workers.progress import LOADING, Progress
 
 
 class Clock:
@@ -48,6 +49,18 @@ def test_readiness_is_that_of_the_last_note(clock):
     assert "no worker" in probes.why_not_ready()
     state[0] = True
     assert "no worker" in probes.why_not_ready()
+    probes.note()
+    assert probes.why_not_ready() == ""
+
+
+def test_who_is_not_ready_says_how_far_workers_that_start_have_got(clock):
+    starts = [Progress(LOADING, 30, 100)]
+    probes = Probes(lambda: not starts, clock, lambda: starts[0] if starts else None)
+    probes.note()
+    assert probes.why_not_ready() == (
+        "no worker is ready yet: loading weights 30 % (30 bytes of 100 bytes)"
+    )
+    starts.clear()
     probes.note()
     assert probes.why_not_ready() == ""
 
