@@ -194,6 +194,8 @@ class RequestCore:
         answers = self._running.setdefault(generation.call.context.request_id, [])
         answers.append(generation)
         times, usage = generation.times, generation.usage
+        # What is read again, or followed, was counted where it was generated.
+        counts = recorder is None or recorder.generates
         finish, bill, is_billed = DISCONNECT, generation.bill, False
         held = ExitStack()
         try:
@@ -223,6 +225,7 @@ class RequestCore:
                         self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
                     if piece.finish_reason is not None:
                         finish = piece.finish_reason.value
+                        counts = counts and not delta.is_replayed
                         if generation.call.context.wants_timings:
                             usage.timings = times.timings(time.monotonic())
                     yield index, piece
@@ -246,11 +249,17 @@ class RequestCore:
                 self._running.pop(generation.call.context.request_id, None)
             if bill is not None and is_billed:
                 bill.ended(usage, is_computed=bool(times.engine or usage.completion_tokens))
-            self.metrics.count_end(times, finish, usage)
-            self._learn(generation, finish)
-            request_id = generation.request.request_id
+            if counts:
+                self.metrics.count_end(times, finish, usage)
+                self._learn(generation, finish)
+            context, request_id = generation.call.context, generation.request.request_id
             log_request(
-                generation.call.context, finish, request_id=request_id, times=times, usage=usage
+                context,
+                finish,
+                request_id=request_id,
+                times=times,
+                usage=usage,
+                is_repeated=not counts,
             )
 
     def run_many(

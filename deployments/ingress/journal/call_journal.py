@@ -18,6 +18,8 @@ from penstock.workers.request import Delta, FinishReason
 class CallJournal:
     """A Recorder of the request core. Made by Journals; lives on its event loop."""
 
+    generates = True
+
     def __init__(
         self,
         call_id: str,
