@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from penstock.deployments.ingress.core.call import CallContext
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.journal.background import BackgroundCalls
+from penstock.deployments.ingress.journal.batches import SharedBatches
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.follow import FollowedCall
 from penstock.deployments.ingress.journal.idempotency import TTL_S as KEY_TTL_S
@@ -84,6 +85,7 @@ class Journals:
         self.store = self._store = store
         self.responses = ResponseValues(store)
         self.background = BackgroundCalls(store)
+        self.batches = SharedBatches(store, owner)
         self._owner = owner
         self._flush_s = flush_s
         self._ttl_s = ttl_s
@@ -217,6 +219,7 @@ class Journals:
     async def close(self) -> None:
         await self.background.hand_over()
         await self.background.close()
+        await self.batches.close()
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
         await self.flush()

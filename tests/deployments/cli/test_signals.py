@@ -1,4 +1,4 @@
-"""Signals of `penstock serve`, in processes of their own: who ends the process, and what it prints."""
+"""Signals of `penstock serve`: who ends the process, and what it prints. Real processes."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import pytest
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.security.records import QuotaLimits
 from tests.deployments.ingress.journal.server import SlowBackend
+from tests.deployments.ingress.journal.test_responses import ended, events
 from tests.deployments.ingress.journal.test_resume import (
     COMPLETIONS,
     RESPONSES,
@@ -22,7 +23,6 @@ from tests.deployments.ingress.journal.test_resume import (
     stream,
     whole_of,
 )
-from tests.deployments.ingress.journal.test_responses import ended, events
 from tests.deployments.security.keys import bearer, key_of
 from tests.deployments.serving import Serving
 from tests.deployments.state.servers import RedisServer
