@@ -180,7 +180,8 @@ class SharedBatches:
         name = f"batch/{spec.id}"
         found = await self._store.get(name, budget_s=BUDGET_S)
         if found is not None and not state.status.is_final:
-            if BatchStatus(json.loads(found.value)["state"]["status"]).is_final:
+            noted = json.loads(found.value)["state"]["status"]
+            if BatchStatus(noted).is_final:
                 return
         await self._store.put(
             name,

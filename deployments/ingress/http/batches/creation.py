@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from penstock.deployments.batch.batch_store import (
     BatchSpec,
@@ -15,10 +14,10 @@ from penstock.deployments.batch.batch_store import (
     TooManyBatches,
 )
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.journal.batches import SharedBatch
 from penstock.deployments.ingress.journal.idempotency import IdempotencyKeys, Key
 from penstock.workers.request import RequestError
 
-Known = TypeVar("Known")
 REPLAYED = {"idempotent-replayed": "true"}
 
 
@@ -40,8 +39,8 @@ async def once(
     batches: OwnerBatches,
     spec: BatchSpec,
     content: Path,
-    find: Callable[[str], Awaitable[Known | None]],
-) -> tuple[StoredBatch | Known, dict[str, str]]:
+    find: Callable[[str], Awaitable[StoredBatch | SharedBatch | None]],
+) -> tuple[StoredBatch | SharedBatch, dict[str, str]]:
     """The batch that `key` stands for, as it is now, and headers; a new one, where there is none.
 
     `find`: a batch that has been created, by its id. Raises RequestError or ServiceError.
