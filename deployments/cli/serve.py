@@ -20,6 +20,7 @@ from penstock.deployments.supervision.ray_workarounds import (
     driver_environment,
     keep_own_sigterm_handler,
 )
+from penstock.workers.errors import ConfigError
 from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def run_serve(config: ServeConfig) -> int:
     """Run a cluster until a signal ends it; the exit status. Raises ConfigError or StartError."""
     config = config.with_absolute_paths()
     check_before_start(config)
+    _prepare_environment(config)
     began_s = time.monotonic()
     _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
     if config.is_open:
@@ -51,7 +53,6 @@ def run_serve(config: ServeConfig) -> int:
     )
     try:
         _say("starting Ray" if is_local else f"connecting to Ray at {config.ray_address}")
-        _prepare_environment(config)
         from penstock.deployments.cluster import Cluster
 
         keep_own_sigterm_handler()
@@ -93,6 +94,13 @@ def _prepare_environment(config: ServeConfig) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    is_off = os.environ.get("RAY_AUTH_MODE", "").strip().lower() == "disabled"
+    if config.ray_address is None and is_off and not config.insecure:
+        raise ConfigError(
+            "RAY_AUTH_MODE is 'disabled' in the environment: everyone who reaches Ray's ports "
+            "could run code on this machine; unset it or set it to token, or say --insecure "
+            "(insecure: true)"
+        )
 
 
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
