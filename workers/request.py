@@ -310,6 +310,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: FirstTokenTimes | None = None  # with the first delta
     engine: str = ""  # address of the worker, where there are several
+    computes: str = ""  # at an ingress: WorkerInfo.computes of the worker
     is_replayed: bool = False  # at an ingress: from the journal of a stream that is continued
 
 

@@ -58,8 +58,14 @@ class WorkerInfo:
     @property
     def computes(self) -> str:
         """What the tokens of an answer depend on, beside the request: workers that differ in it
-        cannot continue each other's answers. Empty: unknown."""
-        return f"{self.model_digest} {self.weights} {self.numerics}".strip()
+        cannot continue each other's answers. Empty: unknown. Begins with the digest of the model's
+        files (digest_in)."""
+        return f"{self.model_digest} {self.weights} {self.numerics}".rstrip()
+
+
+def digest_in(computes: str) -> str:
+    """The digest of the model's files in `WorkerInfo.computes`; empty: unknown."""
+    return computes.partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,16 @@ class BatchState:
         times = {**self.times, status.value: int(time.time())}
         return replace(self, status=status, times=times, **changes)
 
+    @property
+    def may_be_cancelled(self) -> bool:
+        """Whether a cancel still changes how it ends."""
+        return self.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+
+    def cancelling(self, at: int) -> BatchState:
+        """The state as clients see it who cancelled the batch at that Unix time."""
+        times = {**self.times, BatchStatus.CANCELLING.value: at}
+        return replace(self, status=BatchStatus.CANCELLING, times=times)
+
 
 class BatchStore:
     """The batches of all owners below one folder. Every call may block on the disk."""
@@ -106,6 +116,11 @@ class BatchStore:
     def of(self, principal: str) -> OwnerBatches:
         """The batches of one tenant."""
         return OwnerBatches(owner_folder(self._folder, principal) / "batches")
+
+    def all(self) -> list[StoredBatch]:
+        """All batches of all owners."""
+        owners = (OwnerBatches(path) for path in self._folder.glob("*/batches"))
+        return [each for owner in owners for each in owner.list()]
 
     def unfinished(self) -> list[StoredBatch]:
         """All batches of all owners that have not ended, the oldest first."""
@@ -193,10 +208,8 @@ class StoredBatch:
     def state(self) -> BatchState:
         """The recorded state; CANCELLING where a client has cancelled a batch that runs."""
         state = self.recorded()
-        may_end = state.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
-        if may_end and (at := self.cancelled_at()) is not None:
-            times = {**state.times, BatchStatus.CANCELLING.value: at}
-            return replace(state, status=BatchStatus.CANCELLING, times=times)
+        if state.may_be_cancelled and (at := self.cancelled_at()) is not None:
+            return state.cancelling(at)
         return state
 
     def write(self, state: BatchState) -> None:

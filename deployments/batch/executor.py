@@ -15,9 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from penstock.deployments.batch import results
-from penstock.deployments.batch.batch_store import BatchState, BatchStatus, BatchStore, StoredBatch
+from penstock.deployments.batch.batch_store import (
+    BatchSpec,
+    BatchState,
+    BatchStatus,
+    BatchStore,
+    StoredBatch,
+)
 from penstock.deployments.batch.file_lock import LockError
 from penstock.deployments.batch.file_store import MAX_FILE_BYTES, FileStore, new_file_id
 from penstock.deployments.batch.lease import Lease, LeaseLost, hold
@@ -40,15 +47,35 @@ MakeTarget = Callable[[str], Target]  # of a principal
 _ENDS = {results.EXPIRED: BatchStatus.EXPIRED, results.CANCELLED: BatchStatus.CANCELLED}
 
 
+class Board(Protocol):
+    """Where ingresses with other data folders see the batches of this one."""
+
+    def note(self, spec: BatchSpec, state: BatchState) -> None:
+        """The newest state of a batch. Neither waits nor fails."""
+        ...
+
+    async def is_cancelled(self, batch_id: str) -> bool:
+        """Whether a client has cancelled it there; False while that is not known."""
+        ...
+
+
 class Executor:
     """Belongs to one event loop; reads and writes the disk on other threads."""
 
-    def __init__(self, folder: Path, target: MakeTarget, models: Sequence[str]):
-        """`target`: makes the target for a principal's requests. `models`: those served."""
+    def __init__(
+        self,
+        folder: Path,
+        target: MakeTarget,
+        models: Sequence[str],
+        board: Board | None = None,
+    ):
+        """`target`: makes the target for a principal's requests. `models`: those served.
+        `board`: for other ingresses; None: there are none, or they share the folder."""
         self._folder = folder
         self._files, self._batches = FileStore(folder), BatchStore(folder)
         self._target = target
         self._models = list(models)
+        self._board = board
         self._running: dict[str, _Running] = {}  # by batch id
         self._not_before_s: dict[str, float] = {}  # of batches that wait after a failure
 
@@ -69,10 +96,13 @@ class Executor:
                 await asyncio.sleep(RETRY_S)
 
     async def _work(self, lease: Lease) -> None:
-        next_sweep_s = time.monotonic()
+        next_sweep_s, is_told = time.monotonic(), self._board is None
         try:
             while True:
                 try:
+                    if not is_told:
+                        await self._tell_all()
+                        is_told = True
                     if time.monotonic() >= next_sweep_s:
                         await asyncio.to_thread(self._sweep)
                         next_sweep_s = time.monotonic() + SWEEP_S
@@ -87,6 +117,12 @@ class Executor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running.clear()
+
+    async def _tell_all(self) -> None:
+        """Note all batches: those before this executor may have ended before they did."""
+        assert self._board is not None
+        for batch in await asyncio.to_thread(self._batches.all):
+            self._board.note(batch.spec, await asyncio.to_thread(batch.state))
 
     def _sweep(self) -> None:
         self._files.sweep()
@@ -116,7 +152,10 @@ class Executor:
         """Run or resume one batch to its end; after a failure, RETRY_S later."""
         name = batch.spec.id
         try:
-            await _BatchRunner(batch, lease, self._files, self._target, self._models).run()
+            runner = _BatchRunner(
+                batch, lease, self._files, self._target, self._models, self._board
+            )
+            await runner.run()
         except LeaseLost:
             log.warning("%s: another process holds the lease and resumes it", name)
         except (OSError, LockError, TargetError) as error:
@@ -144,8 +183,9 @@ class _BatchRunner:
         files: FileStore,
         target: MakeTarget,
         models: Sequence[str],
+        board: Board | None,
     ):
-        self._batch = batch
+        self._batch, self._board = batch, board
         self._lease = lease
         self._files = files.of(batch.spec.principal)
         self._target = target(batch.spec.principal)
@@ -159,6 +199,7 @@ class _BatchRunner:
             await self._execute()
         if self._state.status is BatchStatus.FINALIZING:
             await asyncio.to_thread(self._publish)
+            await self._tell()
 
     async def _write(self, state: BatchState) -> None:
         def write() -> None:
@@ -167,6 +208,21 @@ class _BatchRunner:
 
         await asyncio.to_thread(write)
         self._state = state
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Note for other ingresses how far it is."""
+        if self._board is not None:
+            self._board.note(self._batch.spec, await asyncio.to_thread(self._batch.state))
+
+    async def _is_cancelled(self) -> bool:
+        """Whether a client has cancelled the batch, here or at an ingress with another folder."""
+        if await asyncio.to_thread(self._batch.cancelled_at) is not None:
+            return True
+        if self._board is None or not await self._board.is_cancelled(self._batch.spec.id):
+            return False
+        await asyncio.to_thread(self._batch.cancel)
+        return True
 
     async def _validate(self) -> None:
         """Check the input: then the batch is FAILED or IN_PROGRESS."""
@@ -254,8 +310,9 @@ class _BatchRunner:
             try:
                 if state != self._state:
                     await self._write(state)
-                if await asyncio.to_thread(self._batch.cancelled_at) is not None:
+                if not cancelled.is_set() and await self._is_cancelled():
                     cancelled.set()
+                    await self._tell()
                 is_failing = False
             except LeaseLost:
                 raise  # `hold` ends the run

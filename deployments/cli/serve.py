@@ -12,19 +12,17 @@ from contextlib import closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from penstock.deployments.cli.signals import (
-    PATIENCE_S,
-    START_PATIENCE_S,
-    Interrupted,
-    Signals,
-)
+from penstock.deployments.cli.signals import Interrupted, Signals
 from penstock.deployments.cli.starting.progress import StartProgress
 from penstock.deployments.cli.starting.summary import effective_settings, weights_loaded, welcome
 from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.hub_model import look_at
 from penstock.deployments.preflight import check_before_start, check_formats
-from penstock.deployments.supervision.ray_workarounds import driver_environment
+from penstock.deployments.supervision.ray_workarounds import (
+    driver_environment,
+    keep_own_sigterm_handler,
+)
 from penstock.workers.errors import ConfigError
 from penstock.workers.weights.hub import is_hub_id
 
@@ -52,16 +50,17 @@ def run_serve(config: ServeConfig) -> int:
     is_local = config.ray_address is None
     signals = Signals(
         give_up=lambda: cluster.stop_at_once() if cluster is not None else None,
-        # An application is removed from a cluster that exists by asking it.
-        start_patience_s=START_PATIENCE_S if is_local else PATIENCE_S,
+        # An application is removed from a cluster that exists by asking it. A Ray of our own is
+        # killed: its own shutdown takes seconds.
+        unwinds=not is_local,
     )
     try:
         _say("starting Ray" if is_local else f"connecting to Ray at {config.ray_address}")
         from penstock.deployments.cluster import Cluster
 
+        keep_own_sigterm_handler()
         cluster = Cluster(config)
         cluster.start_ray()
-        signals.take_over()
         _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
         earlier = frozenset(info.address for info, _ in cluster.view().workers)
@@ -70,7 +69,7 @@ def run_serve(config: ServeConfig) -> int:
         with closing(StartProgress(_say, config.min_workers, earlier)) as progress:
             cluster.wait_until_up(progress.report)
             progress.finish()
-        signals.may_break_off = False
+        signals.started()
         _say(f"ready after {time.monotonic() - began_s:.1f} s{weights_loaded(cluster.view())}")
         view = cluster.view()
         new = [each for each in view.workers if each[0].address not in earlier]
@@ -80,12 +79,10 @@ def run_serve(config: ServeConfig) -> int:
         _say(welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
-    except (Interrupted, SystemExit):  # Ray, while it starts, turns SIGTERM into SystemExit
-        if is_local:  # Ray's own shutdown takes seconds
-            signals.exit_now()
+    except Interrupted:
         return 130
     finally:
-        signals.may_break_off = False  # the clean-up must not be interrupted
+        signals.started()  # the clean-up must not be interrupted
         if cluster is not None:
             cluster.stop()
     _say("stopped")

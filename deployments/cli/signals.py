@@ -1,7 +1,9 @@
 """SIGINT and SIGTERM in `penstock serve`: the first one drains, the second one stops at once.
 
 Signals are counted on a thread of their own, as Python runs handlers on the main thread only, and
-that may be blocked in Ray's C++ code when a signal arrives.
+that may be blocked in Ray's C++ code when a signal arrives. Nor does a handler raise an exception
+where the process is to end at once: the main thread may be in a callback or in a destructor, where
+Python prints an exception and drops it.
 """
 
 from __future__ import annotations
@@ -9,59 +11,82 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 PATIENCE_S = 5.0
-START_PATIENCE_S = 0.5  # nothing has been served: there is nothing to finish
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived while `may_break_off` was set."""
+    """A signal arrived while the start may be broken off."""
 
 
 class Signals:
     """Counts SIGINT and SIGTERM from its creation on.
 
-    While `may_break_off`, the first one raises Interrupted in the main thread. If the process is
-    still there `start_patience_s` later, or `PATIENCE_S` after a second signal, `give_up` is called
-    on another thread and the process exits with status 130.
+    Until `started` is called, the first one breaks the start off. With `unwinds` it raises
+    Interrupted in the main thread, which has PATIENCE_S to clean up; without, the main thread stops
+    where it is, and the process ends at once: nothing has been served. After `started`, a second
+    signal gives the main thread PATIENCE_S. The process ends by `give_up`, called on another
+    thread, and status 130.
     """
 
-    def __init__(self, give_up: Callable[[], None], start_patience_s: float = START_PATIENCE_S):
+    def __init__(self, give_up: Callable[[], None], *, unwinds: bool):
         self.num_seen = 0
-        self._start_patience_s = start_patience_s
-        self.may_break_off = True
         self._give_up = give_up
-        self._handled = False
+        self._unwinds = unwinds
+        self._is_starting = True
+        self._is_ending = False  # the process ends without the main thread
+        self._has_raised = False
         self._read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        self.take_over()
-        threading.Thread(target=self._count, name="penstock-signals", daemon=True).start()
-
-    def take_over(self) -> None:
-        """Install the handlers; called again after Ray has installed its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+        threading.Thread(target=self._count, name="penstock-signals", daemon=True).start()
+
+    def started(self) -> None:
+        """From now on the main thread looks at `num_seen`, and cleans up by itself."""
+        self._is_starting = False
+        # A signal that came before this has another effect, which may have begun just now.
+        while self._is_ending:
+            time.sleep(0.01)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self.may_break_off and not self._handled:
-            self._handled = True
-            raise Interrupted
+        if not self._is_starting:
+            return
+        if self._unwinds:
+            if not self._has_raised:
+                self._has_raised = True
+                raise Interrupted
+            return
+        while self._is_starting or self._is_ending:  # until the process has ended
+            time.sleep(0.01)
 
     def _count(self) -> None:
         while number := os.read(self._read_fd, 1):
             if number[0] not in (signal.SIGINT, signal.SIGTERM):
                 continue
             self.num_seen += 1
-            if self.may_break_off or self.num_seen == 2:
-                patience_s = self._start_patience_s if self.may_break_off else PATIENCE_S
-                timer = threading.Timer(patience_s, self.exit_now)
+            if not self._unwinds:
+                self._is_ending = True  # before the look: `started` sees it, or this sees `started`
+                if self._is_starting:
+                    self._exit()
+                self._is_ending = False
+            if self._is_starting or self._has_raised or self.num_seen == 2:
+                timer = threading.Timer(PATIENCE_S, self._exit)
                 timer.daemon = True  # the interpreter does not wait for it
                 timer.start()
 
-    def exit_now(self) -> None:
+    def _exit(self) -> NoReturn:
         """Give up and end the process, without anything that would run at its exit."""
-        self._give_up()
-        os._exit(130)
+        # The main thread has stopped anywhere, perhaps with a lock that `give_up` needs.
+        latest = threading.Timer(PATIENCE_S, os._exit, (130,))
+        latest.daemon = True
+        latest.start()
+        try:
+            self._give_up()
+        finally:
+            os._exit(130)

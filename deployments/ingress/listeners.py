@@ -196,7 +196,8 @@ async def open_listeners(
         )
     batches = None
     if data_dir is not None:
-        batches = asyncio.ensure_future(batch_executor(core, data_dir, fields).run())
+        board = None if journals is None else journals.batches
+        batches = asyncio.ensure_future(batch_executor(core, data_dir, fields, board).run())
     following = KeyFileWatch(
         keys,
         config.api_keys_file,

@@ -68,6 +68,21 @@ def is_start_timeout(error: Exception) -> bool:
     return type(error) is Exception
 
 
+def keep_own_sigterm_handler() -> None:
+    """Have `ray.init` leave this process's handler of SIGTERM alone.
+
+    Where Ray starts a node, it replaces the handler by one that kills the node's processes, and
+    then raises SystemExit in the main thread, wherever that is. Look for a setting in
+    `_register_shutdown_hooks` (_private/node.py).
+    """
+    from ray._private import utils
+
+    def ignored(handler: Any) -> None:
+        """In place of `set_sigterm_handler`."""
+
+    utils.set_sigterm_handler = ignored
+
+
 def serve_logger() -> logging.Logger:
     """The logger that Serve writes to the file of each replica; without handlers outside a replica.
 

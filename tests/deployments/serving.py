@@ -250,6 +250,7 @@ class Serving:
         api_keys: Sequence[str | KeyRecord] | ApiKeys = (),
         data_dir: Path | None = None,
         state_url: str | None = None,
+        name: str = "ingress",
         hosts: AllowedHosts | None = None,
         fields: FieldPolicy | None = None,
         certificates: Certificates | None = None,
@@ -259,12 +260,13 @@ class Serving:
         metrics: Callable[[], bytes] | None = None,
         **of_core: Any,
     ):
-        """`state_url`: of the store for journals; None: there are none. `fields`: what is done with
+        """`state_url`: of the store for journals; None: there are none. `name`: of this ingress in
+        the store. `fields`: what is done with
         unknown fields; None: they are refused. `certificates`: for TLS;
         None: there is none. `api_keys_file`: followed while the servers run, in place of
         `api_keys`."""
         self.backend = backend
-        self._state_url = state_url
+        self._state_url, self._name = state_url, name
         self._hosts = hosts
         self._fields = fields
         self._certificates = certificates
@@ -312,7 +314,7 @@ class Serving:
         workers = getattr(self.backend, "workers", None)  # where a test wants the status route
         if self._state_url is not None:
             store = await open_store(StateOptions(state_url=self._state_url))
-            self.journals = Journals(store, "ingress", flush_s=0.02)
+            self.journals = Journals(store, self._name, flush_s=0.02)
         shared = None if self.journals is None else self.journals.store
         self.core.billing = Billing(self.keys, QuotaLimiter(shared))
         app = build_app(
@@ -329,7 +331,8 @@ class Serving:
         )
         batches = None
         if self._data_dir is not None:
-            executor = batch_executor(self.core, self._data_dir, self._fields)
+            board = None if self.journals is None else self.journals.batches
+            executor = batch_executor(self.core, self._data_dir, self._fields, board)
             batches = asyncio.ensure_future(executor.run())
         listener = socket.create_server(("127.0.0.1", 0))
         self.http_port: int = listener.getsockname()[1]

@@ -32,7 +32,7 @@ MAX_PENDING_BYTES = 64 << 20
 MAX_STEP_BYTES = 8 << 20
 _LISTS = ("token_ids", "logprobs", "prompt_logprobs")
 _COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
-_OF_FIRST = ("request_id", "times", "engine")
+_OF_FIRST = ("request_id", "times", "engine", "computes")
 _OF_LAST = tuple(
     each.name for each in fields(Delta) if each.name not in (*_LISTS, *_COUNTS, *_OF_FIRST)
 )

@@ -34,6 +34,9 @@ class AdmissionRequest:
     weight: float = 1.0  # share of its tenant beside other tenants that wait
     longest_wait_s: float | None = None  # until a worker computes it, at first and after a loss
     trace: AnswerTrace | None = field(default=None, compare=False, repr=False)  # None: no record
+    # Of an answer that another ingress began: WorkerInfo.computes of the worker that made its
+    # tokens. Others would continue it with another model's. Empty: nothing is known of that.
+    computes: str = ""
 
     @property
     def request_id(self) -> str:

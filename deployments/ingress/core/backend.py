@@ -24,6 +24,11 @@ class TokenBackend(Protocol):
 class Recorder(Protocol):
     """Keeps what a call's answers become, so that it can be continued."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether the call runs here; False: it only follows one that runs elsewhere."""
+        ...
+
     def generate(
         self, admission: AdmissionRequest, backend: TokenBackend
     ) -> AsyncGenerator[Delta, None]:

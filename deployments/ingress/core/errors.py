@@ -149,6 +149,14 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "the tokens that you have are not those that this stream continues with: send the request "
         "again",
     ),
+    "model_changed": CatalogueEntry(
+        409,
+        "ABORTED",
+        _BAD,
+        "the model that began this answer is not served any more (its weights or number formats "
+        "were changed), and another one would go on with another text: send the request again, "
+        "with another Idempotency-Key if it had one",
+    ),
     "resumed_elsewhere": CatalogueEntry(
         409, "ABORTED", _BAD, "another connection has continued this stream"
     ),

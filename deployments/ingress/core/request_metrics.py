@@ -173,15 +173,19 @@ def log_request(
     request_id: str | None = None,
     times: RequestTimes | None = None,
     usage: TokenUsage | None = None,
+    is_repeated: bool = False,
 ) -> None:
     """One line of JSON, in which every control character is escaped.
 
     `finish`: as for `count_end`. `request_id` of one of several answers; None: that of the call.
+    `is_repeated`: nothing was generated, an answer was sent again.
     """
     if not log.isEnabledFor(logging.INFO):
         return
     line: dict[str, Any] = {"id": request_id or context.request_id, "front": context.front}
     line["finish"] = finish
+    if is_repeated:
+        line["repeated"] = True
     if context.principal:
         line["tenant"] = context.principal
     if context.key_id:

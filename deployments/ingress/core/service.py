@@ -200,6 +200,8 @@ class RequestCore:
         answers = self._running.setdefault(generation.call.context.request_id, [])
         answers.append(generation)
         times, usage = generation.times, generation.usage
+        # What is read again, or followed, was counted where it was generated.
+        counts = recorder is None or recorder.generates
         finish, bill, is_billed = DISCONNECT, generation.bill, False
         held = ExitStack()
         try:
@@ -229,6 +231,7 @@ class RequestCore:
                         self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
                     if piece.finish_reason is not None:
                         finish = piece.finish_reason.value
+                        counts = counts and not delta.is_replayed
                         if generation.call.context.wants_timings:
                             usage.timings = times.timings(time.monotonic())
                     yield index, piece
@@ -252,11 +255,17 @@ class RequestCore:
                 self._running.pop(generation.call.context.request_id, None)
             if bill is not None and is_billed:
                 bill.ended(usage, is_computed=bool(times.engine or usage.completion_tokens))
-            self.metrics.count_end(times, finish, usage)
-            self._learn(generation, finish)
+            if counts:
+                self.metrics.count_end(times, finish, usage)
+                self._learn(generation, finish)
             call, admission = generation.call, generation.admission
             log_request(
-                call.context, finish, request_id=admission.request_id, times=times, usage=usage
+                call.context,
+                finish,
+                request_id=admission.request_id,
+                times=times,
+                usage=usage,
+                is_repeated=not counts,
             )
             if admission.trace is not None:
                 add_answer(

@@ -52,7 +52,7 @@ class InFlightRequest:
     # Tokens that have arrived, whether or not the client has read them.
     emitted: array[int] = field(default_factory=lambda: array("i"))
     num_before: int = 0  # of those, from workers that were lost
-    computes: str = ""  # WorkerInfo.computes of the worker that it was sent to last
+    computes: str = ""  # WorkerInfo.computes of the worker that made its last tokens
     is_accepted: bool = False  # its worker computes it
     num_declined: int = 0  # times that a worker had no room
     lost_s: float | None = None  # since when it has no worker, after its worker was lost
@@ -93,9 +93,14 @@ class InFlightRequest:
         """Whether the worker that it is on has sent a token."""
         return len(self.emitted) > self.num_before
 
+    @property
+    def keeps_to_model(self) -> bool:
+        """Whether its answer has tokens of a model: from here, or from an ingress before this."""
+        return bool(self.emitted) or self.admission.computes != ""
+
     def fits(self, computes: str) -> bool:
-        """Whether a worker of other weights would change an answer that has begun."""
-        return not self.emitted or computes == self.computes
+        """Whether a worker that computes so would not change an answer that has begun."""
+        return not self.keeps_to_model or computes == self.computes
 
     @property
     def num_to_prefill(self) -> int:
@@ -125,6 +130,7 @@ class InFlightRequest:
 
     def presented(self, delta: Delta) -> Delta:
         """`delta` as the client gets it: the first worker said how the prompt was computed."""
+        delta.computes = self.computes
         if self.num_before:
             delta.times, delta.num_cached_tokens = None, 0
         return delta

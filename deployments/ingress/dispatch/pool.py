@@ -105,15 +105,17 @@ class WorkerPool:
         The last delta has a finish_reason: ERROR with `no_worker` if there is no worker to begin
         with, and with `worker_lost` if the worker was lost and no other takes the request in time.
         Raises ServiceError if the gate refuses it, if it has waited too long for the gate (the
-        worker itself drops what waits too long there), or if it ended three workers.
+        worker itself drops what waits too long there), if it ended three workers, or if another
+        ingress began its answer with a model that no worker has any more.
         """
         request = admission.request
         if await self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
             raise ServiceError("request_killed_workers")
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
         expected = request.num_expected or len(request.prompt_ids) + round(answer)
-        call = InFlightRequest(admission, num_expected=expected)
+        call = InFlightRequest(admission, num_expected=expected, computes=admission.computes)
         try:
+            await self._same_model(call)
             await self._enter_in_time(call)
             while True:
                 delta = await call.next()
@@ -150,6 +152,16 @@ class WorkerPool:
         """Break all streams; running requests end with `worker_lost`."""
         self._is_closed = True
         await self._workers.close()
+
+    async def _same_model(self, call: InFlightRequest) -> None:
+        """Where another ingress began the answer of `call`: wait for a worker that computes as
+        the one before. Raises ServiceError model_changed if there is none any more."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._lost_wait_s
+        while self._workers.has_any() and not self._workers.usable(call):
+            if self._workers.have_changed(call) or loop.time() > until_s:
+                raise ServiceError("model_changed")
+            await asyncio.sleep(0.02)
 
     def _tries_again(self, call: InFlightRequest) -> bool:
         """Whether a request whose worker could not get its experts has time to be sent again: the

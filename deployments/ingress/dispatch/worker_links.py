@@ -18,7 +18,7 @@ from penstock.deployments.ingress.dispatch.in_flight import InFlightRequest
 from penstock.deployments.ingress.dispatch.local_queue import share_of
 from penstock.deployments.ingress.dispatch.worker_link import WorkerLink, WorkerLinkHandlers
 from penstock.workers.channel.encrypted import TlsSource
-from penstock.workers.stats import WorkerInfo
+from penstock.workers.stats import WorkerInfo, digest_in
 
 log = logging.getLogger("penstock.channel")
 
@@ -127,6 +127,14 @@ class WorkerLinks:
             link.takes_requests and not call.fits(link.info.computes)
             for link in self.by_epoch.values()
         )
+
+    def have_changed(self, call: InFlightRequest) -> bool:
+        """Whether all workers have other files of the model than those that `call` began with, as
+        after an update. Of other number formats alone, one that fits may still come back."""
+        own = digest_in(call.computes)
+        links = [each for each in self.by_epoch.values() if each.is_listed and not each.is_draining]
+        others = [each.info.model_digest not in ("", own) for each in links]
+        return own != "" and bool(others) and all(others)
 
     def with_room(self, call: InFlightRequest) -> list[WorkerLink]:
         """Usable ones of which this ingress has less than its share."""

@@ -132,7 +132,7 @@ def build_app(
     anthropic.add_message_routes(app, core, calls, fields)
     responses.add_response_routes(app, core, calls, fields)
     tokenize.add_token_routes(app, core, fields)
-    batches.add_batch_routes(app, data_dir, None if journals is None else journals.keys)
+    batches.add_batch_routes(app, data_dir, journals)
     _add_model_routes(app, core, workers)
     add_console_routes(app)
     add_job_route(app, jobs)

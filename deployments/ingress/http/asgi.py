@@ -36,7 +36,10 @@ COMMENT = b": waiting\n\n"
 COMMENT_AFTER_ID = b": waiting\n"
 _NO_BUFFER: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 # Clients of OpenAI's API repeat what has another 5xx status, or 409.
-_NEVER_REPEATED = ("request_killed_workers", "resume_mismatch", "resumed_elsewhere", "no_journal")
+_NEVER_REPEATED = (
+    *("request_killed_workers", "resume_mismatch", "model_changed", "resumed_elsewhere"),
+    "no_journal",
+)
 
 
 class ClientGone(Exception):

@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from penstock.deployments.batch.executor import Executor
+from penstock.deployments.batch.executor import Board, Executor
 from penstock.deployments.batch.target import Reply, TargetError
 from penstock.deployments.ingress.core.billing import BATCH_PREFIX
 from penstock.deployments.ingress.core.call import new_request_id
@@ -82,7 +82,12 @@ class InProcessTarget:
         return Reply(exchange.status, json.loads(b"".join(exchange.parts)), request_id)
 
 
-def batch_executor(core: RequestCore, folder: Path, fields: FieldPolicy | None = None) -> Executor:
+def batch_executor(
+    core: RequestCore,
+    folder: Path,
+    fields: FieldPolicy | None = None,
+    board: Board | None = None,
+) -> Executor:
     """The executor of a data folder over this core; start its `run` on the core's event loop.
 
     At the gate, the batches of an API key are a tenant apart from the key's other requests.
@@ -93,6 +98,7 @@ def batch_executor(core: RequestCore, folder: Path, fields: FieldPolicy | None =
             core, principal=f"{BATCH_PREFIX}{principal}", fields=fields
         ),
         [name for model in core.models() for name in (model.name, *model.other_names)],
+        board,
     )
 
 

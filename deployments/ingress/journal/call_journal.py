@@ -18,6 +18,8 @@ from penstock.workers.request import Delta, FinishReason
 class CallJournal:
     """A Recorder of the request core. Made by Journals; lives on its event loop."""
 
+    generates = True
+
     def __init__(
         self,
         call_id: str,
@@ -49,6 +51,7 @@ class CallJournal:
         self.after = after
         self.is_cancelled = False  # it ends with what is kept
         self._kept = {name: each.deltas for name, each in (kept or {}).items()}
+        self._computes = {name: each.computes for name, each in (kept or {}).items()}
         self.has_tokens = any(self._kept.values())
         self._by_token = False
         self._on_record = on_record
@@ -101,11 +104,15 @@ class CallJournal:
         if self.is_cancelled:
             yield Delta(name, [], FinishReason.ABORT)
             return
+        computes = self._computes.get(name, "")
         if self.is_resumed:
-            admission = self._rest_of(admission, kept)
+            admission = replace(self._rest_of(admission, kept), computes=computes)
         async with aclosing(backend.generate(admission)) as deltas:
             async for delta in deltas:
                 delta.request_id = name
+                if computes:  # it is recorded once
+                    delta.computes = ""
+                computes = computes or delta.computes
                 if kept:  # the first worker said how the prompt was computed
                     delta.times, delta.num_cached_tokens = None, 0
                 if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):

@@ -23,6 +23,8 @@ RETRY_S = 1.0
 class FollowedCall:
     """A Recorder of the request core that makes no token itself."""
 
+    generates = False
+
     def __init__(self, store: Store, stream: str, outcome: Callable[[], Awaitable[str | None]]):
         """`stream`: its name in the store.
 

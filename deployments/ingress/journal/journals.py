@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from penstock.deployments.ingress.core.call import CallContext
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.journal.background import BackgroundCalls
+from penstock.deployments.ingress.journal.batches import SharedBatches
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.follow import FollowedCall
 from penstock.deployments.ingress.journal.idempotency import TTL_S as KEY_TTL_S
@@ -84,11 +85,14 @@ class Journals:
         self.store = self._store = store
         self.responses = ResponseValues(store)
         self.background = BackgroundCalls(store)
+        self.batches = SharedBatches(store, owner)
         self._owner = owner
         self._flush_s = flush_s
         self._ttl_s = ttl_s
         self._seeds = random.SystemRandom()
         self._changed: set[CallJournal] = set()
+        self._written: list[CallJournal] = []  # by the flush that runs
+        self._flushing = asyncio.Lock()  # two appends of one journal would count twice
         self._num_unsent_bytes = 0
         self._is_complaining = False
         self._writing = asyncio.ensure_future(self._write())
@@ -150,6 +154,8 @@ class Journals:
         self, call_id: str, head: Head, received: tuple[Received, ...] = (), after: int = -1
     ) -> CallJournal:
         """Take a call over. Raises ServiceError."""
+        if any(each.call_id == call_id for each in (*self._changed, *self._written)):
+            await self.flush()  # it ran here: what it lacks would be generated a second time
         try:
             fence = await self._store.put(
                 f"owner/{call_id}",
@@ -199,18 +205,21 @@ class Journals:
 
     async def flush(self) -> None:
         """Write what was recorded so far."""
-        changed, self._changed = list(self._changed), set()
-        for begin in range(0, len(changed), MAX_IN_FLIGHT):
-            some = changed[begin : begin + MAX_IN_FLIGHT]
-            failures = await asyncio.gather(*map(self._append, some), return_exceptions=True)
-            for journal, failure in zip(some, failures):
-                if isinstance(failure, Exception):  # a fault of ours must not end other journals
-                    log.error("the journal of %s failed", journal.call_id, exc_info=failure)
-                    self._drop(journal)
+        async with self._flushing:
+            self._written, self._changed = list(self._changed), set()
+            for begin in range(0, len(self._written), MAX_IN_FLIGHT):
+                some = self._written[begin : begin + MAX_IN_FLIGHT]
+                failures = await asyncio.gather(*map(self._append, some), return_exceptions=True)
+                for journal, failure in zip(some, failures):
+                    if isinstance(failure, Exception):  # a fault of ours ends no other journals
+                        log.error("the journal of %s failed", journal.call_id, exc_info=failure)
+                        self._drop(journal)
+            self._written = []
 
     async def close(self) -> None:
         await self.background.hand_over()
         await self.background.close()
+        await self.batches.close()
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
         await self.flush()

@@ -45,10 +45,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What records have of one answer. `ended_s`: Unix time of its end; None: it has not ended."""
+    """What records have of one answer. `ended_s`: Unix time of its end; None: it has not ended.
+
+    `computes`: WorkerInfo.computes of the worker that made its tokens; empty: unknown.
+    """
 
     deltas: list[Delta] = field(default_factory=list)
     ended_s: int | None = None
+    computes: str = ""
 
 
 def head_bytes(head: Head) -> bytes:
@@ -97,7 +101,10 @@ def record_bytes(deltas: Iterable[Delta], ended_s: Mapping[str, int] | None = No
     `ended_s`: Unix time at which answers ended, by their request ids.
     """
     by_answer: dict[str, Delta] = {}
+    computes: dict[str, str] = {}
     for delta in deltas:
+        if delta.computes:
+            computes[delta.request_id] = delta.computes
         whole = by_answer.get(delta.request_id)
         if whole is None:  # a new one: the parts still belong to the stream
             whole = by_answer[delta.request_id] = Delta(delta.request_id, [])
@@ -107,6 +114,7 @@ def record_bytes(deltas: Iterable[Delta], ended_s: Mapping[str, int] | None = No
             request_id=answer,
             delta=delta_message(delta, 0),
             ended_s=(ended_s or {}).get(answer, 0),
+            computes=computes.get(answer, ""),
         )
         for answer, delta in by_answer.items()
     )
@@ -124,6 +132,10 @@ def kept_from(records: Iterable[bytes]) -> dict[str, Kept]:
         for entry in message.entries:
             answer = kept[entry.request_id]
             answer.deltas.append(delta_from(entry.delta, entry.request_id))
-            if entry.ended_s:
-                kept[entry.request_id] = replace(answer, ended_s=entry.ended_s)
+            if entry.ended_s or entry.computes:
+                kept[entry.request_id] = replace(
+                    answer,
+                    ended_s=entry.ended_s or answer.ended_s,
+                    computes=entry.computes or answer.computes,
+                )
     return dict(kept)

@@ -22,11 +22,11 @@ class Killed(BaseException):
     """As if the process had ended here."""
 
 
-def run_once(folder, target):
+def run_once(folder, target, board=None):
     """One executor from its start until no batch is left, or it is killed."""
 
     async def run():
-        executor = Executor(folder, lambda _: target, ["builtin"])
+        executor = Executor(folder, lambda _: target, ["builtin"], board)
         running = asyncio.create_task(executor.run())
         try:
             async with asyncio.timeout(60):
@@ -45,6 +45,19 @@ def run_once(folder, target):
     asyncio.run(run())
 
 
+class Notes:
+    """A Board."""
+
+    def __init__(self):
+        self.states = []
+
+    def note(self, spec, state):
+        self.states.append((spec.id, state))
+
+    async def is_cancelled(self, batch_id):
+        return False
+
+
 def write(folder, num_lines):
     request = {"method": "POST", "url": "/v1/completions"}
     lines = [
@@ -59,6 +72,16 @@ def write(folder, num_lines):
 
 def refusals(body, _):
     return 400 if body["max_tokens"] == 3 else None
+
+
+def test_an_executor_notes_each_change_and_what_ended_before(tmp_path):
+    before = write(tmp_path, 3)
+    run_once(tmp_path, ScriptedTarget(refusals))  # nobody is told
+    batch, notes = write(tmp_path, 2), Notes()
+    run_once(tmp_path, ScriptedTarget(refusals), notes)
+    assert (before.spec.id, before.state()) in notes.states
+    noted = [state.status.value for batch_id, state in notes.states if batch_id == batch.spec.id]
+    assert list(dict.fromkeys(noted))[:3] == ["validating", "in_progress", "finalizing"]
 
 
 @pytest.mark.parametrize("step", range(12))

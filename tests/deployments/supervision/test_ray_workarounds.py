@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 from ray import JobID
-from ray._private import node, state, worker
+from ray._private import node, state, utils, worker
 from ray._private.authentication import authentication_utils
 from ray.serve import context, schema
 from ray.serve._private import constants, logging_utils, replica
@@ -51,6 +52,20 @@ def test_the_port_stays_open_where_serve_itself_uses_it(monkeypatch):
     monkeypatch.setattr(constants, "RAY_SERVE_USE_GRPC_BY_DEFAULT", True)
     ray_workarounds.keep_serve_port_local()
     assert replica.add_port_to_grpc_server is before
+
+
+def test_ray_leaves_the_handler_of_sigterm_alone(monkeypatch):
+    monkeypatch.setattr(utils, "set_sigterm_handler", utils.set_sigterm_handler)
+    monkeypatch.setattr(node.atexit, "register", lambda _: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        node.Node._register_shutdown_hooks(SimpleNamespace())
+        assert signal.getsignal(signal.SIGTERM) is not before, "Ray replaces it no more"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    ray_workarounds.keep_own_sigterm_handler()
+    node.Node._register_shutdown_hooks(SimpleNamespace())
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_messages_of_the_raylet_go_to_the_log_and_not_to_stdout(monkeypatch, capfd, caplog):

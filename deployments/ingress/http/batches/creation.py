@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from penstock.deployments.batch.batch_store import (
     TooManyBatches,
 )
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.journal.batches import SharedBatch
 from penstock.deployments.ingress.journal.idempotency import IdempotencyKeys, Key
 from penstock.workers.request import RequestError
+
+REPLAYED = {"idempotent-replayed": "true"}
 
 
 async def created(batches: OwnerBatches, spec: BatchSpec, content: Path) -> StoredBatch:
@@ -30,17 +34,22 @@ async def created(batches: OwnerBatches, spec: BatchSpec, content: Path) -> Stor
 
 
 async def once(
-    keys: IdempotencyKeys, key: Key, batches: OwnerBatches, spec: BatchSpec, content: Path
-) -> tuple[StoredBatch, dict[str, str]]:
+    keys: IdempotencyKeys,
+    key: Key,
+    batches: OwnerBatches,
+    spec: BatchSpec,
+    content: Path,
+    find: Callable[[str], Awaitable[StoredBatch | SharedBatch | None]],
+) -> tuple[StoredBatch | SharedBatch, dict[str, str]]:
     """The batch that `key` stands for, as it is now, and headers; a new one, where there is none.
 
-    Raises RequestError or ServiceError.
+    `find`: a batch that has been created, by its id. Raises RequestError or ServiceError.
     """
     known = await keys.claim(key, spec.id)
     if known is not None:
-        batch = await asyncio.to_thread(batches.get, known)
+        batch = await find(known)
         if batch is not None:
-            return batch, {"idempotent-replayed": "true"}
+            return batch, REPLAYED
         spec = replace(spec, id=known)  # the process that claimed it ended before it was created
     try:
         return await created(batches, spec, content), {}
@@ -50,5 +59,6 @@ async def once(
         raise
 
 
-def not_found(noun: str, shown: str, param: str) -> RequestError:
-    return RequestError(f"there is no {noun} {shown[:100]!a}", param=param, code="not_found")
+def not_found(noun: str, shown: str, param: str, more: str = "") -> RequestError:
+    """`more`: of the message."""
+    return RequestError(f"there is no {noun} {shown[:100]!a}{more}", param=param, code="not_found")

@@ -1,33 +1,29 @@
 """/v1/files and /v1/batches of OpenAI's API, over the data folder of this server.
 
 Every call works on files (deployments/batch/), so each ingress that shares the folder can answer
-it. The executor runs the batches; no call waits for it.
+it; one with another folder answers for batches from the state store. The executor runs the batches;
+no call waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 
-from penstock.deployments.batch.batch_store import (
-    KEPT_S,
-    BatchSpec,
-    BatchStore,
-    OwnerBatches,
-    StoredBatch,
-    new_batch_id,
-)
-from penstock.deployments.batch.file_store import FileStore, OwnerFiles, StoredFile
-from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.batch.batch_store import KEPT_S, BatchSpec, BatchStatus, new_batch_id
 from penstock.deployments.ingress.http.asgi import header, read_json_body
-from penstock.deployments.ingress.http.batches.creation import created, not_found, once
+from penstock.deployments.ingress.http.batches.creation import REPLAYED, created, once
+from penstock.deployments.ingress.http.batches.directory import (
+    CallerDirectory,
+    Directory,
+    shown,
+)
+from penstock.deployments.ingress.http.batches.paging import list_body, page_of
 from penstock.deployments.ingress.http.batches.schemas import (
     BatchBody,
     BatchList,
@@ -35,19 +31,17 @@ from penstock.deployments.ingress.http.batches.schemas import (
     FileBody,
     FileDeleted,
     FileList,
-    batch_body,
     file_body,
     parse_create,
 )
 from penstock.deployments.ingress.http.batches.upload import read_upload
-from penstock.deployments.ingress.http.body import refuse_unless_neutral
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
 from penstock.deployments.ingress.journal.idempotency import (
-    IdempotencyKeys,
     Key,
     checked_key,
     fingerprint_of_json,
 )
+from penstock.deployments.ingress.journal.journals import Journals
 from penstock.workers.request import RequestError
 
 SCHEMAS: list[type[BaseModel]] = [CreateBatchRequest]
@@ -73,39 +67,18 @@ _UPLOAD = {
     }
 }
 
-T = TypeVar("T")
 
-
-def add_batch_routes(app: FastAPI, folder: Path | None, keys: IdempotencyKeys | None) -> None:
+def add_batch_routes(app: FastAPI, folder: Path | None, journals: Journals | None) -> None:
     """`folder`: the data folder; None: every route answers `not_configured`.
 
-    `keys`: of requests that create batches; None: they have no effect.
+    `journals`: for idempotency keys, and for batches of other folders; None: there are neither.
     """
-    stores = _Stores(folder)
-    _add_file_routes(app, stores)
-    _add_batch_routes(app, stores, keys)
+    directory = Directory(folder, None if journals is None else journals.batches)
+    _add_file_routes(app, directory)
+    _add_batch_routes(app, directory, journals)
 
 
-class _Stores:
-    """The stores, and in them the files and batches of the caller."""
-
-    def __init__(self, folder: Path | None):
-        self._files = None if folder is None else FileStore(folder)
-        self._batches = None if folder is None else BatchStore(folder)
-
-    def files(self, request: Request) -> OwnerFiles:
-        """The files of the caller's API key. Raises ServiceError."""
-        if self._files is None:
-            raise ServiceError("not_configured")
-        return self._files.of(request.scope["state"]["principal"])
-
-    def batches(self, request: Request) -> OwnerBatches:
-        if self._batches is None:
-            raise ServiceError("not_configured")
-        return self._batches.of(request.scope["state"]["principal"])
-
-
-def _add_file_routes(app: FastAPI, stores: _Stores) -> None:
+def _add_file_routes(app: FastAPI, directory: Directory) -> None:
     @app.post(
         FILES_PATH,
         response_model=FileBody,
@@ -114,25 +87,28 @@ def _add_file_routes(app: FastAPI, stores: _Stores) -> None:
     )
     async def create_file(request: Request) -> Response:
         """Upload the input of a batch: multipart, with `file` and `purpose` = batch."""
-        files = stores.files(request)
-        return JSONResponse(file_body(await read_upload(request.scope, request.receive, files)))
+        own = directory.of(request)
+        file = await read_upload(request.scope, request.receive, own.files)
+        await own.keep_file(file)
+        return JSONResponse(file_body(file))
 
     @app.get(FILES_PATH, response_model=FileList, responses=error_responses(400, 401, 404))
     async def list_files(request: Request) -> Response:
         """The files of the key's tenant, the newest first."""
-        files, query = stores.files(request), request.query_params
-        page = _page_of(query, MAX_FILES_LISTED, MAX_FILES_LISTED, ("purpose",))
+        own, query = directory.of(request), request.query_params
+        page = page_of(query, MAX_FILES_LISTED, MAX_FILES_LISTED, ("purpose",))
         purpose = query.get("purpose")
-        known = await asyncio.to_thread(files.list)
-        found = [each for each in known if purpose in (None, each.purpose)]
-        return JSONResponse(page(found, file_body))
+        known = await asyncio.to_thread(own.files.list)
+        found = {each.id: each for each in known if purpose in (None, each.purpose)}
+        ids, has_more = page.of(list(found))
+        return JSONResponse(list_body([file_body(found[each]) for each in ids], has_more))
 
     one = f"{FILES_PATH}/{{file_id}}"
 
     @app.get(one, response_model=FileBody, responses=error_responses(401, 404))
     async def get_file(request: Request, file_id: str) -> Response:
         """The record of a file."""
-        return JSONResponse(file_body(await _file(stores.files(request), file_id)))
+        return JSONResponse(file_body(await directory.of(request).file(file_id)))
 
     @app.get(
         f"{one}/content",
@@ -144,19 +120,19 @@ def _add_file_routes(app: FastAPI, stores: _Stores) -> None:
     )
     async def get_file_content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
-        files = stores.files(request)
-        path = files.path(await _file(files, file_id))
+        own = directory.of(request)
+        path = own.files.path(await own.file(file_id))
         return FileResponse(path, media_type="application/octet-stream")
 
     @app.delete(one, response_model=FileDeleted, responses=error_responses(401, 404))
     async def delete_file(request: Request, file_id: str) -> Response:
         """Remove a file. A batch over it continues."""
-        files = stores.files(request)
-        await asyncio.to_thread(files.delete, await _file(files, file_id))
+        own = directory.of(request)
+        await own.delete_file(await own.file(file_id))
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-def _add_batch_routes(app: FastAPI, stores: _Stores, keys: IdempotencyKeys | None) -> None:
+def _add_batch_routes(app: FastAPI, directory: Directory, journals: Journals | None) -> None:
     @app.post(
         BATCHES_PATH,
         response_model=BatchBody,
@@ -165,117 +141,73 @@ def _add_batch_routes(app: FastAPI, stores: _Stores, keys: IdempotencyKeys | Non
     )
     async def create_batch(request: Request) -> Response:
         """Create a batch over an uploaded file of requests."""
-        files, batches = stores.files(request), stores.batches(request)
+        own = directory.of(request)
         body = await read_json_body(request.scope, request.receive)
         requested = parse_create(body)
-        created_at, window_s = int(time.time()), requested.window_s
-        file = await _file(files, requested.input_file_id, "input_file_id")
-        if file.purpose != "batch":
-            raise RequestError(
-                f"input_file_id: that file's purpose is {file.purpose}; it must be batch",
-                param="input_file_id",
-            )
-        principal = request.scope["state"]["principal"]
-        expiry = requested.output_expires_after
-        spec = BatchSpec(
-            id=new_batch_id(),
-            principal=principal,
-            endpoint=requested.endpoint,
-            input_file_id=file.id,
-            completion_window=requested.completion_window,
-            created_at=created_at,
-            expires_at=created_at + window_s,
-            metadata=requested.metadata,
-            output_ttl_s=KEPT_S if expiry is None else expiry.seconds,
-        )
         key = header(request.scope, b"idempotency-key")
-        if key is None or keys is None:
-            batch = await created(batches, spec, files.path(file))
-            return JSONResponse(await asyncio.to_thread(batch_body, batch))
+        if key is None or journals is None:
+            spec, content = await _spec(requested, own)
+            batch = await created(own.batches, spec, content)
+            await own.created(spec)
+            return JSONResponse(await shown(batch))
         digest = fingerprint_of_json(BATCHES_PATH, body)
-        named = Key(principal, BATCHES_PATH, checked_key(key), digest)
-        batch, headers = await once(keys, named, batches, spec, files.path(file))
-        return JSONResponse(await asyncio.to_thread(batch_body, batch), headers=headers)
+        named = Key(own.principal, BATCHES_PATH, checked_key(key), digest)
+        # Before its file is looked for: that may be in another folder, or deleted.
+        known = await journals.keys.find(named)
+        found = None if known is None else await own.known(known)
+        if found is not None:
+            return JSONResponse(await shown(found), headers=REPLAYED)
+        spec, content = await _spec(requested, own)
+        made, headers = await once(journals.keys, named, own.batches, spec, content, own.known)
+        if not headers:
+            await own.created(made.spec)
+        return JSONResponse(await shown(made), headers=headers)
 
     @app.get(BATCHES_PATH, response_model=BatchList, responses=error_responses(400, 401, 404))
     async def list_batches(request: Request) -> Response:
         """The batches of the key's tenant, the newest first."""
-        batches = stores.batches(request)
-        page = _page_of(request.query_params, 20, MAX_BATCHES_LISTED)
-        known = await asyncio.to_thread(batches.list)
-        return JSONResponse(await asyncio.to_thread(page, known, batch_body))
+        own = directory.of(request)
+        return JSONResponse(await own.list(page_of(request.query_params, 20, MAX_BATCHES_LISTED)))
 
     one = f"{BATCHES_PATH}/{{batch_id}}"
 
-    @app.get(one, response_model=BatchBody, responses=error_responses(401, 404))
+    @app.get(one, response_model=BatchBody, responses=error_responses(401, 404, 503))
     async def get_batch(request: Request, batch_id: str) -> Response:
         """The progress of a batch."""
-        batch = await _batch(stores.batches(request), batch_id)
-        return JSONResponse(await asyncio.to_thread(batch_body, batch))
+        return JSONResponse(await shown(await directory.of(request).batch(batch_id)))
 
-    @app.post(f"{one}/cancel", response_model=BatchBody, responses=error_responses(400, 401, 404))
+    @app.post(
+        f"{one}/cancel", response_model=BatchBody, responses=error_responses(400, 401, 404, 503)
+    )
     async def cancel_batch(request: Request, batch_id: str) -> Response:
         """End a batch: no further request begins, and those that run have 10 s to finish."""
-        batch = await _batch(stores.batches(request), batch_id)
-        state = await asyncio.to_thread(batch.state)
-        if state.status.is_final:
-            raise RequestError(
-                f"the batch is {state.status.value} and cannot be cancelled", param="batch_id"
-            )
-        await asyncio.to_thread(batch.cancel)
-        return JSONResponse(await asyncio.to_thread(batch_body, batch))
+        own = directory.of(request)
+        status = (await shown(await own.batch(batch_id)))["status"]
+        if BatchStatus(status).is_final:
+            raise RequestError(f"the batch is {status} and cannot be cancelled", param="batch_id")
+        await own.cancel(await own.batch(batch_id))
+        return JSONResponse(await shown(await own.batch(batch_id)))
 
 
-async def _file(files: OwnerFiles, file_id: str, param: str = "file_id") -> StoredFile:
-    file = await asyncio.to_thread(files.get, file_id)
-    if file is None:
-        raise not_found("file", file_id, param)
-    return file
-
-
-async def _batch(batches: OwnerBatches, batch_id: str) -> StoredBatch:
-    batch = await asyncio.to_thread(batches.get, batch_id)
-    if batch is None:
-        raise not_found("batch", batch_id, "batch_id")
-    return batch
-
-
-Page = Callable[[Sequence[T], Callable[[T], dict[str, Any]]], dict[str, Any]]
-
-
-def _page_of(
-    query: Mapping[str, str], default: int, most: int, others: Sequence[str] = ()
-) -> Page[Any]:
-    """A function from items (the oldest first) to the body of the list that `query` selects.
-
-    Raises RequestError.
-    """
-    for name, value in query.items():
-        if name not in ("limit", "order", "after", *others):
-            refuse_unless_neutral(ascii(name[:100])[1:-1], value, ())
-    limit = query.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
-        raise RequestError(f"limit must lie in [1, {most}]", param="limit")
-    order, after = query.get("order", "desc"), query.get("after")
-    if order not in ("asc", "desc"):
-        raise RequestError("order must be asc or desc", param="order")
-
-    def page(items: Sequence[Any], render: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        bodies = [render(each) for each in items]
-        if order == "desc":
-            bodies.reverse()
-        if after is not None:
-            ids = [each["id"] for each in bodies]
-            if after not in ids:
-                raise RequestError("after names none of these items", param="after")
-            bodies = bodies[ids.index(after) + 1 :]
-        shown = bodies[: int(limit)]
-        return {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(bodies) > len(shown),
-        }
-
-    return page
+async def _spec(requested: CreateBatchRequest, own: CallerDirectory) -> tuple[BatchSpec, Path]:
+    """The settings of a new batch, and the content of its file. Raises RequestError."""
+    created_at, expiry = int(time.time()), requested.output_expires_after
+    expires_at = created_at + requested.window_s
+    file = await own.file(requested.input_file_id, "input_file_id")
+    if file.purpose != "batch":
+        raise RequestError(
+            f"input_file_id: that file's purpose is {file.purpose}; it must be batch",
+            param="input_file_id",
+        )
+    spec = BatchSpec(
+        id=new_batch_id(),
+        principal=own.principal,
+        endpoint=requested.endpoint,
+        input_file_id=file.id,
+        completion_window=requested.completion_window,
+        created_at=created_at,
+        expires_at=expires_at,
+        metadata=requested.metadata,
+        output_ttl_s=KEPT_S if expiry is None else expiry.seconds,
+    )
+    return spec, own.files.path(file)

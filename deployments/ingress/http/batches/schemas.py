@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.deployments.batch.batch_store import BatchState, BatchStatus, StoredBatch
+from penstock.deployments.batch.batch_store import BatchSpec, BatchState, BatchStatus
 from penstock.deployments.batch.file_store import StoredFile
 from penstock.deployments.batch.lines import ENDPOINTS
 from penstock.deployments.ingress.http.batches.upload import MAX_TTL_S, MIN_TTL_S
@@ -157,8 +157,7 @@ def file_body(file: StoredFile) -> dict[str, Any]:
     }
 
 
-def batch_body(batch: StoredBatch) -> dict[str, Any]:
-    spec, state = batch.spec, batch.state()
+def batch_body(spec: BatchSpec, state: BatchState) -> dict[str, Any]:
     is_final = state.status.is_final
     errors = {"object": "list", "data": state.errors} if state.errors else None
     times = {

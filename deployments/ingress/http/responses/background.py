@@ -104,7 +104,8 @@ class BackgroundResponses:
             return self._answerer.sent(frames, headers, has_event_ids=has_ids)
         assert self._journals is not None, "without a store all responses are here"
         head = await self._journals.head(kept.request_id, kept.principal)
-        about = continued_context(kept.request_id, head)
+        # The ingress that generates it keeps the deadline; what it made can be read later, too.
+        about = replace(continued_context(kept.request_id, head), deadline_s=None)
         prepared = await self._answerer.prepare(head.body, about, head)
         return self._answerer.sent(
             self._followed(prepared, prepared.entry(head=head), after),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.protos.penstock.internal.v1 import channel_pb2 as penstock_dot_internal_dot_v1_dot_channel__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"penstock/internal/v1/journal.proto\x12\x14penstock.internal.v1\x1a\"penstock/internal/v1/channel.proto\"\xd9\x01\n\x08\x43\x61llHead\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05route\x18\x02 \x01(\t\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x11\n\tprincipal\x18\x04 \x01(\t\x12\x11\n\tclient_id\x18\x05 \x01(\t\x12\x11\n\tcreated_s\x18\x06 \x01(\x04\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x15\n\rwants_timings\x18\x08 \x01(\x08\x12\r\n\x05ttl_s\x18\t \x01(\x01\x12\x0e\n\x06\x62\x65\x66ore\x18\n \x01(\x0c\x12\x0e\n\x06key_id\x18\x0b \x01(\t\x12\x12\n\ndeadline_s\x18\x0c \x01(\x01\">\n\nCallRecord\x12\x30\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1f.penstock.internal.v1.CallEntry\"\\\n\tCallEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1b.penstock.internal.v1.Delta\x12\x0f\n\x07\x65nded_s\x18\x03 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"penstock/internal/v1/journal.proto\x12\x14penstock.internal.v1\x1a\"penstock/internal/v1/channel.proto\"\xd9\x01\n\x08\x43\x61llHead\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05route\x18\x02 \x01(\t\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x11\n\tprincipal\x18\x04 \x01(\t\x12\x11\n\tclient_id\x18\x05 \x01(\t\x12\x11\n\tcreated_s\x18\x06 \x01(\x04\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x15\n\rwants_timings\x18\x08 \x01(\x08\x12\r\n\x05ttl_s\x18\t \x01(\x01\x12\x0e\n\x06\x62\x65\x66ore\x18\n \x01(\x0c\x12\x0e\n\x06key_id\x18\x0b \x01(\t\x12\x12\n\ndeadline_s\x18\x0c \x01(\x01\">\n\nCallRecord\x12\x30\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1f.penstock.internal.v1.CallEntry\"n\n\tCallEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1b.penstock.internal.v1.Delta\x12\x0f\n\x07\x65nded_s\x18\x03 \x01(\x04\x12\x10\n\x08\x63omputes\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,5 +37,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALLRECORD']._serialized_start=316
   _globals['_CALLRECORD']._serialized_end=378
   _globals['_CALLENTRY']._serialized_start=380
-  _globals['_CALLENTRY']._serialized_end=472
+  _globals['_CALLENTRY']._serialized_end=490
 # @@protoc_insertion_point(module_scope)

@@ -42,11 +42,13 @@ class CallRecord(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[CallEntry, _Mapping]]] = ...) -> None: ...
 
 class CallEntry(_message.Message):
-    __slots__ = ("request_id", "delta", "ended_s")
+    __slots__ = ("request_id", "delta", "ended_s", "computes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     delta: _channel_pb2.Delta
     ended_s: int
-    def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[_channel_pb2.Delta, _Mapping]] = ..., ended_s: _Optional[int] = ...) -> None: ...
+    computes: str
+    def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[_channel_pb2.Delta, _Mapping]] = ..., ended_s: _Optional[int] = ..., computes: _Optional[str] = ...) -> None: ...

@@ -572,6 +572,7 @@ def scored(
 def test_joined_deltas_are_as_if_both_had_come_in_one_step():
     first = scored([1], prompt=(8, 9))
     first.times, first.engine, first.num_cached_tokens = FirstTokenTimes(0.5, 0.25), "w", 1
+    first.computes = "t-1 fp32"
     last = scored([2], FinishReason.STOP, stop_token_id=2)
     said = {"num_cached_tokens": 1, "num_evicted_tokens": 128, "moe_mode": "sparse"}
     said |= {"num_neurons": 7, "num_skipped_neurons": 3}
@@ -579,7 +580,7 @@ def test_joined_deltas_are_as_if_both_had_come_in_one_step():
     for name, value in said.items():
         setattr(last, name, value)
     whole = scored([1, 2], FinishReason.STOP, stop_token_id=2, prompt=(8, 9))
-    whole.times, whole.engine = first.times, "w"
+    whole.times, whole.engine, whole.computes = first.times, "w", first.computes
     for name, value in said.items():
         setattr(whole, name, value)
     # Nothing that a delta of a worker can say is left out of this test.

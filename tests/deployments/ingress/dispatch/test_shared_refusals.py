@@ -110,7 +110,10 @@ def ingress(state_url: str, nodes: list[Node]):
         servers.call(lambda: setattr(pool.lost_requests, "shared", SharedRefusals(store)))
         servers.call(lambda: pool.update([node.channel.info for node in nodes]))
         eventually(lambda: pool.num_connected == len(nodes))
-        yield servers, pool
+        try:
+            yield servers, pool
+        finally:  # its links run on the loop of the servers, which is closed with them
+            servers.wait(pool.close())
 
 
 def over_http(servers: Serving) -> None:
