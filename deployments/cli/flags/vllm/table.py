@@ -11,7 +11,7 @@ from penstock.deployments.cli.flags.vllm.flag import VllmFlag
 # Flags of vLLM that are settings of Penstock under the same name.
 SAME = (
     *("served_model_name", "revision", "max_model_len", "seed", "host", "max_num_seqs"),
-    *("max_num_batched_tokens", "block_size", "async_scheduling", "device"),
+    *("max_num_batched_tokens", "block_size", "async_scheduling", "device", "tool_call_parser"),
 )
 TOPICS: dict[str, tuple[VllmFlag, ...]] = {
     "model": engine.MODEL,
