@@ -79,7 +79,6 @@ REFUSED = {
     "--trust-remote-code": "runs no code from a checkpoint",
     '--speculative-config {"method":"ngram"}': "no speculative decoding",
     "--enable-expert-parallel": "--expert-cache-gb",
-    "--tool-call-parser jamba": "hermes, llama3_json",
     "--reasoning-parser step3": "deepseek_r1, qwen3",
     "--compilation-config 3": "--cuda-graphs",
     "-O3": "--cuda-graphs",

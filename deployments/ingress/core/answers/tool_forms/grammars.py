@@ -21,7 +21,7 @@ from penstock.workers.structured_spec import StructuredSpec
 from penstock.workers.text.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from penstock.workers.text.tokenizer import Tokenizer
 
-Grammar = Callable[[Toolset, Tokenizer], StructuredSpec]
+Grammar = Callable[[Toolset, Tokenizer], StructuredSpec | None]
 
 
 def llama3(toolset: Toolset, _: Tokenizer) -> StructuredSpec:

@@ -25,7 +25,6 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, json_schema
 from penstock.workers.text.reasoning import PUBLISHED, Marks, ReasoningReader, Start, start_of
-from penstock.workers.text.tokenizer import Tokenizer
 from tests.deployments.ingress.core.answers.models import PLAIN, model_of
 from tests.deployments.serving import (
     EngineBackend,

@@ -167,7 +167,13 @@ INNER = {
 
 def template(**calls: Any) -> dict[str, Any]:
     """A response template with text and calls."""
-    return {**ANCHOR, "fields": {"content": {"repeats": True, "join": ""}, "tool_calls": {"repeats": True, **calls}}}
+    return {
+        **ANCHOR,
+        "fields": {
+            "content": {"repeats": True, "join": ""},
+            "tool_calls": {"repeats": True, **calls},
+        },
+    }
 
 
 def xml(pattern: str) -> dict[str, Any]:
@@ -176,9 +182,7 @@ def xml(pattern: str) -> dict[str, Any]:
 
 # How transformers reads the same texts. It has no way to say where bare calls of Llama begin.
 ORACLES = {
-    "hermes": template(
-        open="<tool_call>", close="</tool_call>", content="json", transform=INNER
-    ),
+    "hermes": template(open="<tool_call>", close="</tool_call>", content="json", transform=INNER),
     "mistral, list": template(
         open="[TOOL_CALLS]", content="json", transform=ITEM, transform_each=True
     ),
@@ -204,9 +208,7 @@ ORACLES = {
         **xml(r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
     ),
     "phi4": template(open="functools", content="json", transform=ITEM, transform_each=True),
-    "granite": template(
-        open="<|tool_call|>", content="json", transform=ITEM, transform_each=True
-    ),
+    "granite": template(open="<|tool_call|>", content="json", transform=ITEM, transform_each=True),
     "functiongemma": template(
         open_pattern=r"<start_function_call>call:(?P<name>[\w.-]+)",
         close="<end_function_call>",
@@ -367,8 +369,11 @@ def test_however_it_is_cut(which: tuple[str, str], data: st.DataObject) -> None:
 MARKS = sorted({mark for name, _ in WAYS.values() for mark in form(name).marks})
 NOISE = st.lists(
     st.sampled_from(
-        [*MARKS, "look", "call:", "{", "}", "[", "]", '"', '{"name": "look", "', 'parameters": {']
-        + ['arguments": {', "<function=look>", ">", "\n", " ", "a", "functools[", ", ", ";"]
+        (
+            *MARKS,
+            *("look", "call:", "{", "}", "[", "]", '"', '{"name": "look", "', 'parameters": {'),
+            *('arguments": {', "<function=look>", ">", "\n", " ", "a", "functools[", ", ", ";"),
+        )
     ),
     max_size=14,
 )
