@@ -141,6 +141,12 @@ class RequestCore:
         """With these the front ends make the parameters of a call."""
         return self._model.sampling_defaults
 
+    @property
+    def tool_note(self) -> str:
+        """What an operator should know of tool calls; empty: nothing."""
+        note = self._tools.note
+        return note if self._tools.form else f"WARNING: {note}"
+
     def models(self) -> list[ServedModel]:
         """The served model, which may have several names."""
         return [self._model]

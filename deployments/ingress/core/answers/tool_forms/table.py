@@ -34,6 +34,13 @@ from penstock.workers.text.tool_forms import AUTO, FORMS, PLAIN, TEMPLATE, form_
 UNKNOWN = "unknown"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
+_UNKNOWN_NOTE = (
+    "the chat template renders tools, and the form in which this model writes calls is not known: "
+    "requests with tools are refused unless tool_choice forces a call. Set tool_call_parser to the "
+    f"form ({', '.join(FORMS)}), or to {PLAIN}, which describes the tools in the system message "
+    "and asks for calls in the form of Hermes"
+)
+
 log = logging.getLogger("penstock.ingress")
 
 
@@ -130,11 +137,13 @@ class ToolSupport:
     """How one model is given tools, and how its calls are read.
 
     `form` None: it is not known. `is_plain`: the tools are described in the system message, since
-    the chat template renders none, or because the operator says so.
+    the chat template renders none, or because the operator says so. `note`: what an operator should
+    know of that.
     """
 
     form: ToolForm | None
     is_plain: bool
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -190,10 +199,17 @@ def support_of(setting: str, tokenizer: Tokenizer) -> ToolSupport:
 
     It logs what an operator should know, once.
     """
-    name = form_named(setting)
-    plain = ToolSupport(HERMES, is_plain=True)
-    if not tokenizer.has_chat_template or name == PLAIN:
-        return plain
+    support = _support(form_named(setting), setting, tokenizer)
+    if support.note:
+        log.log(logging.INFO if support.form else logging.WARNING, "%s", support.note)
+    return support
+
+
+def _support(name: str, setting: str, tokenizer: Tokenizer) -> ToolSupport:
+    if not tokenizer.has_chat_template:
+        return ToolSupport(HERMES, is_plain=True)
+    if name == PLAIN:
+        return ToolSupport(HERMES, True, "tools are described in the system message")
     if not tokenizer.renders_tools:
         if name not in (AUTO, HERMES.name):
             raise ConfigError(
@@ -201,25 +217,16 @@ def support_of(setting: str, tokenizer: Tokenizer) -> ToolSupport:
                 "name one that does with chat_template, or leave tool_call_parser at auto, with "
                 "which the tools are described in the system message"
             )
-        log.info("the chat template renders no tools: they are described in the system message")
-        return plain
-    if name != AUTO:
-        return ToolSupport(_form(name, tokenizer), is_plain=False)
-    found = form_in(tokenizer.chat_template or "")
-    if found is None and tokenizer.response_template is not None:
-        found = TEMPLATE
+        note = "the chat template renders no tools: they are described in the system message"
+        return ToolSupport(HERMES, True, note)
+    found: str | None = name
+    if name == AUTO:
+        found = form_in(tokenizer.chat_template or "")
+        if found is None and tokenizer.response_template is not None:
+            found = TEMPLATE
     if found is None:
-        log.warning(
-            "the chat template renders tools, and the form in which this model writes calls is not "
-            "known: requests with tools are refused unless tool_choice forces a call. Set "
-            "tool_call_parser to the form (%s), or to %s, which describes the tools in the system "
-            "message and asks for calls in the form of Hermes",
-            ", ".join(FORMS),
-            PLAIN,
-        )
-        return ToolSupport(None, is_plain=False)
-    log.info("tool calls are read in the form %s", found)
-    return ToolSupport(_form(found, tokenizer), is_plain=False)
+        return ToolSupport(None, False, _UNKNOWN_NOTE)
+    return ToolSupport(_form(found, tokenizer), False, f"tool calls are read in the form {found}")
 
 
 def _form(name: str, tokenizer: Tokenizer) -> ToolForm:
