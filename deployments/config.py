@@ -37,6 +37,7 @@ from penstock.workers.settings import (
     unknown_setting,
 )
 from penstock.workers.text.reasoning import marks_in
+from penstock.workers.text.tool_forms import form_named
 from penstock.workers.weights.hub import NAMES, is_hub_id
 
 WAIT_S = 120.0  # OpenAI's clients take a Retry-After of no more, and give up after 600 s
@@ -71,6 +72,7 @@ class ServeConfig(
         check_settings(self)
         if self.reasoning_marks not in (None, "auto"):
             marks_in(self.reasoning_marks)
+        form_named(self.tool_call_parser)
         if self.metrics_port in (self.http_port, self.grpc_port):
             raise ConfigError(
                 f"metrics_port must differ from http_port and grpc_port; got {self.metrics_port}"

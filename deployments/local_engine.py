@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.answers.reasoning import find_marks
+from penstock.deployments.ingress.core.answers.tool_forms.table import support_of
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.workers.context_policy import ContextSettings
@@ -93,6 +94,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         max_model_len=engine.max_model_len,
         contexts=ContextSettings.of(config.engine, engine.max_model_len),
         marks=find_marks(config.reasoning_marks, tokenizer),
+        tools=support_of(config.tool_call_parser, tokenizer),
         seed=config.engine.seed,
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
     )

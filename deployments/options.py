@@ -29,7 +29,13 @@ class ServedModelOptions:
         "auto",
         "marks around a model's reasoning, which chat answers return in a separate field; auto: "
         "the published marks that its chat template or tokenizer contains; none: no separation; "
-        "or two marks, as '<think> </think>'",
+        "the name of a model's reasoning in vLLM, as qwen3; or two marks, as '<think> </think>'",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "form in which the model writes tool calls; auto: the form that its chat template shows; "
+        "plain: tools are described in the system message, and calls are in the form of Hermes; or "
+        "a form by name (docs/guide/tool-calls.md)",
     )
 
 

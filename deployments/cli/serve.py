@@ -76,6 +76,8 @@ def run_serve(config: ServeConfig) -> int:
         _say(effective_settings(config, new, cluster.logs))
         for each in sorted({info.sampling_defaults for info in view.ingresses} - {""}):
             _say(f"requests that do not say otherwise: {each} (the model's generation_config.json)")
+        for note in sorted({info.tool_note for info in view.ingresses} - {""}):
+            _say(note)
         _say(welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)

@@ -16,6 +16,7 @@ import uvicorn
 from penstock.deployments.config import LOOPBACK, ServeConfig
 from penstock.deployments.ingress.complaints import Complaints
 from penstock.deployments.ingress.core.answers.reasoning import find_marks
+from penstock.deployments.ingress.core.answers.tool_forms.table import support_of
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.connections import Connections, connections_for
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
@@ -286,6 +287,7 @@ async def _request_core(
         max_model_len=max_model_len,
         contexts=ContextSettings.of(config.engine, max_model_len),
         marks=find_marks(config.reasoning_marks, tokenizer),
+        tools=support_of(config.tool_call_parser, tokenizer),
         learner=gate,
         seed=config.engine.seed,
         longest_wait_s=config.longest_possible_wait_s,

@@ -175,6 +175,7 @@ class IngressReplica:
             digest="" if self._setup is None else self._setup.digest,
             jobs=self._listeners.jobs.own(),
             sampling_defaults=str(self._listeners.core.sampling_defaults),
+            tool_note=self._listeners.core.tool_note,
         )
 
     async def drain(self) -> None:

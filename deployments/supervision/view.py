@@ -43,6 +43,7 @@ class IngressInfo:
     digest: str = ""  # of that deployment's settings
     jobs: tuple[JobReport, ...] = ()  # that it got in the last minute
     sampling_defaults: str = ""  # the model's own, in words; empty: it has none
+    tool_note: str = ""  # what an operator should know of tool calls
 
 
 @dataclass(frozen=True, slots=True)

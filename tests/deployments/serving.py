@@ -31,6 +31,7 @@ import torch
 import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
@@ -200,6 +201,7 @@ def core_over(
     max_model_len: int = 512,
     of: Tokenizer | None = None,
     marks: Marks | None = None,
+    tools: ToolSupport | None = None,
     longest_wait_s: float | None = None,
     open_calls: OpenCalls | None = None,
     shares_prefixes: bool = False,
@@ -215,6 +217,7 @@ def core_over(
         vocab_size=model().config.vocab_size,
         max_model_len=max_model_len,
         marks=marks,
+        tools=tools,
         longest_wait_s=longest_wait_s,
         open_calls=open_calls,
         shares_prefixes=shares_prefixes,

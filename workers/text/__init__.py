@@ -1,4 +1,4 @@
-"""Tokens and text: tokenizer, detokenizer, chat template, reasoning marks. No torch.
+"""Tokens and text: tokenizer, detokenizer, chat template, reasoning marks, tool forms. No torch.
 
 Imported by the ingress, engine/, config.py of the deployments and the command line.
 Begin with tokenizer.py.

@@ -5,8 +5,10 @@ Marks come from the operator's model folder or setting, never from a request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from penstock.workers.errors import ConfigError
 
@@ -20,7 +22,7 @@ class Marks:
 
 
 # As published with: DeepSeek-R1, Qwen3, QwQ, GLM-4.5, MiniMax-M2, OLMo 3 and many more; Magistral;
-# Seed-OSS; Command A Reasoning; EXAONE Deep; Kimi-VL; OpenThinker.
+# Seed-OSS; Command A Reasoning; EXAONE Deep; Kimi-VL; OpenThinker; Gemma 4.
 PUBLISHED = (
     Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),
@@ -29,6 +31,20 @@ PUBLISHED = (
     Marks("<thought>", "</thought>"),
     Marks("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     Marks("<|begin_of_thought|>", "<|end_of_thought|>"),
+    Marks("<|channel>thought", "<channel|>"),
+)
+HARMONY = Marks("<|channel|>analysis<|message|>", "<|end|>")  # harmony.py reads it
+_GRANITE = Marks("Here is my thought process:", "Here is my response:")
+# By the names of vLLM's --reasoning-parser.
+NAMED: Mapping[str, Marks] = MappingProxyType(
+    {
+        **dict.fromkeys(("deepseek_r1", "qwen3", "glm45", "minimax_m2", "olmo3"), PUBLISHED[0]),
+        "mistral": PUBLISHED[1],
+        "seed_oss": PUBLISHED[2],
+        "granite": _GRANITE,
+        "gemma4": PUBLISHED[7],
+        **dict.fromkeys(("harmony", "openai_gptoss"), HARMONY),
+    }
 )
 MAX_BLANK = 256  # characters of white space before an opening mark
 TAIL_TOKENS = 48  # of a prompt, in which a template may open or close the reasoning
@@ -36,11 +52,13 @@ TAIL_TOKENS = 48  # of a prompt, in which a template may open or close the reaso
 
 def marks_in(setting: str) -> Marks:
     """The two marks of the setting `reasoning_marks`. Raises ConfigError."""
+    if setting in NAMED:
+        return NAMED[setting]
     parts = setting.split(" ")
     if len(parts) != 2 or not all(parts) or parts[0] == parts[1]:
         raise ConfigError(
-            "reasoning_marks must be auto, none, or two marks separated by one space, such as "
-            f"'<think> </think>'; got {setting!r}"
+            "reasoning_marks must be auto, none, two marks separated by one space, such as "
+            f"'<think> </think>', or one of {', '.join(NAMED)}; got {setting!r}"
         )
     return Marks(*parts)
 

@@ -43,9 +43,11 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        response_template: Mapping[str, Any] | None = None,
     ):
         """`special_tokens` as templates name them: bos_token, eos_token, … `variables`: of the chat
-        template, for conversations that do not set them."""
+        template, for conversations that do not set them. `response_template`: how the model's
+        repository says that answers are read."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -63,6 +65,7 @@ class Tokenizer:
         self._spelt: dict[int, bytes] = {}
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
         self._variables = dict(variables or {})
+        self.response_template = response_template
 
     @classmethod
     def load(
@@ -104,6 +107,7 @@ class Tokenizer:
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
             chat_template=chat_template or _chat_template(folder, config),
             variables=variables,
+            response_template=_response_template(config),
         )
 
     def to_json(self) -> str:
@@ -193,6 +197,11 @@ class Tokenizer:
 
     def is_special(self, token: str) -> bool:
         return token in self._special
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The special tokens."""
+        return self._special
 
     @property
     def chat_template(self) -> str | None:
@@ -302,6 +311,11 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         return named.get("default")
     return template
+
+
+def _response_template(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    given = config.get("response_template")
+    return given if isinstance(given, dict) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from penstock.deployments.ingress.core.tracing import RequestTrace
 from penstock.deployments.options import ANY_NAME
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
+from penstock.workers.text.tool_forms import PLAIN
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
 MAX_PRIORITY = 100  # 0 is the best that a client may ask for, and what all have
@@ -33,7 +34,8 @@ class ServedModel:
 
     Answers bear its `name`, also where the request has one of `other_names`. ANY_NAME among these:
     requests may have any name.
-    `sampling_defaults`: for requests that do not say how to sample.
+    `sampling_defaults`: for requests that do not say how to sample. `tool_call_parser`: the form in
+    which its tool calls are read; plain: tools are described in the system message; unknown.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ServedModel:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created_s: int = field(default_factory=lambda: int(time.time()))
     other_names: tuple[str, ...] = ()
+    tool_call_parser: str = PLAIN
 
     @property
     def names(self) -> tuple[str, ...]:

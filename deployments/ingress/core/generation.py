@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.answers.reasoning import ReasoningSplit
+from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport
 from penstock.deployments.ingress.core.answers.tool_parser import ToolCallReader
 from penstock.deployments.ingress.core.billing import Bill
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
@@ -41,10 +42,12 @@ class Generation:
         start_s: float,
         *,
         split: ReasoningSplit | None = None,
+        support: ToolSupport | None = None,
         first: Generation | None = None,
         bill: Bill | None = None,
     ):
         """`start_s`: when the call came. `split`: of reasoning from the answer, where it is marked.
+        `support`: how calls of tools are read; None: they are text.
 
         `first`: the first answer to the same prompt, if this is another one. `bill`: of all
         answers to the prompt; None: its tenant has no quotas.
@@ -63,14 +66,23 @@ class Generation:
         self.has_begun = asyncio.Event()  # its prompt is computed, or never will be
         self.prompt_logprobs: list[TokenLogprob] = []
         self._token_bytes = tokenizer.token_bytes
-        # What continues its prompt, a completion or a part of an answer, may begin with a space.
         prompt = call.prompt
+        tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
+        shown: frozenset[str] = frozenset() if split is None else split.shown
+        self._tool_calls = None
+        if tools is not None and support is not None:
+            shown |= support.marks(tools)
+            parser = support.parser(tools, request.request_id)
+            self._tool_calls = ToolCallReader(
+                parser, request.request_id, is_parallel=tools.is_parallel
+            )
+        # What continues its prompt, a completion or a part of an answer, may begin with a space.
         is_new = isinstance(prompt, ChatPrompt) and not prompt.continues_last
         continues = not (call.options.echo or is_new)
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=call.options.skip_special_tokens,
             after=request.prompt_ids if continues else (),
-            shown=frozenset() if split is None else split.shown,
+            shown=shown,
         )
         self._reasoning = None if split is None else split.reader()
         self._thoughts: list[str] = []  # of the piece that is being made
@@ -80,8 +92,6 @@ class Generation:
         self._is_plain = not request.params.stop and split is None and self._logprobs is None
         self._num_sent = 0  # characters
         self._is_first_delta = True
-        tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
-        self._tool_calls = None if tools is None else ToolCallReader(tools, request.request_id)
 
     @property
     def num_prompt_scores(self) -> int:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest, admission_request
 from penstock.deployments.ingress.core.answers.reasoning import ReasoningSplit, split_of
+from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport
 from penstock.deployments.ingress.core.billing import Bill, Billing
-from penstock.deployments.ingress.core.call import Call, ServedModel
+from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.prompts import PromptReader
 from penstock.deployments.ingress.core.text_pool import TextPool
@@ -35,13 +36,15 @@ MAX_MODEL_NAME_CHARS = 200
 class PreparationSettings:
     """How calls become requests.
 
-    contexts: which context policies requests may choose. marks: of reasoning.
+    contexts: which context policies requests may choose. marks: of reasoning. tools: how the model
+    is given tools, and how its calls are read.
     longest_wait_s: until a worker computes a request; None: only its own deadline counts.
     shares_prefixes: tenants share cached prompts.
     """
 
     contexts: ContextSettings
     marks: Marks | None
+    tools: ToolSupport
     longest_wait_s: float | None
     shares_prefixes: bool
 
@@ -63,7 +66,7 @@ class Preparation:
         that bring none."""
         self._model, self._tokenizer, self._how = model, tokenizer, settings
         self.billing = billing
-        self.prompts = PromptReader(tokenizer, texts)
+        self.prompts = PromptReader(tokenizer, texts, settings.tools)
         self._seeds = random.Random(seed)
 
     def model(self, name: str | None) -> ServedModel:
@@ -94,10 +97,15 @@ class Preparation:
         or ServiceError.
         """
         how, model = self._how, self.model(call.options.model)
+        toolset = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
+        if toolset is not None:
+            how.tools.check(toolset)
         params, limit = checked_params(call, num_choices, model.vocab_size, how.contexts)
         prompt_ids = await self.prompts.fitting_ids(call, model, params, limit)
         check_num_scores(call, num_choices * num_prompt_scores(call, len(prompt_ids)))
         split = split_of(call, prompt_ids, how.marks, self._tokenizer)
+        if toolset is not None:
+            params = how.tools.params(params, toolset, self._tokenizer)
         if split is not None:
             params = split.params(params, self._tokenizer)
         if call.options.bad_words:

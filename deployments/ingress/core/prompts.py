@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.tools import as_plain_messages
@@ -75,8 +76,8 @@ def bad_words_ids(
 class PromptReader:
     """Reads prompts as one model's tokenizer does. Lives on one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: TextPool):
-        self._tokenizer, self._texts = tokenizer, texts
+    def __init__(self, tokenizer: Tokenizer, texts: TextPool, tools: ToolSupport):
+        self._tokenizer, self._texts, self._tools = tokenizer, texts, tools
 
     async def ids(self, call: Call, model: ServedModel, max_tokens: int) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it. Raises RequestError, also for a text
@@ -131,7 +132,8 @@ class PromptReader:
         if isinstance(call.prompt, ChatPrompt):
             messages = [_for_template(message) for message in call.prompt.messages]
             toolset, tools = call.prompt.tools, None
-            if not self._tokenizer.renders_tools:
+            messages = self._tools.for_template(messages)
+            if self._tools.is_plain:
                 messages = as_plain_messages(messages, toolset)
             elif toolset is not None:
                 tools = [tool.as_json() for tool in toolset.tools]

@@ -12,6 +12,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.answer_spans import add_answer, traced
+from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport, support_of
 from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls, Turns
@@ -44,6 +45,7 @@ from penstock.workers.request import FinishReason, RequestError
 from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.text.tool_forms import AUTO
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PROMPTS = 64  # prompts of one call
@@ -70,6 +72,7 @@ class RequestCore:
         vocab_size: int,
         max_model_len: int,
         marks: Marks | None = None,
+        tools: ToolSupport | None = None,
         contexts: ContextSettings | None = None,
         learner: Learner | None = None,
         seed: int = 0,
@@ -84,6 +87,7 @@ class RequestCore:
         """`other_names`: of the model, as in ServedModel.
         `learner`: receives the length of each answer; without one, requests carry no features.
         `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
+        `tools`: how the model is given tools; None: as its chat template says.
         `contexts`: which context policies requests may choose; None: a worker's defaults.
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
@@ -98,6 +102,7 @@ class RequestCore:
         self.turns = Turns()
         self.tracer = tracer
         self._backend = backend
+        self._tools = support_of(AUTO, tokenizer) if tools is None else tools
         self._model = ServedModel(
             model_name,
             vocab_size,
@@ -105,12 +110,13 @@ class RequestCore:
             tokenizer.has_chat_template,
             sampling_defaults or SamplingDefaults(),
             other_names=other_names,
+            tool_call_parser=self._tools.name,
         )
         self._learner = learner
         self._has_state_store = has_state_store
         self.texts = TextPool()
         contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
-        how = PreparationSettings(contexts, marks, longest_wait_s, shares_prefixes)
+        how = PreparationSettings(contexts, marks, self._tools, longest_wait_s, shares_prefixes)
         self._preparation = Preparation(
             self._model, tokenizer, self.texts, how, billing=billing, seed=seed
         )
@@ -140,6 +146,12 @@ class RequestCore:
         """With these the front ends make the parameters of a call."""
         return self._model.sampling_defaults
 
+    @property
+    def tool_note(self) -> str:
+        """What an operator should know of tool calls; empty: nothing."""
+        note = self._tools.note
+        return note if self._tools.form else f"WARNING: {note}"
+
     def models(self) -> list[ServedModel]:
         """The served model, which may have several names."""
         return [self._model]
@@ -168,7 +180,12 @@ class RequestCore:
             raise
         bill = self._preparation.bill(call, admission.request, num_choices)
         admission = traced(admission, call)
-        first = Generation(admission, call, self.tokenizer, start_s, split=split, bill=bill)
+        first = Generation(
+            *(admission, call, self.tokenizer, start_s),
+            split=split,
+            support=self._tools,
+            bill=bill,
+        )
         further = (
             replace(
                 first.request,
@@ -182,6 +199,7 @@ class RequestCore:
                 traced(replace(admission, request=request), call),
                 *(call, self.tokenizer, start_s),
                 split=split,
+                support=self._tools,
                 first=first,
                 bill=bill,
             )

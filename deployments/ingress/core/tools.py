@@ -1,13 +1,13 @@
 """Tools that a model may call: their checks, the grammar of calls, and how a prompt shows them.
 
-Independent of any one API's bodies; tool_parser.py reads the calls of an answer.
+Independent of any one API's bodies; answers/tool_forms reads the calls of an answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,29 +100,47 @@ class Toolset:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
 
     def spec(self) -> StructuredSpec | None:
-        """The grammar of an answer that must call a tool; None: the answer is free."""
+        """The grammar of an answer that must call a tool, in the form of Hermes; None: the answer
+        is free."""
         if not self.must_call:
             return None
-        tools = [tool for tool in self.tools if self.only in (None, tool.name)]
-        more = f' ("\\n{OPEN}\\n" call "\\n{CLOSE}")*'
-        is_single = self.only is not None or not self.is_parallel
-        lines = [
-            f'start: "{OPEN}\\n" call "\\n{CLOSE}"' + ("" if is_single else more),
-            "call: " + " | ".join(f"call{i}" for i in range(len(tools))),
-        ]
-        for i, tool in enumerate(tools):
-            head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
-            schema = tool.as_json()["function"]["parameters"]
-            schema["x-guidance"] = {"lenient": not tool.is_strict, "whitespace_flexible": False}
-            schema["x-guidance"] |= {"item_separator": ", ", "key_separator": ": "}
-            lines += [f'call{i}: {head} arguments{i} "}}"']
-            lines += [f"arguments{i}: %json {json_in_grammar(schema)}"]
-        return StructuredSpec(StructuredKind.GRAMMAR, "\n".join(lines), param="tools")
+        return call_grammar(
+            self,
+            f'"{OPEN}\\n" call "\\n{CLOSE}"',
+            f'"\\n{OPEN}\\n" call "\\n{CLOSE}"',
+            lambda tool: [json.dumps(f'{{"name": "{tool.name}", "arguments": '), None, '"}"'],
+        )
 
     @property
     def num_chars(self) -> int:
         """Characters that the tools add to the prompt, roughly."""
         return sum(len(json.dumps(tool.as_json())) for tool in self.tools)
+
+
+def call_grammar(
+    toolset: Toolset,
+    first: str,
+    more: str | None,
+    parts: Callable[[Tool], list[str | None]],
+    end: str = "",
+) -> StructuredSpec:
+    """The grammar of an answer that is calls and nothing else.
+
+    `first`: the rule of the first call, in which `call` stands for name and arguments; `more`: of
+    each further one; None: there is one call. `end`: what follows them all. `parts`: of the call of
+    a tool, in order; None: its arguments.
+    """
+    tools = [tool for tool in toolset.tools if toolset.only in (None, tool.name)]
+    is_single = toolset.only is not None or not toolset.is_parallel or more is None
+    rule = " ".join([first, *([] if is_single else [f"({more})*"]), *([end] if end else [])])
+    lines = [f"start: {rule}", "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        schema = tool.as_json()["function"]["parameters"]
+        schema["x-guidance"] = {"lenient": not tool.is_strict, "whitespace_flexible": False}
+        schema["x-guidance"] |= {"item_separator": ", ", "key_separator": ": "}
+        body = " ".join(f"arguments{i}" if part is None else part for part in parts(tool))
+        lines += [f"call{i}: {body}", f"arguments{i}: %json {json_in_grammar(schema)}"]
+    return StructuredSpec(StructuredKind.GRAMMAR, "\n".join(lines), param="tools")
 
 
 def toolset_of(

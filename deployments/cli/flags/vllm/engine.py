@@ -93,7 +93,8 @@ CHAT = (
     VllmFlag(
         ("--reasoning-parser",),
         "--reasoning-marks takes auto, which recognises the published marks, or the two marks "
-        "themselves (docs/guide/models.md)",
+        "themselves; known names are deepseek_r1, qwen3, glm45, minimax_m2, olmo3, mistral, "
+        "seed_oss, granite, gemma4 and openai_gptoss (docs/guide/models.md)",
         values={
             **{
                 key: {"reasoning_marks": "<think> </think>"}
@@ -101,17 +102,12 @@ CHAT = (
             },
             "mistral": {"reasoning_marks": "[THINK] [/THINK]"},
             "seed_oss": {"reasoning_marks": "<seed:think> </seed:think>"},
+            **{key: {"reasoning_marks": key} for key in ("granite", "gemma4", "openai_gptoss")},
         },
     ),
     nothing(
         *("--enable-reasoning", "--enable-auto-tool-choice"),
         because="always on, for models whose chat template has it",
-    ),
-    only(
-        "--tool-call-parser",
-        values=("hermes",),
-        sentence="Penstock reads the calls of Hermes and Qwen models only (hermes); for others "
-        "leave it out, and use structured output (docs/guide/structured-output.md)",
     ),
     only("--chat-template-content-format", values=("auto", "string"), sentence=_TEXT_ONLY),
     only("--response-role", values=("assistant",), sentence="the role of answers is assistant"),

@@ -12,7 +12,7 @@ from penstock.deployments.cli.flags.vllm.flag import VllmFlag
 SAME = (
     *("served_model_name", "revision", "download_dir", "max_model_len", "seed", "host"),
     *("max_num_seqs", "max_num_batched_tokens", "block_size", "async_scheduling", "device"),
-    "otlp_traces_endpoint",
+    *("tool_call_parser", "otlp_traces_endpoint"),
 )
 TOPICS: dict[str, tuple[VllmFlag, ...]] = {
     "model": engine.MODEL,

@@ -19,7 +19,17 @@ from penstock.workers.structured_spec import (
     StructuredSpec,
     json_in_grammar,
 )
+from penstock.workers.text.harmony import (
+    CHANNEL,
+    END,
+    MESSAGE,
+    START,
+    TOKENS,
+    HarmonyReader,
+    start_in,
+)
 from penstock.workers.text.reasoning import (
+    HARMONY,
     PUBLISHED,
     TAIL_TOKENS,
     Marks,
@@ -44,6 +54,8 @@ def find_marks(setting: str | None, tokenizer: Tokenizer) -> Marks | None:
         return None
     if setting == "auto":
         template = tokenizer.chat_template or ""
+        if CHANNEL in template and MESSAGE in template:
+            return HARMONY
         known = (m for m in PUBLISHED if m.closing in template or _are_tokens(m, tokenizer))
         return next(known, None)
     return marks_in(setting)
@@ -63,10 +75,14 @@ class ReasoningSplit:
     @property
     def shown(self) -> frozenset[str]:
         """Tokens that must be rendered so that the marks are found."""
+        if self.marks == HARMONY:
+            return frozenset(TOKENS)
         return frozenset((self.marks.opening, self.marks.closing))
 
-    def reader(self) -> ReasoningReader:
+    def reader(self) -> ReasoningReader | HarmonyReader:
         """A reader for one answer."""
+        if self.marks == HARMONY:
+            return HarmonyReader(self.start)
         return ReasoningReader(self.marks, self.start)
 
     def params(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
@@ -86,7 +102,8 @@ def split_of(
     wants_split = call.options.splits_reasoning and isinstance(call.prompt, ChatPrompt)
     if marks is None or not wants_split:
         return None
-    return ReasoningSplit(marks, start_of(marks, tokenizer.decode(prompt_ids[-TAIL_TOKENS:])))
+    tail = tokenizer.decode(prompt_ids[-TAIL_TOKENS:])
+    return ReasoningSplit(marks, start_in(tail) if marks == HARMONY else start_of(marks, tail))
 
 
 def after_reasoning(
@@ -98,18 +115,42 @@ def after_reasoning(
     """
     if start is Start.AFTER:
         return spec
-    # A special token is no text, so it ends any text by itself.
-    if tokenizer.is_special(marks.closing):
-        thought = f"thought: /(?s:.*)/ <[{tokenizer.token_id(marks.closing)}]>"
-    else:
-        thought = f"thought[suffix={json.dumps(marks.closing)}]: /(?s:.*)/"
-    opening = json.dumps(marks.opening)
-    if tokenizer.is_special(marks.opening):
-        opening = f"<[{tokenizer.token_id(marks.opening)}]>"
+    if marks == HARMONY:
+        return _in_harmony(spec, start, tokenizer)
+    opening = grammar_item(marks.opening, tokenizer)
     first = "reasoning" if start is Start.INSIDE else f"({opening} reasoning)?"
-    lines = [f"start: {first} answer", f"reasoning: thought {_BREAKS}", thought]
+    lines = [f"start: {first} answer", f"reasoning: thought {_BREAKS}"]
+    lines.append(_up_to("thought", marks.closing, tokenizer))
     text = "\n".join([*lines, f"answer: {_answer(spec)}"])
     return replace(spec, kind=StructuredKind.GRAMMAR, text=text, lenient=False)
+
+
+def _in_harmony(spec: StructuredSpec, start: Start, tokenizer: Tokenizer) -> StructuredSpec:
+    """`spec` as the text of the channel final, or as the call of a tool, after an analysis."""
+    channel, message, begun = (grammar_item(text, tokenizer) for text in (CHANNEL, MESSAGE, START))
+    head = "" if spec.param == "tools" else f'{channel} "final" {message} '
+    analysis = "" if start is Start.INSIDE else f'{channel} "analysis" {message} '
+    thought = f'{analysis}thought {begun} "assistant"'
+    lines = [
+        f"start: {thought if start is Start.INSIDE else f'({thought})?'} {head}answer",
+        _up_to("thought", END, tokenizer),
+        f"answer: {_answer(spec)}",
+    ]
+    return replace(spec, kind=StructuredKind.GRAMMAR, text="\n".join(lines), lenient=False)
+
+
+def grammar_item(text: str, tokenizer: Tokenizer) -> str:
+    """`text` in a rule of a Lark grammar; a special token is no text, and is named by its id."""
+    if tokenizer.is_special(text):
+        return f"<[{tokenizer.token_id(text)}]>"
+    return json.dumps(text)
+
+
+def _up_to(name: str, end: str, tokenizer: Tokenizer) -> str:
+    """A rule for any text up to `end`, and `end`. A special token ends any text by itself."""
+    if tokenizer.is_special(end):
+        return f"{name}: /(?s:.*)/ {grammar_item(end, tokenizer)}"
+    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
 def _answer(spec: StructuredSpec) -> str:

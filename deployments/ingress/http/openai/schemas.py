@@ -165,6 +165,7 @@ class ModelBody(_AnswerPart):
     created: int
     owned_by: str
     max_model_len: int
+    tool_call_parser: str  # form of its tool calls; plain: described in the system message; unknown
     sampling_defaults: dict[str, float]  # the model's own, for requests that do not state them
     weights: str | None = None  # number format of its linear layers; null: no worker is there yet
     weight_bytes: int | None = None
@@ -199,6 +200,7 @@ def model_body(
         "created": model.created_s,
         "owned_by": "penstock",
         "max_model_len": model.max_model_len,
+        "tool_call_parser": model.tool_call_parser,
         "sampling_defaults": dict(model.sampling_defaults.values),
         "weights": None if serving is None else serving.weights,
         "weight_bytes": None if serving is None else serving.weight_bytes,

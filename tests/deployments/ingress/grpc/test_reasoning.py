@@ -16,17 +16,16 @@ from penstock.deployments.client.messages import answer_of
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.text.reasoning import Marks
+from tests.deployments.ingress.core.answers.models import PLAIN, model_of
 from tests.deployments.ingress.core.answers.test_reasoning import (
     ADDED,
     CLOSES,
     MESSAGES,
     OPENS,
-    PLAIN,
     SAID,
     SEES,
     SPECIAL,
     THOUGHT,
-    model_of,
     server_of,
 )
 from tests.deployments.serving import EngineBackend, Serving

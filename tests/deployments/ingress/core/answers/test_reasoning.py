@@ -17,7 +17,6 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionStreamOptionsParam
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 from penstock.deployments.ingress.core.answers.reasoning import after_reasoning, find_marks
 from penstock.deployments.ingress.core.call import Call, CallOptions, ChatPrompt
@@ -26,7 +25,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, json_schema
 from penstock.workers.text.reasoning import PUBLISHED, Marks, ReasoningReader, Start, start_of
-from penstock.workers.text.tokenizer import Tokenizer
+from tests.deployments.ingress.core.answers.models import PLAIN, model_of
 from tests.deployments.serving import (
     EngineBackend,
     ScriptedBackend,
@@ -38,7 +37,6 @@ from tests.deployments.serving import (
 
 THINK = PUBLISHED[0]
 MESSAGES: Any = [{"role": "user", "content": "What feeds the turbine?"}]
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 SEES = "{% if '</think>' in messages[-1].content %}{% endif %}" + PLAIN
 OPENS = PLAIN + "{% if add_generation_prompt %}<think>\n{% endif %}"
 CLOSES = PLAIN + "<think>\n\n</think>\n\n"
@@ -50,19 +48,6 @@ CITY = {
 }
 SAID = "<think>\nThe river.\n\nOr the mill?\n</think>\n\nThe penstock."
 THOUGHT = "The river.\n\nOr the mill?"
-
-
-def model_of(template: str | None, *tokens: AddedToken) -> Tokenizer:
-    """The built-in tokenizer with another template, and further tokens."""
-    backend = Backend.from_str(tokenizer().to_json())
-    backend.add_tokens(list(tokens))
-    known = tokenizer()
-    return Tokenizer(
-        backend,
-        special_tokens=known.special_tokens,
-        eos_token_ids=known.eos_token_ids,
-        chat_template=template,
-    )
 
 
 def read(parts: list[str], start: Start = Start.MAYBE) -> tuple[str, str, int]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.deployments.ingress.core.answers.tool_parser import MAX_BLOCK_CHARS, HermesParser
+from penstock.deployments.ingress.core.answers.tool_forms.form_parser import MAX_BLOCK_CHARS
+from penstock.deployments.ingress.core.answers.tool_forms.json_forms import HermesParser
 from penstock.deployments.ingress.core.tools import Tool, Toolset, as_plain_messages, describe
 from penstock.workers.request import RequestError
 
@@ -93,7 +94,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
 
 def test_what_is_held_back_is_bounded() -> None:
     parser = HermesParser(["look"], "answer")
-    block = "<tool_call>" + "x" * (MAX_BLOCK_CHARS + 1)
+    block = "<tool_call>" + "x" * (MAX_BLOCK_CHARS + 100)
     assert parser.feed(block)[0] == block
 
 

@@ -12,7 +12,7 @@ from penstock.deployments.ingress.http.ignored_fields import HEADER, FieldPolicy
 from penstock.deployments.ingress.http.template_fields import Effort, EffortLevel
 from penstock.workers.request import FinishReason
 from penstock.workers.text.reasoning import PUBLISHED
-from tests.deployments.ingress.core.answers.test_reasoning import model_of
+from tests.deployments.ingress.core.answers.models import model_of
 from tests.deployments.serving import ScriptedBackend, Serving, reference_ids, tokenizer
 
 CHAT = "/v1/chat/completions"
