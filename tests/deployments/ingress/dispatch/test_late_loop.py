@@ -19,10 +19,10 @@ from tests.deployments.ingress.dispatch.test_pool import alone, pool_of, request
 def test_streams_outlast_a_loop_that_stands_still(
     model: Any, nodes: Any, run: Any, monkeypatch: pytest.MonkeyPatch, is_watched: bool
 ) -> None:
-    """The worker's patience is shortened: 1.5 s instead of 10, for a loop that stops for 3 s."""
-    monkeypatch.setattr(server, "SILENCE_TICKS", 15)
+    """The worker's patience is shortened: 1.2 s instead of 10, for a loop that stops for 3 s."""
+    monkeypatch.setattr(server, "SILENCE_TICKS", 12)
     node = nodes[0]
-    asked = request(3, 1500)
+    asked = request(3, 1950)
     expected = alone(model, asked)
 
     async def scenario() -> tuple[list[int], int]:

@@ -101,7 +101,8 @@ def outcome(model) -> Iterator[Outcome]:
     with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_SERVICE_NAME", "front-door")
         patch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-secret=s3cret")
-        patch.setattr(logger, "level", logging.INFO)
+        level = logger.level
+        logger.setLevel(logging.INFO)  # forgets what loggers below know of the level before
         logger.addHandler(handler)
         config = ServeConfig(
             engine=CONFIG,
@@ -114,6 +115,7 @@ def outcome(model) -> Iterator[Outcome]:
             got = asyncio.run(served(config, nodes))
         finally:
             logger.removeHandler(handler)
+            logger.setLevel(level)
             for node in nodes:
                 node.stop()
         workers = [node.channel.info.address for node in nodes]
