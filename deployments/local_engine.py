@@ -12,6 +12,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.answers.reasoning import find_marks
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine
@@ -84,7 +85,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
     folder = resolve_model(config.engine.model, config.engine.revision)
     tokenizer = load_tokenizer(folder, config.engine)
     backend = LocalEngine(engine)
-    core = RequestCore(
+    runtime = ModelRuntime(
         tokenizer,
         backend,
         model_name=config.model_name,
@@ -96,4 +97,4 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         seed=config.engine.seed,
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
     )
-    return core, backend
+    return RequestCore(runtime), backend

@@ -9,9 +9,11 @@ import os
 import re
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.model_entries import place, within
 from penstock.deployments.security.certificates import client_certificates
 from penstock.deployments.security.cluster_links import ROLES, ClusterCertificate
 from penstock.deployments.security.key_file import read_key_file
@@ -35,16 +37,13 @@ _HUB_ID_AND_FORMAT = re.compile(rf"({_HUB_ID.pattern}):(\w+)")  # as for llama.c
 def check_before_start(config: ServeConfig) -> None:
     """Raise ConfigError for the first setting that cannot work on this machine."""
     config.check_access()
-    check_model(config.engine.model)
-    check_pins(config.engine)
-    check_chat_template(config.engine)
-    folder = Path(config.engine.model).expanduser()
-    if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
-        scheme = read_stored_scheme(folder)
-        weight_plan(scheme, config.engine.weights)
-        _check_experts(config.engine, scheme)
-        read_sampling_defaults(folder, config.engine.generation_config)
-    check_cores(config)
+    if config.models:
+        for index, each in enumerate(config.models):
+            with within(place(index)):
+                _check_one_model(each)
+        _check_cores_left(config.models)
+    else:
+        _check_one_model(config)
     if config.api_keys_file is not None:
         keys = read_key_file(config.api_keys_file)
         check_quotas(keys, config.max_ingress, config.state_url)
@@ -59,6 +58,30 @@ def check_before_start(config: ServeConfig) -> None:
         return  # the ports are those of the cluster's machines; in an update they serve already
     for name in ("http_port", "grpc_port"):
         check_port_free(name, config.host, getattr(config, name))
+
+
+def _check_one_model(config: ServeConfig) -> None:
+    """Raise ConfigError unless the model is there, and its settings fit it and this machine."""
+    check_model(config.engine.model)
+    check_pins(config.engine)
+    check_chat_template(config.engine)
+    folder = Path(config.engine.model).expanduser()
+    if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
+        scheme = read_stored_scheme(folder)
+        weight_plan(scheme, config.engine.weights)
+        _check_experts(config.engine, scheme)
+        read_sampling_defaults(folder, config.engine.generation_config)
+    check_cores(config)
+
+
+def _check_cores_left(models: Sequence[ServeConfig]) -> None:
+    """Raise ConfigError if the models together reserve every core."""
+    reserved = [each.engine.cores for each in models if each.engine.cores]
+    if reserved and not allowed_cores().difference(*reserved):
+        raise ConfigError(
+            "compute_cores of all models are all cores that this process may use; leave at least "
+            "one to ingress, gates and Ray"
+        )
 
 
 def check_ray_address(address: str) -> None:

@@ -31,8 +31,9 @@ from penstock.deployments.cli.flags.server import (
 )
 from penstock.deployments.cli.planning.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
-from penstock.deployments.config import config_from, values_by_group
+from penstock.deployments.config import config_from
 from penstock.deployments.config_file import as_yaml
+from penstock.deployments.config_values import values_by_group
 from penstock.deployments.security.key_file import read_client_key
 from penstock.workers.errors import ConfigError
 

@@ -37,7 +37,8 @@ def run_serve(config: ServeConfig) -> int:
     config = config.with_absolute_paths()
     check_before_start(config)
     began_s = time.monotonic()
-    _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
+    served = [f"{each.engine.model} as {each.model_name!r}" for each in config.each_model]
+    _say(f"Penstock {version('penstock')} serves {' and '.join(served)}")
     if config.is_open:
         _say(
             f"WARNING: no API keys, and {config.host} is not loopback: every machine that can "
@@ -58,20 +59,33 @@ def run_serve(config: ServeConfig) -> int:
         cluster = Cluster(config)
         cluster.start_ray()
         signals.take_over()
-        fetch = ", from the hub unless it is here" if is_hub_id(config.engine.model) else ""
-        _say(f"loading the model{fetch} ({time.monotonic() - began_s:.1f} s so far)")
+        is_remote = any(is_hub_id(each.engine.model) for each in config.each_model)
+        fetch = ", from the hub unless it is here" if is_remote else ""
+        what = "the model" if not config.models else "the models"
+        _say(f"loading {what}{fetch} ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
         earlier = frozenset(info.address for info, _ in cluster.view().workers)
         if earlier:
             _say("an earlier deployment serves until its replicas are replaced, in turn")
-        cluster.wait_until_up(_WorkerProgress(config.min_workers, earlier).report)
+        cluster.wait_until_up(_WorkerProgress(_min_workers(config), earlier).report)
         signals.may_break_off = False
         _say(f"ready after {time.monotonic() - began_s:.1f} s{_weights(cluster.view())}")
         view = cluster.view()
         new = [each for each in view.workers if each[0].address not in earlier]
-        _say(effective_settings(config, new))
-        for each in sorted({info.sampling_defaults for info in view.ingresses} - {""}):
-            _say(f"requests that do not say otherwise: {each} (the model's generation_config.json)")
+        for of_model in config.each_model:
+            own = [
+                each for each in new if not config.models or each[0].model == of_model.model_name
+            ]
+            title = f"{of_model.model_name}\n" if config.models else ""
+            _say(f"{title}{effective_settings(of_model, own)}")
+        for name, said in sorted(
+            {each for info in view.ingresses for each in info.sampling_defaults}
+        ):
+            of = f" of {name}" if config.models else ""
+            _say(
+                f"requests{of} that do not say otherwise: {said} "
+                "(the model's generation_config.json)"
+            )
         _say(_welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
@@ -101,25 +115,46 @@ def _prepare_environment(config: ServeConfig) -> None:
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
     """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
-    num_workers, num_failures = config.min_workers, 0
+    counts, num_failures = [_Count(each) for each in config.each_model], 0
     while not signals.num_seen:
         time.sleep(WATCH_S)
         view = cluster.view()
         if view.num_failures > num_failures:
             _say(view.failures[-1])
         num_failures = view.num_failures
-        if len(view.workers) != num_workers:
-            is_less = len(view.workers) < num_workers
-            num_workers = len(view.workers)
-            if config.is_autoscaled:
-                _say(f"{num_workers} workers serve, of {config.num_workers}")
-            else:
-                what = "a worker was lost and is being replaced" if is_less else "a worker is ready"
-                _say(f"{what}: {num_workers} of {config.num_workers} workers serve")
+        for count in counts:
+            count.report(view)
         if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
             _say(f"{time.strftime('%H:%M:%S')} {line}")
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
         _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
+
+
+class _Count:
+    """Prints a line when the number of workers of a model changes."""
+
+    def __init__(self, config: ServeConfig):
+        self._config = config
+        self._num = config.min_workers
+
+    def report(self, view: ClusterView) -> None:
+        config = self._config
+        own = [
+            info for info, _ in view.workers if not config.key or info.model == config.model_name
+        ]
+        if len(own) == self._num:
+            return
+        is_less, self._num = len(own) < self._num, len(own)
+        of = f" of {config.model_name}" if config.key else ""
+        if config.is_autoscaled:
+            _say(f"{self._num} workers{of} serve, of {config.num_workers}")
+            return
+        what = "was lost and is being replaced" if is_less else "is ready"
+        _say(f"a worker{of} {what}: {self._num} of {config.num_workers} workers serve")
+
+
+def _min_workers(config: ServeConfig) -> int:
+    return sum(each.min_workers for each in config.each_model)
 
 
 class _WorkerProgress:
@@ -179,7 +214,9 @@ def effective_settings(
 
 
 def _weights(view: ClusterView) -> str:
-    """The weight format and memory of a worker; empty if none has reported."""
+    """The weight format and memory of a worker; empty if none has reported, or they differ."""
+    if len({info.model for info, _ in view.workers}) > 1:
+        return ""
     for info, _ in view.workers:
         if info.weights:
             return f"; {info.weights} weights of {info.weight_bytes / 2**20:.1f} MiB a worker"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -74,6 +74,7 @@ def build_app(
     workers: Workers | None = None,
     view: View | None = None,
     gate: GateClient | None = None,
+    gates: Mapping[str, GateClient] | None = None,
     admission: str = "optimistic",
     data_dir: Path | None = None,
     journals: Journals | None = None,
@@ -88,7 +89,8 @@ def build_app(
     `keys`: those that are accepted, as Bearer tokens, for what roles.py says; None: every caller is
     accepted. `workers`: living ones, by their last heartbeats.
     `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
-    gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
+    gate. `gates`: of several models, by name, in place of `gate`. `data_dir`: the folder of files
+    and batches; None: their routes answer not_configured.
     `journals`: of streams; None: none can be continued. `jobs`: reports of batches that run
     elsewhere, where other ingresses get them, too. `hosts`: the names to which this answers; None:
     any. `origins`: of pages whose browsers may use this; "*": all. `metrics`: Prometheus' text of
@@ -136,7 +138,9 @@ def build_app(
     add_console_routes(app)
     add_job_route(app, jobs)
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
-    add_queue_route(app, gate, admission)
+    if gates is None:
+        gates = {} if gate is None else {core.models()[0].name: gate}
+    add_queue_route(app, core, gates, admission)
     _add_service_routes(app, core)
     if metrics is not None:
         _add_metric_routes(app, core, metrics)
@@ -166,9 +170,9 @@ def _add_service_routes(app: FastAPI, core: RequestCore) -> None:
 
     @app.get("/ready", responses=error_responses(503))
     async def ready() -> dict[str, str]:
-        """Whether to send requests here; not when no worker is ready, nor before a shutdown."""
-        _check_ready(core)
-        return {"status": "ok"}
+        """Whether to send requests here; not when no worker is ready, nor before a shutdown. Of
+        several models, those without a worker are named."""
+        return _readiness(core)
 
     @app.get("/health", responses=error_responses(503))
     async def health() -> dict[str, str]:
@@ -203,8 +207,7 @@ def _add_metric_routes(app: FastAPI, core: RequestCore, metrics: Callable[[], by
     @app.get("/ping", responses=error_responses(503))
     async def ping() -> dict[str, str]:
         """The same as /ready, under the name that some platforms ask for."""
-        _check_ready(core)
-        return {"status": "ok"}
+        return _readiness(core)
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -212,12 +215,16 @@ def _add_metric_routes(app: FastAPI, core: RequestCore, metrics: Callable[[], by
         return {"server_load": core.open_calls.num}
 
 
-def _check_ready(core: RequestCore) -> None:
-    """Raise ServiceError unless requests should be sent here."""
+def _readiness(core: RequestCore) -> dict[str, str]:
+    """What says that requests should be sent here. Raises ServiceError if they should not."""
     if core.is_stopping:
         raise ServiceError("no_worker", "this server is about to stop: send requests elsewhere")
-    if not core.ready():
+    is_ready, lacking = core.ready(), ", ".join(core.models_without_worker())
+    if not is_ready and len(core.runtimes) == 1:
         raise ServiceError("no_worker")
+    if not is_ready:
+        raise ServiceError("no_worker", f"no worker is ready for {lacking}")
+    return {"status": "ok", "models_without_worker": lacking} if lacking else {"status": "ok"}
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

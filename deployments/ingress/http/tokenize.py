@@ -81,7 +81,7 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
         left_out = IgnoredFields(policy)
         if "messages" in values:
             asked = parse(TokenizeChatRequest, body, left_out)
-            known = core.tokenizer.template_variables
+            known = core.named(asked.model).tokenizer.template_variables
             prompt = fitted(asked.prompt(), asked.effort, known, left_out)
             call = Call(prompt, options=asked.options(), context=context)
             token_ids = list(await core.prompt_ids(call))
@@ -96,7 +96,8 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
             )
 
         def answer() -> bytes:
-            pieces = core.tokenizer.pieces(token_ids) if asked.return_token_strs else None
+            tokenizer = core.named(asked.model).tokenizer
+            pieces = tokenizer.pieces(token_ids) if asked.return_token_strs else None
             return json_bytes(
                 {
                     "count": len(token_ids),

@@ -25,7 +25,8 @@ BUSY = GateLoad(1, 500.0, 0.0, 500.0, 0.0, 200, 4, 3.0, 1000.0)
 class Feed:
     """What LoadFeed gives, without its thread."""
 
-    def __init__(self, _: str) -> None:
+    def __init__(self, app_name: str, gate_scope: str | None) -> None:
+        self.asks = gate_scope
         self.sample: Sample | None = None
         self.reports: list[ScaleReport] = []
 

@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from penstock.deployments.cli.flags.serve import FIRST, flag_of, help_text
 from penstock.deployments.cli.main import main
 from penstock.deployments.cli.serve import effective_settings
-from penstock.deployments.config import (
-    ServeConfig,
-    config_from,
-    settings,
-    settings_by_group,
-    values_by_group,
-)
+from penstock.deployments.config import ServeConfig, config_from, settings, settings_by_group
 from penstock.deployments.config_file import as_yaml, read_config
+from penstock.deployments.config_values import values_by_group
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
