@@ -176,7 +176,7 @@ def _status(args: argparse.Namespace) -> int:
 def _queue(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.status import run_queue
 
-    return run_queue(args.url, _api_key(args), tls_of(args, args.url), args.limit)
+    return run_queue(args.url, _api_key(args), tls_of(args, args.url), args.limit, args.model)
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ _ERRORS = error_responses(400, 401, 404, 413, 415, 500)
 class TokenizeRequest(Strict):
     """A text, or `messages` and whatever else belongs to a chat request, to turn into token ids."""
 
-    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    model: str | None = Field(None, description="as /v1/models names it; default: the first one")
     prompt: str
     add_special_tokens: bool | None = Field(None, description="default true")
     return_token_strs: bool | None = Field(None, description="default false")
@@ -52,7 +52,7 @@ class TokenizeAnswer(BaseModel):
 class DetokenizeRequest(Strict):
     """Token ids to turn into text."""
 
-    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    model: str | None = Field(None, description="as /v1/models names it; default: the first one")
     tokens: list[int]
     skip_special_tokens: bool | None = Field(None, description="default false")
 

@@ -103,6 +103,16 @@ def test_failed_starts_of_the_last_ten_minutes_count():
     assert scaling._failed_starts(0, 700) == 0  # a new deployment forgets them
 
 
+def test_of_several_models_each_asks_its_gate_and_counts_its_own_failed_starts():
+    scaling = workers(IDLE, gate_scope="app:a")
+    assert (scaling._feed.asks, workers(IDLE)._feed.asks) == ("app:a", "app")
+    assert serve_policy.IngressScaling("app")._feed.asks is None
+    view = ClusterView(num_failures=5, failures_of=(("Worker", 3), ("Worker-b", 2)))
+    taken = replace(sample(IDLE), view=view)
+    assert scaling._num_failures(context(1, 1), taken) == 3
+    assert workers(IDLE)._num_failures(context(1, 1), taken) == 5
+
+
 def test_a_batch_starts_a_worker_but_no_second_one():
     """1,000 worker-seconds within a day are a hundredth of a worker."""
     scaling = workers(replace(IDLE, batch_work_s=1000.0))
