@@ -82,6 +82,7 @@ TABLES: dict[str, Table] = {
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
     "siege": Table(["faults/siege"], security.siege),
+    "findings": Table(["faults/findings"], security.findings),
     "tenant-timing": Table(["tenant-timing/epyc"], security.tenant_timing),
     "overload": Table(["faults/overload"], faults.overload),
     "two-commits-engine": Table(

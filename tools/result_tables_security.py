@@ -1,4 +1,4 @@
-"""Tables of hostile requests, and of what a tenant can tell by time."""
+"""Tables of hostile requests, of the review's findings, and of what a tenant can tell by time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def siege(result: Result) -> str:
         for name, key in parts.items()
     ]
     about = (
-        f"{seen['hostile requests']:,} hostile requests in "
+        f"{seen['hostile requests']:,} hostile requests and "
+        f"{seen['silent connections, each closed by the server']:,} silent connections in "
         f"{seen['honest streams besieged']['seconds']:.0f} s. p99 between tokens, besieged over "
         f"alone: {seen['p99 between tokens, besieged over alone']:.2f}. The same processes "
         f"throughout: {'yes' if seen['same processes'] else 'no'}; blocks held at the end: "
@@ -39,13 +40,19 @@ def siege(result: Result) -> str:
 
 def _memory(seen: Mapping[str, Any]) -> str:
     sizes = seen["largest RSS by role MiB"]
+    growth = seen["RSS growth in the second half of the siege, MiB an hour"]
     parts = ("calm", "siege", "second half of it", "after")
     rows = [
-        (role, *(fixed(sizes[part].get(role), 0, " MiB") for part in parts))
+        (role, *(fixed(sizes[part].get(role), 0, " MiB") for part in parts), _slope(growth[role]))
         for role in ROLES
         if role in sizes["calm"]
     ]
-    return markdown(("largest memory", *parts), rows)
+    return markdown(("largest memory", *parts, "growth in the second half, an hour"), rows)
+
+
+def _slope(growth: Mapping[str, float]) -> str:
+    low, high = growth["low"], growth["high"]
+    return f"{growth['per_hour']:+.0f} MiB ({low:+.0f} to {high:+.0f})"
 
 
 def _outcomes(outcomes: Mapping[str, Mapping[str, int]]) -> str:
@@ -54,6 +61,16 @@ def _outcomes(outcomes: Mapping[str, Mapping[str, int]]) -> str:
         for name, found in outcomes.items()
     ]
     return markdown(("hostile requests", "how they ended"), rows)
+
+
+def findings(result: Result) -> str:
+    """Each attack of the review: what it did then, and what it does now."""
+    head = ("finding", "attack", "then", "now")
+    rows = [
+        (row["name"], row["attack"], row["then"], row["after"].replace("|", "\\|"))
+        for row in result.figures["findings"]
+    ]
+    return markdown(head, rows)
 
 
 def tenant_timing(result: Result) -> str:

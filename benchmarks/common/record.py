@@ -47,7 +47,8 @@ def write(
 
 def envelope(program: str, threads: int | None, arguments: Sequence[str]) -> dict[str, Any]:
     """All of a result file but its figures."""
-    module = ".".join(Path(program).resolve().relative_to(ROOT).with_suffix("").parts)
+    parts = Path(program).resolve().relative_to(ROOT).with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__main__" else parts)
     machine = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

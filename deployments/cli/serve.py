@@ -22,6 +22,7 @@ from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.config import LOOPBACK, ServeConfig
 from penstock.deployments.preflight import check_before_start
 from penstock.deployments.supervision.ray_workarounds import driver_environment
+from penstock.workers.errors import ConfigError
 from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def run_serve(config: ServeConfig) -> int:
     """Run a cluster until a signal ends it; the exit status. Raises ConfigError or StartError."""
     config = config.with_absolute_paths()
     check_before_start(config)
+    _prepare_environment(config)
     began_s = time.monotonic()
     served = [f"{each.engine.model} as {each.model_name!r}" for each in config.each_model]
     _say(f"Penstock {version('penstock')} serves {' and '.join(served)}")
@@ -53,7 +55,6 @@ def run_serve(config: ServeConfig) -> int:
     )
     try:
         _say("starting Ray" if is_local else f"connecting to Ray at {config.ray_address}")
-        _prepare_environment(config)
         from penstock.deployments.cluster import Cluster
 
         cluster = Cluster(config)
@@ -110,6 +111,13 @@ def _prepare_environment(config: ServeConfig) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    is_off = os.environ.get("RAY_AUTH_MODE", "").strip().lower() == "disabled"
+    if config.ray_address is None and is_off and not config.insecure:
+        raise ConfigError(
+            "RAY_AUTH_MODE is 'disabled' in the environment: everyone who reaches Ray's ports "
+            "could run code on this machine; unset it or set it to token, or say --insecure "
+            "(insecure: true)"
+        )
 
 
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:

@@ -315,6 +315,19 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_left(folder, tmp_path):
     served.assert_nothing_left([], http)
 
 
+def test_ray_without_tokens_is_refused_before_it_starts():
+    done = subprocess.run(
+        [*PENSTOCK, "serve"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+    )
+    assert done.returncode == 2 and "starting Ray" not in done.stdout
+    assert "RAY_AUTH_MODE is 'disabled'" in done.stderr and "--insecure" in done.stderr
+
+
 # The promise is 2 s. On this machine others may compute: what the process does by itself takes
 # 0.5 s of waiting and little CPU, so the rest is the time that a busy machine takes to run it.
 ENDED_S = 2.0

@@ -67,7 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # of the head or of the body
         self._slow_timer: asyncio.TimerHandle | None = None
         self._body_left_s = 0.0
-        self._has_new_body = False
+        self._body_looked_s = self._arrived_s = 0.0  # of the loop's time
 
     # The connection.
 
@@ -97,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_in_head and self._timer is None:
             self._arm(self._limits.head_s, self._head_is_late)
-        self._has_new_body = True
+        self._arrived_s = self.loop.time()
         while data and self._refusal is None and not self.transport.is_closing():
             was_in_head, self._has_ended = self._is_in_head, False
             piece = data[:HEAD_PIECE] if was_in_head else data
@@ -151,6 +151,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head, self._num_fed = False, 0
         self._counted.busy(self)
         self._body_left_s = self._limits.body_s
+        self._body_looked_s = self.loop.time()
         self._arm(self._limits.body_gap_s, self._body_is_late)
         super().on_headers_complete()
 
@@ -187,17 +188,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse()
 
     def _body_is_late(self) -> None:
-        """Each `body_gap_s`; the time in which this server reads nothing does not count."""
+        """`body_gap_s` after the last byte; the time in which this server reads nothing does not
+        count."""
         self._timer = None
-        gap_s = self._limits.body_gap_s
-        if not self.flow.read_paused:
-            self._body_left_s -= gap_s
-            if not self._has_new_body or self._body_left_s <= 0:
-                self._refusal = "request_timeout"
-                self._refuse()
-                return
-            self._has_new_body = False
-        self._arm(gap_s, self._body_is_late)
+        gap_s, now_s = self._limits.body_gap_s, self.loop.time()
+        if self.flow.read_paused:
+            self._arrived_s = now_s
+        else:
+            self._body_left_s -= now_s - self._body_looked_s
+        self._body_looked_s = now_s
+        silent_s = now_s - self._arrived_s
+        if silent_s >= gap_s or self._body_left_s <= 0:
+            self._refusal = "request_timeout"
+            self._refuse()
+            return
+        self._arm(min(gap_s - silent_s, max(self._body_left_s, 0.0)), self._body_is_late)
 
     def pause_writing(self) -> None:
         """The client does not read: what waits for it is bounded, and so is the time."""

@@ -187,6 +187,28 @@ def test_memory_does_not_grow_with_a_head_that_does_not_end():
     assert grown < 32 << 20
 
 
+def test_a_body_may_pause_for_the_gap_and_no_longer():
+    """It was looked at once each gap, so that a pause could take nearly two of them."""
+    limits = HttpLimits(body_gap_s=2.0)
+
+    async def scenario() -> tuple[float, int | None, int | None]:
+        async with serving(limits) as served:
+            stalled, resumed = await peer_of(served), await peer_of(served)
+            for each in (stalled, resumed):
+                await each.send(HEAD + b"content-length: 4\r\n\r\nab")
+            began_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(1.5)
+            await resumed.send(b"c")
+            late = await stalled.status()
+            took_s = asyncio.get_running_loop().time() - began_s
+            await resumed.send(b"d")
+            return took_s, late, await resumed.status()
+
+    took_s, late, in_time = asyncio.run(scenario())
+    assert late == 408 and in_time == 200
+    assert 1.9 < took_s < 3.8  # the bound of the server, and not two of them
+
+
 def test_silent_half_and_slow_requests_end_in_time():
     async def scenario() -> None:
         async with serving(QUICK) as served:
