@@ -123,7 +123,7 @@ def _prepare_environment(config: ServeConfig) -> None:
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
     """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
-    counts, num_failures = [_Count(each) for each in config.each_model], 0
+    counts, num_failures = [WorkerCount(each) for each in config.each_model], 0
     while not signals.num_seen:
         time.sleep(WATCH_S)
         view = cluster.view()
@@ -138,7 +138,7 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
         _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
 
 
-class _Count:
+class WorkerCount:
     """Prints a line when the number of workers of a model changes."""
 
     def __init__(self, config: ServeConfig):
