@@ -106,7 +106,8 @@ def test_failed_starts_of_the_last_ten_minutes_count():
 def test_of_several_models_each_asks_its_gate_and_counts_its_own_failed_starts():
     scaling = workers(IDLE, gate_scope="app:a")
     assert (scaling._feed.asks, workers(IDLE)._feed.asks) == ("app:a", "app")
-    assert serve_policy.IngressScaling("app")._feed.asks is None
+    ingresses: Any = serve_policy.IngressScaling("app")
+    assert ingresses._feed.asks is None
     view = ClusterView(num_failures=5, failures_of=(("Worker", 3), ("Worker-b", 2)))
     taken = replace(sample(IDLE), view=view)
     assert scaling._num_failures(context(1, 1), taken) == 3
