@@ -14,11 +14,13 @@ from typing import Any
 from ray import serve
 
 from penstock.deployments.autoscale.starts import PRIOR_S
-from penstock.deployments.config import ServeConfig, config_from, settings_that_differ
-from penstock.deployments.gate.types import GateSetup
+from penstock.deployments.config import ServeConfig, config_from
+from penstock.deployments.config_values import settings_that_differ
+from penstock.deployments.gate.types import GateSetup, digest_of
 from penstock.deployments.hub_model import pinned
 from penstock.deployments.ingress.replica import IngressReplica
-from penstock.deployments.placement import ClusterResources, resolve
+from penstock.deployments.model_entries import MODELS
+from penstock.deployments.placement import ClusterResources, resolve_each
 from penstock.deployments.state.url import redis_options
 from penstock.deployments.supervision.ray_workarounds import one_event_loop, require_token_auth
 from penstock.deployments.supervision.registry import RegistryClient
@@ -48,20 +50,24 @@ def application(config: ServeConfig, cluster: ClusterResources | None) -> dict[s
     a change of numbers none.
     """
     arguments = settings_that_differ(config)
-    for name in ("num_workers", "num_ingress"):
-        arguments.pop(name, None)
-    if config.min_workers == 0:  # of the range, gate and ingresses must know only this
-        arguments["num_workers"] = "0:1"
-    resources = resolve(config, cluster).worker
-    if not resources.num_gpus:
-        arguments["cpus_per_worker"] = resources.num_cpus
+    arguments.pop("num_ingress", None)
+    of_models = arguments.get(MODELS, [arguments])
+    for resolved, of_model in zip(resolve_each(config, cluster), of_models, strict=True):
+        of_model.pop("num_workers", None)
+        if resolved.config.min_workers == 0:  # gate and ingresses must know only this of the range
+            of_model["num_workers"] = "0:1"
+        if not resolved.worker.num_gpus:
+            of_model["cpus_per_worker"] = resolved.worker.num_cpus
     return {
         "name": config.app_name,
         "route_prefix": "/" if config.app_name == ServeConfig.app_name else f"/{config.app_name}",
         "import_path": "penstock.deployments.app:build_app",
         "args": arguments,
         "deployments": [
-            {"name": "Worker", **worker_scale(config, cluster)},
+            *(
+                {"name": each.worker_deployment, **worker_scale(each, cluster)}
+                for each in config.each_model
+            ),
             {"name": "Ingress", **ingress_scale(config)},
         ],
     }
@@ -78,27 +84,29 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     config = pinned(config)
     cluster = cluster_resources()
     _warn_of_clear_links(config, cluster)
-    resolved = resolve(config, cluster)
-    config, setup = resolved.config, gate_setup(resolved.config, channel_host)
-    if setup is not None and cluster is not None:
+    models = resolve_each(config, cluster)
+    setups = tuple(gate_setup(each.config, channel_host) for each in models)
+    if any(setups) and cluster is not None:
         registry = RegistryClient(config.app_name)
-        setup = replace(setup, generation=registry.call_when_up("begin", setup.digest))
-    supervision = {
-        "health_check_period_s": HEALTH_PERIOD_S,
-        "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "max_constructor_retry_count": MAX_START_ATTEMPTS,
-        "graceful_shutdown_timeout_s": config.drain_notice_s + config.drain_s + STOP_SLACK_S,
-        "graceful_shutdown_wait_loop_s": 0.1,
-    }
-    ingress = replace(resolved.ingress, env_vars=one_event_loop())
-    workers = serve.deployment(
-        WorkerReplica,
-        name="Worker",
-        ray_actor_options=resolved.worker.actor_options,
-        max_surge_percent=config.surge_percent,
-        **worker_scale(config, cluster),
-        **supervision,
-    ).bind(config, channel_host)
+        generation = registry.call_when_up("begin", digest_of(setups))
+        setups = tuple(each and replace(each, generation=generation) for each in setups)
+    supervision = _supervision(config)
+    workers = [
+        serve.deployment(
+            WorkerReplica,
+            name=each.config.worker_deployment,
+            ray_actor_options=each.worker.actor_options,
+            max_surge_percent=each.config.surge_percent,
+            **worker_scale(each.config, cluster),
+            **supervision,
+        ).bind(each.config, channel_host)
+        for each in models
+    ]
+    if config.models:
+        config = replace(config, models=tuple(each.config for each in models))
+    else:
+        config = models[0].config
+    ingress = replace(models[0].ingress, env_vars=one_event_loop())
     return serve.deployment(
         IngressReplica,
         name="Ingress",
@@ -108,7 +116,18 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         max_surge_percent=0 if ingress.resources else 100,
         **ingress_scale(config),
         **supervision,
-    ).bind(config, setup, workers)
+    ).bind(config, setups, *workers)
+
+
+def _supervision(config: ServeConfig) -> dict[str, Any]:
+    """How Serve watches replicas, and stops them."""
+    return {
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "max_constructor_retry_count": MAX_START_ATTEMPTS,
+        "graceful_shutdown_timeout_s": config.drain_notice_s + config.drain_s + STOP_SLACK_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+    }
 
 
 def worker_scale(config: ServeConfig, cluster: ClusterResources | None = None) -> dict[str, Any]:
@@ -121,6 +140,7 @@ def worker_scale(config: ServeConfig, cluster: ClusterResources | None = None) -
         "WorkerScaling",
         {
             "app_name": config.app_name,
+            **({"gate_scope": config.gate_scope} if config.key else {}),
             "target_wait_s": target_wait_s(config),
             "down_window_s": config.scale_down_after_s,
             "zero_after_s": config.scale_to_zero_after_s,
@@ -176,7 +196,7 @@ def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
         host=host,
         snapshot_file=config.predictor_file,
         state=redis_options(config),
-        snapshot_key=f"predictor/{config.app_name}",
+        snapshot_key=f"predictor/{config.gate_scope}",
         may_wake=config.min_workers == 0,
         certs_dir=config.cluster_certs_dir,
     )

@@ -24,7 +24,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.hub_model import pinned
-from penstock.deployments.placement import uses_gpus
+from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
 from penstock.deployments.supervision.ray_workarounds import (
@@ -34,7 +34,7 @@ from penstock.deployments.supervision.ray_workarounds import (
 )
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
-from penstock.deployments.supervision.view import ClusterView
+from penstock.deployments.supervision.view import ClusterView, IngressInfo
 from penstock.workers.cpu_affinity import allowed_cores, keep_to
 from penstock.workers.errors import ConfigError, LoadError
 
@@ -95,8 +95,9 @@ class Cluster:
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
             return
-        if config.engine.cores is not None:  # inherited by Ray's processes, and so by all replicas
-            keep_to(allowed_cores() - config.engine.cores)
+        reserved = [each.engine.cores for each in config.each_model if each.engine.cores]
+        if reserved:  # inherited by Ray's processes, and so by all replicas
+            keep_to(allowed_cores().difference(*reserved))
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
@@ -120,13 +121,8 @@ class Cluster:
     def deploy(self) -> None:
         """Deploy; return before the replicas are ready. Raises StartError if GPUs are missing."""
         cluster = cluster_resources()
-        num_gpus = 0 if cluster is None else int(cluster.num_gpus)
-        is_short = uses_gpus(self._config, cluster) and num_gpus < self._config.max_workers
-        if self._is_local and is_short:
-            raise StartError(
-                f"each worker needs a GPU: num_workers is {self._config.num_workers}, and this "
-                f"machine has {num_gpus} GPUs; lower --num-workers, or use --device cpu"
-            )
+        if self._is_local:
+            self._check_gpus(cluster)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
         self._registry.call_when_up("begin")  # its process starts only now
@@ -137,15 +133,25 @@ class Cluster:
         if not self._is_local:
             deploy_application(application(config, cluster))
             return
-        if self._folder is not None and config.predictor_file is None:
-            # A restarted gate keeps what was learnt; the folder is removed with the cluster.
-            config = replace(config, predictor_file=os.path.join(self._folder, PREDICTOR_FILE))
+        if self._folder is not None:
+            config = _with_predictor_files(config, self._folder)
         app = wire(config, channel_host="127.0.0.1")
         serve.run_many(
             [serve.RunTarget(target=app, name=self._config.app_name)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
+
+    def _check_gpus(self, cluster: ClusterResources | None) -> None:
+        """Raise StartError if this machine has too few GPUs."""
+        num_gpus = 0 if cluster is None else int(cluster.num_gpus)
+        on_gpus = [each for each in self._config.each_model if uses_gpus(each, cluster)]
+        if num_gpus < sum(each.max_workers for each in on_gpus):
+            each_of = " and ".join(str(each.num_workers) for each in on_gpus)
+            raise StartError(
+                f"each worker needs a GPU: num_workers is {each_of}, and this machine has "
+                f"{num_gpus} GPUs; lower --num-workers, or use --device cpu"
+            )
 
     def wait_until_up(self, report: Callable[[ClusterView], None]) -> None:
         """Return once every ingress is connected to every worker; calls `report` with each view.
@@ -160,8 +166,11 @@ class Cluster:
             report(view)
             if view.failures:
                 raise StartError(view.failures[0])
-            reach = [ingress.num_workers for ingress in view.ingresses]
-            is_up = len(reach) >= config.min_ingress and min(reach) >= config.min_workers
+            is_up = len(view.ingresses) >= config.min_ingress and all(
+                num_reached(each, ingress) >= each.min_workers
+                for ingress in view.ingresses
+                for each in config.each_model
+            )
             if is_up and is_new:
                 return
             if time.monotonic() >= next_status_s:
@@ -202,8 +211,9 @@ class Cluster:
             has_ingresses = self._is_deployed
         while has_ingresses() and time.monotonic() < deadline_s and not is_hurried():
             time.sleep(POLL_S)
-        with contextlib.suppress(RayError):
-            end_gate(config.app_name)  # it saves what it has learnt
+        for each in config.each_model:
+            with contextlib.suppress(RayError):
+                end_gate(each.gate_scope)  # it saves what it has learnt
 
     def _has_ingresses(self) -> bool:
         return bool(self.view().ingresses)
@@ -223,7 +233,8 @@ class Cluster:
         if ray.is_initialized():
             if not self._is_local:
                 serve.delete(self._config.app_name)
-                end_gate(self._config.app_name)
+                for each in self._config.each_model:
+                    end_gate(each.gate_scope)
             ray.shutdown(wait_for_processes=True)
         end(pids, EXIT_S)
         self.remove_folder()
@@ -235,7 +246,26 @@ class Cluster:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        if self._is_local and self._config.engine.expert_cache_gb is not None:
-            remove_all(self._config.engine.expert_store_dir, self._config.app_name)
+        for each in self._config.each_model:
+            if self._is_local and each.engine.expert_cache_gb is not None:
+                remove_all(each.engine.expert_store_dir, self._config.app_name)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def num_reached(config: ServeConfig, ingress: IngressInfo) -> int:
+    """The workers of that model which an ingress is connected with."""
+    if not config.key:
+        return ingress.num_workers
+    return dict(ingress.workers_of).get(config.model_name, 0)
+
+
+def _with_predictor_files(config: ServeConfig, folder: str) -> ServeConfig:
+    """A restarted gate keeps what was learnt; the folder is removed with the cluster."""
+    if config.models:
+        models = tuple(_with_predictor_files(each, folder) for each in config.models)
+        return replace(config, models=models)
+    if config.predictor_file is not None:
+        return config
+    name = f"{config.key}-{PREDICTOR_FILE}" if config.key else PREDICTOR_FILE
+    return replace(config, predictor_file=os.path.join(folder, name))

@@ -1,7 +1,8 @@
 """The configuration of a cluster: `ServeConfig`, filled from a YAML file and from flags.
 
 `ServeConfig` and the `EngineConfig` inside it share one flat namespace of settings; flags override
-the file. What can be checked against the machine before anything starts is preflight.py's.
+the file. With several models, each has a ServeConfig of its own (model_entries.py). What can be
+checked against the machine before anything starts is preflight.py's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.deployments.model_entries import (
+    MODELS,
+    Entry,
+    check_together,
+    key_of,
+    place,
+    split,
+    within,
+)
 from penstock.deployments.options import (
     ANY_NAME,
     AdmissionOptions,
@@ -64,12 +74,27 @@ class ServeConfig(
     TraceOptions,
     ClusterOptions,
 ):
-    """Everything that a cluster needs to know; `engine` is for its workers. Raises ConfigError."""
+    """Everything that a cluster needs to know; `engine` is for its workers. Raises ConfigError.
+
+    `models`: of several models, the configuration of each, complete, with what all share; here
+    are then the defaults of what each may have for itself. `key` is that of a model among several.
+    """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+    models: tuple[ServeConfig, ...] = ()
+    key: str = ""
 
     def __post_init__(self) -> None:
         check_settings(self)
+        check_together(
+            [
+                Entry(
+                    *(each.model_name, each.other_names, each.key),
+                    *(each.predictor_file, each.engine.cores),
+                )
+                for each in self.models
+            ]
+        )
         if self.reasoning_marks not in (None, "auto"):
             marks_in(self.reasoning_marks)
         form_named(self.tool_call_parser)
@@ -142,6 +167,21 @@ class ServeConfig(
             return None
         url = urlsplit(self.otlp_traces_endpoint)
         return url.geturl() if url.path.strip("/") else url._replace(path="/v1/traces").geturl()
+
+    @property
+    def each_model(self) -> tuple[ServeConfig, ...]:
+        """The configuration of each model: this one, where there is one model."""
+        return self.models or (self,)
+
+    @property
+    def gate_scope(self) -> str:
+        """Names the gate of the model, and what the gate keeps, in the cluster."""
+        return f"{self.app_name}:{self.key}" if self.key else self.app_name
+
+    @property
+    def worker_deployment(self) -> str:
+        """The name of the model's workers in Ray Serve."""
+        return f"Worker-{self.key}" if self.key else "Worker"
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -249,6 +289,7 @@ class ServeConfig(
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:
                 changes[name] = str(Path(path).expanduser().resolve())
+        changes["models"] = tuple(each.with_absolute_paths() for each in self.models)
         return dataclasses.replace(self, **changes)
 
 
@@ -273,29 +314,25 @@ def settings_by_group() -> dict[str, list[Setting]]:
     return groups
 
 
-def settings_that_differ(config: ServeConfig) -> dict[str, Any]:
-    """The settings of `config` that are not at their defaults, by name; `config_from` reads it."""
-    return {
-        setting.name: value
-        for setting in settings()
-        if (value := _value(config, setting)) != setting.default
-    }
-
-
-def values_by_group(config: ServeConfig) -> dict[str, dict[str, Any]]:
-    """All settings of `config` by name, under the titles of their groups."""
-    return {
-        title: {setting.name: _value(config, setting) for setting in group}
-        for title, group in settings_by_group().items()
-    }
-
-
-def _value(config: ServeConfig, setting: Setting) -> Any:
-    return getattr(config if setting in settings_of(ServeConfig) else config.engine, setting.name)
-
-
 def config_from(values: Mapping[str, Any]) -> ServeConfig:
-    """A ServeConfig of flat settings. Raises ConfigError naming the setting and the remedy."""
+    """A ServeConfig of flat settings, with a list of models, if there are several.
+
+    Raises ConfigError naming the setting and the remedy.
+    """
+    if values.get(MODELS) is None:
+        return _of_one({name: value for name, value in values.items() if name != MODELS})
+    top, entries = split(values, [setting.name for setting in settings()])
+    shared, models = _of_one(top), []
+    for index, entry in enumerate(entries):
+        with within(place(index)):
+            made = _of_one(entry)
+        models.append(dataclasses.replace(made, key=key_of(made.model_name)))
+    if len(models) == 1:
+        return dataclasses.replace(models[0], key="")
+    return dataclasses.replace(shared, models=tuple(models))
+
+
+def _of_one(values: Mapping[str, Any]) -> ServeConfig:
     known = {setting.name: setting for setting in settings()}
     of_engine = {setting.name for setting in settings_of(EngineConfig)}
     cluster: dict[str, Any] = {}

@@ -47,6 +47,8 @@ def pinned(config: ServeConfig) -> ServeConfig:
     Where the hub is out of reach and the files are on other machines alone, the revision stays as
     it is: an ingress sends nothing to a worker of another tokenizer.
     """
+    if config.models:
+        return replace(config, models=tuple(map(pinned, config.models)))
     try:
         return _with_commit(config)
     except HubUnreachable as error:

@@ -13,6 +13,7 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.answers.reasoning import find_marks
 from penstock.deployments.ingress.core.answers.tool_forms.table import support_of
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine
@@ -85,7 +86,7 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
     folder = verified_folder(config.engine)
     tokenizer = load_tokenizer(folder, config.engine)
     backend = LocalEngine(engine)
-    core = RequestCore(
+    runtime = ModelRuntime(
         tokenizer,
         backend,
         model_name=config.model_name,
@@ -98,4 +99,4 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         seed=config.engine.seed,
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
     )
-    return core, backend
+    return RequestCore(runtime), backend

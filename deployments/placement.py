@@ -99,8 +99,11 @@ class ResolvedConfig:
     ingress: ReplicaResources
 
 
-def resolve(config: ServeConfig, cluster: ClusterResources | None) -> ResolvedConfig:
-    """Decide what `config` leaves open. `cluster`: None in a process without one.
+def resolve(
+    config: ServeConfig, cluster: ClusterResources | None, num_workers: int | None = None
+) -> ResolvedConfig:
+    """Decide what `config` leaves open. `cluster`: None in a process without one. `num_workers`:
+    of all models, which share the CPUs; None: there is one model.
 
     A worker has a GPU, or an equal share of its node's CPUs and as many threads. Where nodes have
     the resource `penstock_ingress`, ingresses run there only, one a node. Raises ConfigError if
@@ -109,7 +112,8 @@ def resolve(config: ServeConfig, cluster: ClusterResources | None) -> ResolvedCo
     engine, on_gpu = config.engine, uses_gpus(config, cluster)
     num_cpus, threads, env_vars = 1.0, engine.threads, {}
     if not on_gpu:
-        num_cpus = config.cpus_per_worker or _cpus_per_worker(config.max_workers, cluster)
+        num_workers = num_workers or config.max_workers
+        num_cpus = config.cpus_per_worker or _cpus_per_worker(num_workers, cluster)
         cores = engine.cores
         # Ray would set as many threads as it reserved CPUs; the number may be another one.
         threads = threads or max(
@@ -128,6 +132,15 @@ def resolve(config: ServeConfig, cluster: ClusterResources | None) -> ResolvedCo
         ReplicaResources(num_cpus, num_gpus=1 if on_gpu else 0, env_vars=env_vars),
         _ingress(cluster),
     )
+
+
+def resolve_each(
+    config: ServeConfig, cluster: ClusterResources | None
+) -> tuple[ResolvedConfig, ...]:
+    """`resolve` for each model; workers on CPUs have equal shares, whichever model is theirs."""
+    on_cpus = [each for each in config.each_model if not uses_gpus(each, cluster)]
+    total = sum(each.max_workers for each in on_cpus)
+    return tuple(resolve(each, cluster, total) for each in config.each_model)
 
 
 def _ingress(cluster: ClusterResources | None) -> ReplicaResources:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.tracing.opening import check_installed
+from penstock.deployments.model_entries import place, within
 from penstock.deployments.security.certificates import client_certificates
 from penstock.deployments.security.cluster_links import ROLES, ClusterCertificate
 from penstock.deployments.security.key_file import read_key_file
@@ -33,13 +35,13 @@ RAY_ANSWERS_S = 10.0
 def check_before_start(config: ServeConfig) -> None:
     """Raise ConfigError for the first setting that cannot work on this machine."""
     config.check_access()
-    check_model(config.engine.model)
-    check_pins(config.engine)
-    check_chat_template(config.engine)
-    folder = Path(config.engine.model).expanduser()
-    if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
-        check_formats(config.engine, folder)
-    check_cores(config)
+    if config.models:
+        for index, each in enumerate(config.models):
+            with within(place(index)):
+                _check_one_model(each)
+        _check_cores_left(config.models)
+    else:
+        _check_one_model(config)
     if config.api_keys_file is not None:
         keys = read_key_file(config.api_keys_file)
         check_quotas(keys, config.max_ingress, config.state_url)
@@ -58,6 +60,16 @@ def check_before_start(config: ServeConfig) -> None:
         check_port_free(name, config.host, getattr(config, name))
 
 
+def _check_one_model(config: ServeConfig) -> None:
+    """Raise ConfigError unless the model is there, and its settings fit it and this machine."""
+    check_model(config.engine.model)
+    check_pins(config.engine)
+    check_chat_template(config.engine)
+    if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
+        check_formats(config.engine, Path(config.engine.model).expanduser())
+    check_cores(config)
+
+
 def check_formats(engine: EngineConfig, folder: Path) -> None:
     """Raise ConfigError where the model in `folder` is not stored in a way that allows what is
     configured."""
@@ -65,6 +77,16 @@ def check_formats(engine: EngineConfig, folder: Path) -> None:
     weight_plan(scheme, engine.weights)
     _check_experts(engine, scheme)
     read_sampling_defaults(folder, engine.generation_config)
+
+
+def _check_cores_left(models: Sequence[ServeConfig]) -> None:
+    """Raise ConfigError if the models together reserve every core."""
+    reserved = [each.engine.cores for each in models if each.engine.cores]
+    if reserved and not allowed_cores().difference(*reserved):
+        raise ConfigError(
+            "compute_cores of all models are all cores that this process may use; leave at least "
+            "one to ingress, gates and Ray"
+        )
 
 
 def check_ray_address(address: str) -> None:

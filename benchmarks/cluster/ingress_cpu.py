@@ -34,6 +34,7 @@ from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import target_of
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.bounds.connections import Connections
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.grpc.server import start_server
@@ -139,11 +140,13 @@ async def _ingress(
     pool = WorkerPool("bench")
     pool.update([worker])
     core = RequestCore(
-        Tokenizer.load(resolve_model(MODEL)),
-        pool,
-        model_name=MODEL,
-        vocab_size=VOCAB_SIZE,
-        max_model_len=MAX_MODEL_LEN,
+        ModelRuntime(
+            Tokenizer.load(resolve_model(MODEL)),
+            pool,
+            model_name=MODEL,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+        ),
         tracer=None if traces is None else open_tracer(traces, "bench"),
     )
     listener = socket.create_server(("127.0.0.1", 0))

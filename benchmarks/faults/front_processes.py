@@ -27,6 +27,7 @@ from penstock.deployments.ingress import garbage
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import Listeners, open_listeners
+from penstock.deployments.ingress.models import IngressModel
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.stats import WorkerInfo
 
@@ -128,7 +129,9 @@ async def _run_ingress(
     pool = WorkerPool(
         name, client, lost_wait_s=config.lost_wait_s, longest_wait_s=config.longest_wait_s
     )
-    listeners = await open_listeners(config, pool, client, ClusterView, name)
+    listeners = await open_listeners(
+        config, [IngressModel(config, pool, client)], ClusterView, name
+    )
     parts = IngressParts(config, pool, listeners, loop, client, found[0])
     asking = None if client is None else asyncio.ensure_future(client.run())
     pool.update(workers)

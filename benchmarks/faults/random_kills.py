@@ -33,6 +33,7 @@ from benchmarks.faults.cluster_kills import failed, run_on_cluster
 from benchmarks.faults.worker_process import CONFIG, MODEL, WorkerProcess
 from benchmarks.faults.workload import Answer, answer, make_call, where
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.lost_requests import PAUSE_BOUNDS
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -79,12 +80,14 @@ async def main_async(options: argparse.Namespace) -> dict[str, Any]:
     workers = [await asyncio.to_thread(WorkerProcess) for _ in range(options.workers)]
     pool = WorkerPool("faults")
     core = RequestCore(
-        Tokenizer.load(resolve_model("builtin")),
-        pool,
-        model_name="builtin",
-        vocab_size=MODEL.config.vocab_size,
-        max_model_len=2048,
-        contexts=ContextSettings.of(CONFIG, 2048),
+        ModelRuntime(
+            Tokenizer.load(resolve_model("builtin")),
+            pool,
+            model_name="builtin",
+            vocab_size=MODEL.config.vocab_size,
+            max_model_len=2048,
+            contexts=ContextSettings.of(CONFIG, 2048),
+        )
     )
     run = Run(pool, core, workers, {})
     pool.lost_requests.pauses = run.pauses

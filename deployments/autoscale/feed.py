@@ -41,8 +41,9 @@ class Sample:
 class LoadFeed:
     """The newest sample of one application. Its thread ends once nothing refers to the feed."""
 
-    def __init__(self, app_name: str):
-        self._app_name = app_name
+    def __init__(self, app_name: str, gate_scope: str | None):
+        """`gate_scope`: of the gate to ask, as gate_name takes it; None: no gate is asked."""
+        self._gate_scope = gate_scope
         self._registry = RegistryClient(app_name)
         self._sample: Sample | None = None
         self._reports: list[ScaleReport] = []
@@ -70,8 +71,10 @@ class LoadFeed:
         self._sample = Sample(time.monotonic(), view, self._load(), _num_ingress_nodes())
 
     def _load(self) -> GateLoad | None:
+        if self._gate_scope is None:
+            return None
         try:
-            gate = ray.get_actor(gate_name(self._app_name), namespace=NAMESPACE)
+            gate = ray.get_actor(gate_name(self._gate_scope), namespace=NAMESPACE)
             load: GateLoad = ray.get(gate.load.remote(), timeout=CALL_TIMEOUT_S)
         except (RayError, TimeoutError, ValueError) as error:
             log.debug("the gate does not answer the autoscaler: %s", type(error).__name__)

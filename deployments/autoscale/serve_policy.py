@@ -32,8 +32,8 @@ FAILURES_S = 600.0  # failed starts count for this long
 class _Scaling(ABC):
     """Decides the number of replicas of one deployment, once a second."""
 
-    def __init__(self, app_name: str):
-        self._feed = LoadFeed(app_name)
+    def __init__(self, app_name: str, gate_scope: str | None):
+        self._feed = LoadFeed(app_name, gate_scope)
         self._decided_s = float("-inf")
         self._number: int | None = None
 
@@ -71,10 +71,18 @@ class _Scaling(ABC):
 class WorkerScaling(_Scaling):
     """As many workers as the gate's load needs (policy.py)."""
 
-    def __init__(self, app_name: str, start_s: float = PRIOR_S, **policy: Any):
-        """`start_s`: start-up time of a worker, before one was observed. `policy`: fields of
-        PolicyConfig, those of its forecast as a mapping; the bounds are Serve's."""
-        super().__init__(app_name)
+    def __init__(
+        self,
+        app_name: str,
+        start_s: float = PRIOR_S,
+        gate_scope: str | None = None,
+        **policy: Any,
+    ):
+        """`start_s`: start-up time of a worker, before one was observed. `gate_scope`: of the
+        model's gate, where there are several models. `policy`: fields of PolicyConfig, those of
+        its forecast as a mapping; the bounds are Serve's."""
+        super().__init__(app_name, gate_scope or app_name)
+        self._is_of_several = gate_scope is not None
         forecast = ForecastConfig(**policy.pop("forecast", {}))
         self._policy = {**policy, "forecast": forecast}
         self._state: PolicyState | None = None
@@ -108,13 +116,19 @@ class WorkerScaling(_Scaling):
             ready=ready,
             starting=max(context.target_num_replicas - ready, 0),
             start_s=self._starts.start_s,
-            failed_starts=self._failed_starts(sample.view.num_failures, now),
+            failed_starts=self._failed_starts(self._num_failures(context, sample), now),
             batch_work_s=load.batch_work_s,
             batch_due_s=BATCH_DUE_S if load.batch_work_s else math.inf,
         )
 
+    def _num_failures(self, context: Any, sample: Sample) -> int:
+        """Of all replicas; of several models, of this one's workers."""
+        if self._is_of_several:
+            return dict(sample.view.failures_of).get(context.deployment_name, 0)
+        return sample.view.num_failures
+
     def _failed_starts(self, num_failures: int, now: float) -> int:
-        """Failed starts of the last ten minutes. `num_failures`: all, by the registry's count."""
+        """Failed starts of the last ten minutes. `num_failures`: ever, by the registry's count."""
         failures = self._failures
         if not failures or failures[-1][1] != num_failures:
             failures.append((now, num_failures))
@@ -131,7 +145,7 @@ class IngressScaling(_Scaling):
     """One ingress on each ingress node, and enough for the connections (ingress_policy.py)."""
 
     def __init__(self, app_name: str):
-        super().__init__(app_name)
+        super().__init__(app_name, None)
         self._state = IngressState()
 
     def _decide(self, context: Any, sample: Sample | None, now: float) -> int:

@@ -31,6 +31,7 @@ from penstock.deployments.cli.batch_progress import shown
 from penstock.deployments.client.tls import ClientTls
 from penstock.deployments.config import ServeConfig, config_from
 from penstock.deployments.config_file import read_config
+from penstock.deployments.model_entries import MODELS
 from penstock.workers.errors import ConfigError
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
@@ -233,6 +234,11 @@ async def _run_target(args: argparse.Namespace, where: _Where) -> AsyncIterator[
 
 def _engine_config(args: argparse.Namespace) -> ServeConfig:
     values = read_config(args.config) if args.config is not None else {}
+    if MODELS in values:
+        raise ConfigError(
+            f"{args.config} lists several models, and one is loaded here: pass a file without the "
+            "list, or a server's --url"
+        )
     return config_from({**values, "model": args.model})
 
 

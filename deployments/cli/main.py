@@ -31,8 +31,9 @@ from penstock.deployments.cli.flags.server import (
 )
 from penstock.deployments.cli.planning.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
-from penstock.deployments.config import config_from, values_by_group
+from penstock.deployments.config import config_from
 from penstock.deployments.config_file import as_yaml
+from penstock.deployments.config_values import values_by_group
 from penstock.deployments.security.key_file import read_client_key
 from penstock.workers.errors import ConfigError
 
@@ -175,7 +176,7 @@ def _status(args: argparse.Namespace) -> int:
 def _queue(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.status import run_queue
 
-    return run_queue(args.url, _api_key(args), tls_of(args, args.url), args.limit)
+    return run_queue(args.url, _api_key(args), tls_of(args, args.url), args.limit, args.model)
 
 
 def _version(_: argparse.Namespace) -> int:

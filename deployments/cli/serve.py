@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from penstock.deployments.cli.starting.summary import effective_settings, weight
 from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.hub_model import look_at
+from penstock.deployments.model_entries import place, within
 from penstock.deployments.preflight import check_before_start, check_formats
 from penstock.deployments.supervision.ray_workarounds import (
     driver_environment,
@@ -28,6 +31,8 @@ from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
     from penstock.deployments.cluster import Cluster
+    from penstock.deployments.supervision.view import ClusterView
+    from penstock.workers.stats import EngineStats, WorkerInfo
 
 WATCH_S = 0.25
 
@@ -39,7 +44,8 @@ def run_serve(config: ServeConfig) -> int:
     check_before_start(config)
     _prepare_environment(config)
     began_s = time.monotonic()
-    _say(f"Penstock {version('penstock')} serves {config.engine.model} as {config.model_name!r}")
+    served = [f"{each.engine.model} as {each.model_name!r}" for each in config.each_model]
+    _say(f"Penstock {version('penstock')} serves {' and '.join(served)}")
     config = _looked_up(config)
     if config.is_open:
         _say(
@@ -61,23 +67,31 @@ def run_serve(config: ServeConfig) -> int:
         keep_own_sigterm_handler()
         cluster = Cluster(config)
         cluster.start_ray()
-        _say(f"loading the model ({time.monotonic() - began_s:.1f} s so far)")
+        what = "the models" if config.models else "the model"
+        _say(f"loading {what} ({time.monotonic() - began_s:.1f} s so far)")
         cluster.deploy()
         earlier = frozenset(info.address for info, _ in cluster.view().workers)
         if earlier:
             _say("an earlier deployment serves until its replicas are replaced, in turn")
-        with closing(StartProgress(_say, config.min_workers, earlier)) as progress:
+        num_workers = sum(each.min_workers for each in config.each_model)
+        with closing(StartProgress(_say, num_workers, earlier)) as progress:
             cluster.wait_until_up(progress.report)
             progress.finish()
         signals.started()
         _say(f"ready after {time.monotonic() - began_s:.1f} s{weights_loaded(cluster.view())}")
         view = cluster.view()
         new = [each for each in view.workers if each[0].address not in earlier]
-        _say(effective_settings(config, new, cluster.logs))
-        for each in sorted({info.sampling_defaults for info in view.ingresses} - {""}):
-            _say(f"requests that do not say otherwise: {each} (the model's generation_config.json)")
-        for note in sorted({info.tool_note for info in view.ingresses} - {""}):
-            _say(note)
+        _say_settings(config, new, cluster.logs)
+        for name, said in sorted(
+            {each for info in view.ingresses for each in info.sampling_defaults}
+        ):
+            of = f" of {name}" if config.models else ""
+            _say(
+                f"requests{of} that do not say otherwise: {said} "
+                "(the model's generation_config.json)"
+            )
+        for name, note in sorted({each for info in view.ingresses for each in info.tool_notes}):
+            _say(f"{name}: {note}" if config.models else note)
         _say(welcome(config, view))
         _watch(cluster, config, signals)
         cluster.drain(is_hurried=lambda: signals.num_seen > 1)
@@ -94,6 +108,12 @@ def run_serve(config: ServeConfig) -> int:
 def _looked_up(config: ServeConfig) -> ServeConfig:
     """The configuration with the commit of a model of the hub, whose files are looked at before
     Ray starts. Raises ConfigError or LoadError for one that cannot be served."""
+    if config.models:
+        models = []
+        for index, each in enumerate(config.models):
+            with within(place(index)):
+                models.append(_looked_up(each))
+        return replace(config, models=tuple(models))
     if not is_hub_id(config.engine.model):
         return config
     found = look_at(config)
@@ -126,25 +146,55 @@ def _prepare_environment(config: ServeConfig) -> None:
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
     """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
-    num_workers, num_failures = config.min_workers, 0
+    counts, num_failures = [WorkerCount(each) for each in config.each_model], 0
     while not signals.num_seen:
         time.sleep(WATCH_S)
         view = cluster.view()
         if view.num_failures > num_failures:
             _say(view.failures[-1])
         num_failures = view.num_failures
-        if len(view.workers) != num_workers:
-            is_less = len(view.workers) < num_workers
-            num_workers = len(view.workers)
-            if config.is_autoscaled:
-                _say(f"{num_workers} workers serve, of {config.num_workers}")
-            else:
-                what = "a worker was lost and is being replaced" if is_less else "a worker is ready"
-                _say(f"{what}: {num_workers} of {config.num_workers} workers serve")
+        for count in counts:
+            count.report(view)
         if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
             _say(f"{time.strftime('%H:%M:%S')} {line}")
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
         _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
+
+
+def _say_settings(
+    config: ServeConfig, workers: Sequence[tuple[WorkerInfo, EngineStats]], logs: str
+) -> None:
+    """What is in force, for each model."""
+    if not config.models:
+        _say(effective_settings(config, workers, logs))
+        return
+    for each in config.models:
+        own = [worker for worker in workers if worker[0].model == each.model_name]
+        _say(f"{each.model_name}\n{effective_settings(each, own)}")
+    _say(f"  logs       {logs}")
+
+
+class WorkerCount:
+    """Prints a line when the number of workers of a model changes."""
+
+    def __init__(self, config: ServeConfig):
+        self._config = config
+        self._num = config.min_workers
+
+    def report(self, view: ClusterView) -> None:
+        config = self._config
+        own = [
+            info for info, _ in view.workers if not config.key or info.model == config.model_name
+        ]
+        if len(own) == self._num:
+            return
+        is_less, self._num = len(own) < self._num, len(own)
+        of = f" of {config.model_name}" if config.key else ""
+        if config.is_autoscaled:
+            _say(f"{self._num} workers{of} serve, of {config.num_workers}")
+            return
+        what = "was lost and is being replaced" if is_less else "is ready"
+        _say(f"a worker{of} {what}: {self._num} of {config.num_workers} workers serve")
 
 
 def _say(text: str) -> None:

@@ -36,13 +36,17 @@ def run_status(url: str, api_key: str | None, tls: ClientTls | None = None) -> i
     return 0 if status["is_ready"] else 1
 
 
-def run_queue(url: str, api_key: str | None, tls: ClientTls | None, limit: int) -> int:
-    """Print the table of at most `limit` waiting requests; the exit status.
+def run_queue(
+    url: str, api_key: str | None, tls: ClientTls | None, limit: int, model: str | None = None
+) -> int:
+    """Print the table of at most `limit` waiting requests; the exit status. `model`: those of one
+    model; None: of all.
 
     Raises ConfigError or ServerError.
     """
     with connect_http(url, "queue", api_key, tls) as server:
-        print(queue_text(server.get("/v1/penstock/queue", limit=limit)))
+        asked = {"limit": limit, **({"model": model} if model else {})}
+        print(queue_text(server.get("/v1/penstock/queue", **asked)))
     return 0
 
 
@@ -82,13 +86,17 @@ def _nodes(status: dict[str, Any]) -> list[str]:
 
 
 def _workers(status: dict[str, Any]) -> list[str]:
-    rows = [("worker", "node", "state", "running", "waiting", "KV used", "preempted")]
+    # Which model a worker has is said where they differ.
+    has_several = len({each["model"] for each in status["workers"]}) > 1
+    of = ("model",) if has_several else ()
+    rows = [("worker", *of, "node", "state", "running", "waiting", "KV used", "preempted")]
     for each in status["workers"]:
+        of = (each["model"],) if has_several else ()
         used = 100 * each["num_live_blocks"] / max(each["num_blocks"], 1)
         state = "draining" if each["is_draining"] else "serves"
         counts = (str(each["num_running"]), str(each["num_waiting"]))
         preempted = str(each["num_preemptions"])
-        rows.append((each["id"], each["node"], state, *counts, f"{used:.0f} %", preempted))
+        rows.append((each["id"], *of, each["node"], state, *counts, f"{used:.0f} %", preempted))
     return aligned(rows)
 
 

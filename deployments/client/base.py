@@ -56,7 +56,7 @@ class BaseClient(ABC):
         credentials: grpc.ChannelCredentials | None = None,
         resume_s: float = 60.0,
     ):
-        """`model` "" is the one that is served. `timeout_s` is the deadline of each call, which the
+        """`model` "" is the first one served. `timeout_s` is the deadline of each call, which the
         server keeps, too. `resume_s`: longest wait for a stream to go on after its connection was
         lost, where the server keeps journals; 0: none goes on.
 

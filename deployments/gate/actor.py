@@ -21,10 +21,11 @@ SAVE_S = 5.0  # longest that its end waits for it
 
 
 class GateActor:
-    """One cluster's gate, from any process; the first caller makes the actor."""
+    """The gate of one model, from any process; the first caller makes the actor."""
 
-    def __init__(self, app_name: str, setup: GateSetup):
-        self._name = gate_name(app_name)
+    def __init__(self, scope: str, setup: GateSetup):
+        """`scope`: ServeConfig.gate_scope."""
+        self._name = gate_name(scope)
         self._setup = setup
         self._handle: Any = None
         self._is_overruled = False  # other settings than these are in force
@@ -56,14 +57,15 @@ class GateActor:
         return self._handle
 
 
-def gate_name(app_name: str) -> str:
-    return f"{app_name}-gate"
+def gate_name(scope: str) -> str:
+    """`scope`: of an application with one model its name; of one with several, ServeConfig's."""
+    return f"{scope}-gate"
 
 
-def end_gate(app_name: str) -> None:
-    """End the gate of an application, if there is one, once it has saved what it learnt."""
+def end_gate(scope: str) -> None:
+    """End the gate of that scope, if there is one, once it has saved what it learnt."""
     with contextlib.suppress(ValueError):
-        actor = ray.get_actor(gate_name(app_name), namespace=NAMESPACE)
+        actor = ray.get_actor(gate_name(scope), namespace=NAMESPACE)
         with contextlib.suppress(RayError, TimeoutError):
             ray.get(actor.save.remote(), timeout=SAVE_S)
         ray.kill(actor)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
@@ -118,6 +119,15 @@ class GateSetup:
             queue=QueueSettings(max_waiting=self.max_queued),
             may_wake=self.may_wake,
         )
+
+
+def digest_of(setups: Iterable[GateSetup | None]) -> str:
+    """Equal for equal settings of all gates of an application; empty: it has none. Of one gate,
+    the digest of its settings."""
+    digests = [setup.digest for setup in setups if setup is not None]
+    if len(digests) < 2:
+        return "".join(digests)
+    return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,10 @@ import uvicorn
 
 from penstock.deployments.config import LOOPBACK, ServeConfig
 from penstock.deployments.ingress.complaints import Complaints
-from penstock.deployments.ingress.core.answers.reasoning import find_marks
-from penstock.deployments.ingress.core.answers.tool_forms.table import support_of
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.connections import Connections, connections_for
-from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.core.service import RequestCore
-from penstock.deployments.ingress.core.tracing import Tracer
-from penstock.deployments.ingress.dispatch.gate_client import GateClient
-from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.dispatch.shared_refusals import SharedRefusals
 from penstock.deployments.ingress.grpc.server import GrpcServer, start_server
 from penstock.deployments.ingress.http.app import build_app
@@ -35,9 +30,10 @@ from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
 from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.journal.journals import Journals
-from penstock.deployments.ingress.metrics.collector import PenstockCollector
+from penstock.deployments.ingress.metrics.collector import ModelSources, PenstockCollector
 from penstock.deployments.ingress.metrics.probes import Probes
 from penstock.deployments.ingress.metrics.server import MetricsPage, MetricsServer
+from penstock.deployments.ingress.models import IngressModel, beat_all, request_core
 from penstock.deployments.ingress.tracing.opening import open_tracer
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates, client_certificates
@@ -47,11 +43,6 @@ from penstock.deployments.security.watch import KeyFileWatch
 from penstock.deployments.state.embedded.folder import FolderInUse
 from penstock.deployments.state.factory import open_store
 from penstock.deployments.supervision.view import ClusterView
-from penstock.workers.context_policy import ContextSettings
-from penstock.workers.model_config import read_limits
-from penstock.workers.sampling_defaults import read_sampling_defaults
-from penstock.workers.text.chat_settings import load_tokenizer
-from penstock.workers.weights.model_digest import verified_text
 
 ERRORS_S = 1.0  # after the drain, for errors to reach clients
 # Longer than clients and proxies keep an idle connection (httpx 5 s, most proxies 60 s). The client
@@ -128,49 +119,57 @@ class Listeners:
 
 async def open_listeners(
     config: ServeConfig,
-    pool: WorkerPool,
-    gate: GateClient | None,
+    models: Sequence[IngressModel],
     view: Callable[[], ClusterView],
     owner: str,
     cluster: Certificates | None = None,
 ) -> Listeners:
-    """Load the tokenizer, build the request core, and listen for HTTP, gRPC and Prometheus.
+    """Load the tokenizers, build the request core, and listen for HTTP, gRPC and Prometheus.
 
-    `view`: the registry's last answer. `owner`: names this ingress in journals. `cluster`: what it
-    shows to workers and gate. Raises ConfigError, LoadError or OSError.
+    `config`: what all models share. `view`: the registry's last answer. `owner`: names this ingress
+    in journals. `cluster`: what it shows to workers and gates. Raises ConfigError, LoadError or
+    OSError.
     """
     asyncio.get_running_loop().set_exception_handler(Complaints())
     keys = await asyncio.to_thread(_api_keys, config)
     journals = await _journals(config, owner)
     limiter = QuotaLimiter(None if journals is None else journals.store)
     tracer = await asyncio.to_thread(open_tracer, config, owner)
-    core = await _request_core(config, pool, gate, Billing(keys, limiter), tracer)
+    core = await request_core(config, models, Billing(keys, limiter), tracer)
     if journals is not None:
-        pool.lost_requests.shared = SharedRefusals(journals.store)
+        refusals = SharedRefusals(journals.store)
+        for each in models:
+            each.pool.lost_requests.model = each.config.key
+            each.pool.lost_requests.shared = refusals
     data_dir = Path(config.data_dir) if config.data_dir else None
     jobs, fields = JobBoard(), FieldPolicy(config.unknown_fields)
     connections = connections_for(config.max_connections, config.max_connections_per_address)
     certificates = await asyncio.to_thread(client_certificates, config)
     uses = (("clients", certificates), ("cluster", cluster))
     in_use = {use: each for use, each in uses if each is not None}
-    watch = LoopWatch(pool.beat)
+    watch = LoopWatch(partial(beat_all, models))
+    sources = [
+        ModelSources(runtime.metrics, each.gate, each.pool.lost_requests)
+        for runtime, each in zip(core.runtimes, models, strict=True)
+    ]
     collector = PenstockCollector(
-        core.metrics,
+        sources[0].requests,
         lambda: view().workers,
-        gate,
-        pool.lost_requests,
+        sources[0].gate,
+        sources[0].lost,
         None if journals is None else journals.counts,
         connections,
         watch,
         in_use,
+        sources[1:],
     )
     app = build_app(
         core,
         keys=keys,
         workers=lambda: view().workers,
         view=view,
-        gate=gate,
-        admission=config.admission,
+        gates={each.config.model_name: each.gate for each in models if each.gate is not None},
+        admission=", ".join(dict.fromkeys(each.config.admission for each in models)),
         data_dir=data_dir,
         journals=journals,
         jobs=jobs,
@@ -264,40 +263,6 @@ async def _journals(config: ServeConfig, owner: str) -> Journals | None:
             if time.monotonic() > until_s:
                 raise
             await asyncio.sleep(FOLDER_POLL_S)
-
-
-async def _request_core(
-    config: ServeConfig,
-    pool: WorkerPool,
-    gate: GateClient | None,
-    billing: Billing,
-    tracer: Tracer | None,
-) -> RequestCore:
-    """The request core for the configured model. Raises ConfigError or LoadError."""
-    folder, _ = await asyncio.to_thread(verified_text, config.engine)
-    vocab_size, max_model_len = read_limits(folder)
-    max_model_len = min(max_model_len, config.engine.max_model_len or max_model_len)
-    tokenizer = load_tokenizer(folder, config.engine)
-    return RequestCore(
-        tokenizer,
-        pool,
-        model_name=config.model_name,
-        other_names=config.other_names,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        contexts=ContextSettings.of(config.engine, max_model_len),
-        marks=find_marks(config.reasoning_marks, tokenizer),
-        tools=support_of(config.tool_call_parser, tokenizer),
-        learner=gate,
-        seed=config.engine.seed,
-        longest_wait_s=config.longest_possible_wait_s,
-        has_state_store=config.state_url is not None,
-        shares_prefixes=config.prefix_sharing == "all",
-        billing=billing,
-        open_calls=OpenCalls(config.max_open_requests, config.max_open_mb << 20),
-        sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
-        tracer=tracer,
-    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

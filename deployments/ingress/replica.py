@@ -20,11 +20,12 @@ from ray import serve
 
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.actor import GateActor
-from penstock.deployments.gate.types import GateSetup
+from penstock.deployments.gate.types import GateSetup, digest_of
 from penstock.deployments.ingress import garbage
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import open_listeners
+from penstock.deployments.ingress.models import IngressModel
 from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
@@ -47,61 +48,68 @@ class IngressReplica:
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServeConfig, setup: GateSetup | None, _workers: Any
+        self, config: ServeConfig, setups: tuple[GateSetup | None, ...], *_workers: Any
     ):
-        """`setup`: of the gate; None: there is no gate. `_workers`: Serve's handle on the workers,
-        passed so that Serve deploys both as one application. Raises what `open_listeners` does."""
+        """`setups`: of the gate of each model; None: it has no gate. `_workers`: Serve's handles on
+        the workers, passed so that Serve deploys all as one application. Raises what
+        `open_listeners` does."""
         configure_logging(config)
         keep_serve_port_local()
-        self._config, self._setup = config, setup
+        self._config, self._setups = config, setups
         self._registry = RegistryClient(config.app_name)
         self._ingress_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        self._gate: GateClient | None = None
-        self._gate_task: asyncio.Task[None] | None = None
+        self._gate_tasks: list[asyncio.Task[None]] = []
         self._heartbeat: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._view = ClusterView()
-        tokenizer = await asyncio.to_thread(_tokenizer_digest, config)
         certificate = await self._load_certificate()
-        if setup is not None:
-            assert config.gate_answer_ms is not None, "placement.resolve sets it"
-            actor = GateActor(config.app_name, setup)
-            answer_s = config.gate_answer_ms / 1000
-            self._gate = GateClient(
-                self._ingress_id,
-                actor.where,
-                answer_s=answer_s,
-                tokenizer_digest=tokenizer,
-                certificate=certificate,
-            )
-            self._gate_task = asyncio.ensure_future(self._gate.run())
-        may_wake = setup is not None and setup.may_wake
-        self._pool = WorkerPool(
-            self._ingress_id,
-            self._gate,
-            may_wake=may_wake,
-            tokenizer_digest=tokenizer,
-            lost_wait_s=config.lost_wait_s,
-            longest_wait_s=config.longest_wait_s,
-            tls=None if certificate is None else partial(certificate.client_end, "worker"),
-        )
+        self._models = [
+            await self._model(each, setup, certificate)
+            for each, setup in zip(config.each_model, setups, strict=True)
+        ]
         await self._connect_workers()
         try:
             self._listeners = await open_listeners(
                 config,
-                self._pool,
-                self._gate,
+                self._models,
                 lambda: self._view,
                 self._ingress_id,
                 cluster=None if certificate is None else certificate.certificates,
             )
         except Exception as error:
             message = start_failure("an ingress", error)
-            await asyncio.to_thread(self._registry.call_now, "failed", message)
+            await asyncio.to_thread(self._registry.call_now, "failed", message, "Ingress")
             raise
         open_calls = self._listeners.core.open_calls
         self._collecting = garbage.begin(lambda: open_calls.num)
         self._heartbeat = asyncio.ensure_future(self._beat_forever())
+
+    async def _model(
+        self, config: ServeConfig, setup: GateSetup | None, certificate: ClusterCertificate | None
+    ) -> IngressModel:
+        """The connections for one model. `config`: its own."""
+        tokenizer = await asyncio.to_thread(_tokenizer_digest, config)
+        gate = None
+        if setup is not None:
+            assert config.gate_answer_ms is not None, "placement.resolve sets it"
+            gate = GateClient(
+                self._ingress_id,
+                GateActor(config.gate_scope, setup).where,
+                answer_s=config.gate_answer_ms / 1000,
+                tokenizer_digest=tokenizer,
+                certificate=certificate,
+            )
+            self._gate_tasks.append(asyncio.ensure_future(gate.run()))
+        pool = WorkerPool(
+            self._ingress_id,
+            gate,
+            may_wake=setup is not None and setup.may_wake,
+            tokenizer_digest=tokenizer,
+            lost_wait_s=config.lost_wait_s,
+            longest_wait_s=config.longest_wait_s,
+            tls=None if certificate is None else partial(certificate.client_end, "worker"),
+        )
+        return IngressModel(config, pool, gate)
 
     async def _load_certificate(self) -> ClusterCertificate | None:
         """For connections with workers and gate; None: in the clear. Raises ConfigError."""
@@ -112,7 +120,7 @@ class IngressReplica:
             return await asyncio.to_thread(ClusterCertificate, folder, "ingress")
         except ConfigError as error:
             message = start_failure("an ingress", error)
-            await asyncio.to_thread(self._registry.call_now, "failed", message)
+            await asyncio.to_thread(self._registry.call_now, "failed", message, "Ingress")
             raise
 
     async def _connect_workers(self) -> None:
@@ -122,11 +130,13 @@ class IngressReplica:
         """
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
             self._view = await self._registry.view()
-        self._pool.update((info for info, _ in self._view.workers), len(self._view.ingresses) + 1)
-        num = sum(not info.is_draining for info, _ in self._view.workers)
+        for each in self._models:
+            each.update(self._view, len(self._view.ingresses) + 1)
+        workers = [info for each in self._models for info in each.workers_in(self._view)]
+        num = sum(not info.is_draining for info in workers)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_S):
-                while self._pool.num_connected < num:
+                while sum(each.pool.num_connected for each in self._models) < num:
                     await asyncio.sleep(0.02)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -153,29 +163,42 @@ class IngressReplica:
                 log.debug("no answer from the registry: %s", type(error).__name__)
             else:
                 self._view = view
-                self._pool.update((info for info, _ in view.workers), len(view.ingresses))
-                self._listeners.core.metrics.keep(info.address for info, _ in view.workers)
+                runtimes = self._listeners.core.runtimes
+                for each, runtime in zip(self._models, runtimes, strict=True):
+                    each.update(view, len(view.ingresses))
+                    runtime.metrics.keep(info.address for info in each.workers_in(view))
             if self._view.is_draining:
                 self._start_drain()
             await asyncio.sleep(BEAT_S)
 
     def _info(self) -> IngressInfo:
         config, metrics = self._config, self._listeners.metrics
+        reached = [(each.config.model_name, each.pool.num_connected) for each in self._models]
+        setup = next((each for each in self._setups if each is not None), None)
         return IngressInfo(
             ingress_id=self._ingress_id,
             pid=os.getpid(),
             http_address=config.address(config.http_port),
             grpc_address=config.address(config.grpc_port),
-            num_workers=self._pool.num_connected,
+            num_workers=sum(num for _, num in reached),
+            workers_of=tuple(reached),
             metrics_address=metrics.address if metrics is not None else "",
             num_connections=self._listeners.num_connections,
             node=short_node(ray.get_runtime_context().get_node_id()),
             is_draining=self._draining is not None,
-            generation=0 if self._setup is None else self._setup.generation,
-            digest="" if self._setup is None else self._setup.digest,
+            generation=0 if setup is None else setup.generation,
+            digest=digest_of(self._setups),
             jobs=self._listeners.jobs.own(),
-            sampling_defaults=str(self._listeners.core.sampling_defaults),
-            tool_note=self._listeners.core.tool_note,
+            sampling_defaults=tuple(
+                (each.served.name, str(each.sampling_defaults))
+                for each in self._listeners.core.runtimes
+                if str(each.sampling_defaults)
+            ),
+            tool_notes=tuple(
+                (each.served.name, each.tool_note)
+                for each in self._listeners.core.runtimes
+                if each.tool_note
+            ),
         )
 
     async def drain(self) -> None:
@@ -200,9 +223,9 @@ class IngressReplica:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             self._collecting.cancel()
-        await self._pool.close()
-        if self._gate_task is not None:
-            self._gate_task.cancel()
+        await self._close_pools()
+        for task in self._gate_tasks:
+            task.cancel()
         if self._listeners.metrics is not None:
             await asyncio.to_thread(self._listeners.metrics.close)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
@@ -211,7 +234,10 @@ class IngressReplica:
     async def _close_pool_after(self, seconds: float) -> None:
         """End running requests, so that their clients get an error and not a broken connection."""
         await asyncio.sleep(seconds)
-        await self._pool.close()
+        await self._close_pools()
+
+    async def _close_pools(self) -> None:
+        await asyncio.gather(*(each.pool.close() for each in self._models))
 
     async def __del__(self) -> None:  # Serve calls it when it stops a replica
         await self.drain()

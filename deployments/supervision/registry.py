@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +55,7 @@ class Registry:
         self._ingresses: dict[str, tuple[float, IngressInfo]] = {}
         self._failures: list[str] = []
         self._num_failures = 0
+        self._failures_of: Counter[str] = Counter()  # by deployment
         self._is_draining = False
         self._scaling: dict[str, ScaleReport] = {}  # by deployment
         self._scale_changes: deque[ScaleReport] = deque(maxlen=MAX_CHANGES)
@@ -89,9 +90,10 @@ class Registry:
         self._left.append(epoch)
         self._workers.pop(epoch, None)
 
-    def failed(self, message: str) -> None:
-        """Record why a replica could not start, for the operator."""
+    def failed(self, message: str, deployment: str = "") -> None:
+        """Record why a replica of `deployment` could not start, for the operator."""
         self._num_failures += 1
+        self._failures_of[deployment] += 1
         self._failures = [*self._failures, message][-MAX_FAILURES:]
 
     def begin(self, digest: str = "") -> int:
@@ -103,6 +105,7 @@ class Registry:
         continues.
         """
         self._failures, self._num_failures = [], 0
+        self._failures_of.clear()
         if digest and digest != self._digest:
             self._generation, self._digest = self._generation + 1, digest
         return self._generation
@@ -131,6 +134,7 @@ class Registry:
             ingresses=tuple(info for _, info in self._ingresses.values()),
             failures=tuple(self._failures),
             num_failures=self._num_failures,
+            failures_of=tuple(self._failures_of.items()),
             is_draining=self._is_draining,
             pid=os.getpid(),
             scaling=tuple(self._scaling.values()),

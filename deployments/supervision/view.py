@@ -42,8 +42,11 @@ class IngressInfo:
     generation: int = 0  # of the deployment that it belongs to
     digest: str = ""  # of that deployment's settings
     jobs: tuple[JobReport, ...] = ()  # that it got in the last minute
-    sampling_defaults: str = ""  # the model's own, in words; empty: it has none
-    tool_note: str = ""  # what an operator should know of tool calls
+    # The models' own, in words, each with its model's name; empty: they have none.
+    sampling_defaults: tuple[tuple[str, str], ...] = ()
+    # What an operator should know of tool calls, each with its model's name.
+    tool_notes: tuple[tuple[str, str], ...] = ()
+    workers_of: tuple[tuple[str, int], ...] = ()  # `num_workers` by the name of their model
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class NodeInfo:
 class ScaleReport:
     """A decision of the autoscaler about one deployment, with its reason."""
 
-    deployment: str  # "Worker" or "Ingress"
+    deployment: str  # "Ingress", "Worker", or with several models "Worker-" and its name
     number: int  # replicas wanted
     ready: int
     minimum: int
@@ -87,6 +90,7 @@ class ClusterView:
     ingresses: tuple[IngressInfo, ...] = ()
     failures: tuple[str, ...] = ()  # messages of the last replicas that could not start
     num_failures: int = 0  # all of them
+    failures_of: tuple[tuple[str, int], ...] = ()  # and of each deployment
     is_draining: bool = False  # the cluster stops: ingresses accept no new requests
     pid: int = 0  # of the registry itself
     scaling: tuple[ScaleReport, ...] = ()  # the last decision for each autoscaled deployment

@@ -70,7 +70,9 @@ class WorkerReplica:
                 self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
                 self._store.warm()
         except Exception as error:
-            self._registry.call_now("failed", start_failure("a worker", error))
+            who = f"a worker of {config.model_name}" if config.key else "a worker"
+            message = start_failure(who, error)
+            self._registry.call_now("failed", message, config.worker_deployment)
             raise
         finally:
             starting.close()

@@ -36,6 +36,7 @@ from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
 from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.tracing import Tracer
 from penstock.deployments.ingress.grpc.server import start_server
@@ -208,20 +209,25 @@ def core_over(
     other_names: tuple[str, ...] = (),
     sampling_defaults: SamplingDefaults | None = None,
     tracer: Tracer | None = None,
+    further: Sequence[ModelRuntime] = (),
 ) -> RequestCore:
+    """`further`: models beside the first one."""
     return RequestCore(
-        of or tokenizer(),
-        backend,
-        model_name=MODEL,
-        other_names=other_names,
-        vocab_size=model().config.vocab_size,
-        max_model_len=max_model_len,
-        marks=marks,
-        tools=tools,
-        longest_wait_s=longest_wait_s,
+        ModelRuntime(
+            of or tokenizer(),
+            backend,
+            model_name=MODEL,
+            other_names=other_names,
+            vocab_size=model().config.vocab_size,
+            max_model_len=max_model_len,
+            marks=marks,
+            tools=tools,
+            longest_wait_s=longest_wait_s,
+            shares_prefixes=shares_prefixes,
+            sampling_defaults=sampling_defaults,
+        ),
+        *further,
         open_calls=open_calls,
-        shares_prefixes=shares_prefixes,
-        sampling_defaults=sampling_defaults,
         tracer=tracer,
     )
 

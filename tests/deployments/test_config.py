@@ -17,14 +17,9 @@ from ray.serve.schema import ServeDeploySchema
 
 import penstock.deployments
 from penstock.deployments.app import build_app
-from penstock.deployments.config import (
-    ServeConfig,
-    config_from,
-    settings,
-    settings_by_group,
-    settings_that_differ,
-)
+from penstock.deployments.config import ServeConfig, config_from, settings, settings_by_group
 from penstock.deployments.config_file import read_config
+from penstock.deployments.config_values import settings_that_differ
 from penstock.deployments.preflight import check_before_start, check_cores, check_model
 from penstock.deployments.security.key_file import read_key_file
 from penstock.deployments.security.records import record_from
@@ -39,7 +34,7 @@ ROOT = Path(penstock.deployments.__file__).parent
 def test_settings_are_the_fields_of_both_dataclasses_and_names_are_unique():
     names = [setting.name for setting in settings()]
     fields = [f.name for owner in (ServeConfig, EngineConfig) for f in dataclasses.fields(owner)]
-    assert sorted(names) == sorted(set(fields) - {"engine"})
+    assert sorted(names) == sorted(set(fields) - {"engine", "models", "key"})
     assert len(names) == len(set(names))
     assert all(setting.help for setting in settings())
 

@@ -20,6 +20,7 @@ from benchmarks.faults.table.rows import Seen
 from benchmarks.faults.worker_process import CONFIG, MODEL, WorkerParts, WorkerProcess
 from benchmarks.faults.workload import Answer, answer, make_call
 from penstock.deployments.ingress.core.call import Call
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.workers.config import EngineConfig
@@ -78,12 +79,14 @@ class Desk:
         self.config, self._prepare = config, prepare
         self.pool = WorkerPool("faults", lost_wait_s=wait_s)
         self.core = RequestCore(
-            Tokenizer.load(resolve_model("builtin")),
-            self.pool,
-            model_name="builtin",
-            vocab_size=MODEL.config.vocab_size,
-            max_model_len=MAX_MODEL_LEN,
-            contexts=ContextSettings.of(CONFIG, MAX_MODEL_LEN),
+            ModelRuntime(
+                Tokenizer.load(resolve_model("builtin")),
+                self.pool,
+                model_name="builtin",
+                vocab_size=MODEL.config.vocab_size,
+                max_model_len=MAX_MODEL_LEN,
+                contexts=ContextSettings.of(CONFIG, MAX_MODEL_LEN),
+            )
         )
         self.hands: list[Hand] = []
         self._stack = contextlib.AsyncExitStack()

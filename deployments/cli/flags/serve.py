@@ -15,6 +15,7 @@ from penstock.deployments.cli.flags.vllm.flag import VllmFlag, add_given, transl
 from penstock.deployments.cli.flags.vllm.table import BY_NAME, FLAGS
 from penstock.deployments.config import settings, settings_by_group
 from penstock.deployments.config_file import read_config
+from penstock.deployments.model_entries import MODELS, place, within
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 
@@ -29,6 +30,7 @@ examples:
   penstock serve --config penstock.yaml --http-port 9000
 
 A file for --config holds the same settings, one a line (num_workers: 2); flags override it.
+It may list several models, each with settings of its own (docs/guide/several-models.md).
 Numbers may end in k, M or G (x1000), or Ki, Mi or Gi (x1024). Most of vLLM's flags are understood
 (docs/reference/vllm.md).
 """
@@ -71,7 +73,7 @@ def add_serve(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of the parsed arguments, over those of the file of --config.
 
-    The file may use vLLM's names too. Raises ConfigError.
+    The file may use vLLM's names too, also in its list of models. Raises ConfigError.
     """
     given = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
     names = given.get("served_model_name", ())
@@ -83,7 +85,18 @@ def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     if not args.config:
         return given
     known = frozenset(setting.name for setting in settings())
-    return {**translated(read_config(args.config), known, BY_NAME), **given}
+    read = translated(read_config(args.config), known, BY_NAME)
+    if isinstance(entries := read.get(MODELS), list):
+        read[MODELS] = [_translated_entry(i, each, known) for i, each in enumerate(entries)]
+    return {**read, **given}
+
+
+def _translated_entry(index: int, entry: Any, known: frozenset[str]) -> Any:
+    """An entry of the list of models; what is none is left to config.py."""
+    if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
+        return entry
+    with within(place(index)):
+        return translated({k.replace("-", "_"): v for k, v in entry.items()}, known, BY_NAME)
 
 
 def flag_of(name: str) -> str:

@@ -27,7 +27,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="http://host:port, host:port for short, or grpc://host:port; https:// and grpcs:// "
         f"with TLS (default: {DEFAULT_URL})",
     )
-    group.add_argument("--model", help="model name; none: the served one")
+    group.add_argument("--model", help="model name; none: the first one that is served")
     group.add_argument(
         "--api-key-file",
         metavar="FILE",

@@ -76,7 +76,9 @@ def _access(config: ServeConfig) -> str:
 
 
 def weights_loaded(view: ClusterView) -> str:
-    """The weight format and memory of a worker; empty if none has reported."""
+    """The weight format and memory of a worker; empty if none has reported, or they differ."""
+    if len({info.model for info, _ in view.workers}) > 1:
+        return ""
     for info, _ in view.workers:
         if info.weights:
             return f"; {info.weights} weights of {info.weight_bytes / 2**20:.1f} MiB a worker"

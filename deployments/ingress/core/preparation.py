@@ -25,11 +25,9 @@ from penstock.deployments.ingress.core.validation import (
     num_prompt_scores,
 )
 from penstock.workers.context_policy import ContextSettings
-from penstock.workers.request import Request, RequestError
+from penstock.workers.request import Request
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
-
-MAX_MODEL_NAME_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +57,13 @@ class Preparation:
         texts: TextPool,
         settings: PreparationSettings,
         *,
-        billing: Billing | None,
         seed: int,
     ):
-        """`billing`: quotas and weights; None: there are none. `seed`: of the seeds of requests
-        that bring none."""
+        """`seed`: of the seeds of requests that bring none."""
         self._model, self._tokenizer, self._how = model, tokenizer, settings
-        self.billing = billing
+        self.billing: Billing | None = None  # quotas and weights; None: there are none
         self.prompts = PromptReader(tokenizer, texts, settings.tools)
         self._seeds = random.Random(seed)
-
-    def model(self, name: str | None) -> ServedModel:
-        """The model of that name. Raises RequestError model_not_found."""
-        if name and not self._model.answers_to(name):
-            shown = ascii(name[:MAX_MODEL_NAME_CHARS])
-            raise RequestError(
-                f"the model {shown} is not served here; served: {', '.join(self._model.names)}",
-                param="model",
-                code="model_not_found",
-            )
-        return self._model
 
     def bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:
         """What the call costs its tenant; None: nothing, or an earlier call has paid for it."""
@@ -96,7 +81,7 @@ class Preparation:
         `has_features`: with those that an answer's length is predicted from. Raises RequestError
         or ServiceError.
         """
-        how, model = self._how, self.model(call.options.model)
+        how, model = self._how, self._model
         toolset = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else None
         if toolset is not None:
             how.tools.check(toolset)

@@ -1,7 +1,8 @@
 """Validates calls, runs them on a backend, and returns text: one core for all front ends.
 
 Every cap and check that a client can meet is here, so that no front end can miss one. Imports no
-HTTP, gRPC or worker: front ends pass `Call`s in, and a `TokenBackend` makes tokens.
+HTTP, gRPC or worker: front ends pass `Call`s in, and the `TokenBackend` of their model (runtime.py)
+makes tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.answer_spans import add_answer, traced
-from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport, support_of
-from penstock.deployments.ingress.core.backend import Learner, Recorder, TokenBackend
+from penstock.deployments.ingress.core.backend import Learner, Recorder
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls, Turns
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
-from penstock.deployments.ingress.core.preparation import Preparation, PreparationSettings
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     RequestMetrics,
     log_request,
 )
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.streams import (
     MAX_INLINE_SIZE,
     Pieces,
@@ -39,15 +39,10 @@ from penstock.deployments.ingress.core.validation import (
     check_text,
     nth_choice,
 )
-from penstock.workers.config import EngineConfig
-from penstock.workers.context_policy import ContextSettings
 from penstock.workers.request import FinishReason, RequestError
-from penstock.workers.sampling_defaults import SamplingDefaults
-from penstock.workers.text.reasoning import Marks
-from penstock.workers.text.tokenizer import Tokenizer
-from penstock.workers.text.tool_forms import AUTO
 
 MAX_BODY_BYTES = 4 << 20
+MAX_MODEL_NAME_CHARS = 200  # of an unknown one, in an error
 MAX_PROMPTS = 64  # prompts of one call
 
 # Of finish reasons. What else ends an answer says nothing about its length.
@@ -64,101 +59,89 @@ class RequestCore:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        backend: TokenBackend,
-        *,
-        model_name: str,
-        other_names: tuple[str, ...] = (),
-        vocab_size: int,
-        max_model_len: int,
-        marks: Marks | None = None,
-        tools: ToolSupport | None = None,
-        contexts: ContextSettings | None = None,
-        learner: Learner | None = None,
-        seed: int = 0,
-        longest_wait_s: float | None = None,
+        *models: ModelRuntime,
         open_calls: OpenCalls | None = None,
         has_state_store: bool = False,
-        shares_prefixes: bool = False,
         billing: Billing | None = None,
-        sampling_defaults: SamplingDefaults | None = None,
         tracer: Tracer | None = None,
     ):
-        """`other_names`: of the model, as in ServedModel.
-        `learner`: receives the length of each answer; without one, requests carry no features.
-        `vocab_size`: the model's; its tokenizer may know fewer tokens. `marks`: of reasoning.
-        `tools`: how the model is given tools; None: as its chat template says.
-        `contexts`: which context policies requests may choose; None: a worker's defaults.
-        `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
-        a request, in seconds; None: a request may wait until its own deadline. `open_calls`: bounds
-        what the front ends accept; None: the default bounds. `has_state_store`: some answers can be
-        continued after the end of this server. `shares_prefixes`: tenants share cached prompts.
-        `billing`: quotas and weights of tenants; None: there are none. `sampling_defaults`: the
-        model's own; None: it has none. `tracer`: with which the front ends begin the trace of each
-        request; None: there are no traces."""
-        self.tokenizer = tokenizer
+        """`models`: one or more; no two have a name in common. `open_calls`: bounds what the front
+        ends accept; None: the default bounds. `has_state_store`: some answers can be continued
+        after the end of this server. `billing`: quotas and weights of tenants; None: there are
+        none. `tracer`: with which the front ends begin the trace of each request; None: there are
+        no traces."""
         self.is_stopping = False  # it still serves, and load balancers should send no more
         self.open_calls = open_calls or OpenCalls()
         self.turns = Turns()
         self.tracer = tracer
-        self._backend = backend
-        self._tools = support_of(AUTO, tokenizer) if tools is None else tools
-        self._model = ServedModel(
-            model_name,
-            vocab_size,
-            max_model_len,
-            tokenizer.has_chat_template,
-            sampling_defaults or SamplingDefaults(),
-            other_names=other_names,
-            tool_call_parser=self._tools.name,
-        )
-        self._learner = learner
+        self.runtimes = models
         self._has_state_store = has_state_store
         self.texts = TextPool()
-        contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
-        how = PreparationSettings(contexts, marks, self._tools, longest_wait_s, shares_prefixes)
-        self._preparation = Preparation(
-            self._model, tokenizer, self.texts, how, billing=billing, seed=seed
-        )
+        self._preparations = {each: each.preparation(self.texts) for each in models}
+        self.billing = billing
         self._running: dict[str, list[Generation]] = {}  # by the call's id
-        self.metrics = RequestMetrics(model_name, max_model_len)
 
     def ready(self) -> bool:
-        """Whether clients should send requests here: not when this ingress is about to stop."""
-        return not self.is_stopping and self._backend.ready()
+        """Whether clients should send requests here: not when this ingress is about to stop, nor
+        before each model has had a worker; then, while any of them has one."""
+        is_ready = [each.ready() for each in self.runtimes]
+        had_all = all(each.was_ready for each in self.runtimes)
+        return not self.is_stopping and had_all and any(is_ready)
+
+    def models_without_worker(self) -> list[str]:
+        """The names of the models whose requests no worker takes now."""
+        return [each.served.name for each in self.runtimes if not each.ready()]
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Of the first model; and the errors that were returned, whichever model a call had."""
+        return self.runtimes[0].metrics
 
     @property
     def billing(self) -> Billing | None:
         """Quotas and weights of tenants; None: there are none."""
-        return self._preparation.billing
+        return self._billing
 
     @billing.setter
     def billing(self, billing: Billing | None) -> None:
-        self._preparation.billing = billing
+        self._billing = billing
+        for each in self._preparations.values():
+            each.billing = billing
 
     @property
     def num_running(self) -> int:
         """Calls that run, with or without a client that waits for them."""
         return len(self._running)
 
-    @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        """With these the front ends make the parameters of a call."""
-        return self._model.sampling_defaults
-
-    @property
-    def tool_note(self) -> str:
-        """What an operator should know of tool calls; empty: nothing."""
-        note = self._tools.note
-        return note if self._tools.form else f"WARNING: {note}"
-
     def models(self) -> list[ServedModel]:
-        """The served model, which may have several names."""
-        return [self._model]
+        """The served models, each of which may have several names."""
+        return [each.served for each in self.runtimes]
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name. Raises RequestError model_not_found."""
-        return self._preparation.model(name)
+        return self._runtime(name).served
+
+    def named(self, name: str | None) -> ModelRuntime:
+        """The model with that name, or the one that takes any name, or the first.
+
+        For what precedes `prepare`, which refuses names that no model has.
+        """
+        found = (each for each in self.runtimes if name in each.served.names)
+        anyone = (each for each in self.runtimes if each.served.has_any_name)
+        return next(found, None) or (next(anyone, None) if name else None) or self.runtimes[0]
+
+    def _runtime(self, name: str | None) -> ModelRuntime:
+        """The same. Raises RequestError model_not_found."""
+        runtime = self.named(name)
+        if name and not runtime.served.answers_to(name):
+            shown = ascii(name[:MAX_MODEL_NAME_CHARS])
+            served = ", ".join(name for each in self.models() for name in each.names)
+            raise RequestError(
+                f"the model {shown} is not served here; served: {served}",
+                param="model",
+                code="model_not_found",
+            )
+        return runtime
 
     async def prepare(self, call: Call) -> Generation:
         """Check a call whole and make its prompt token ids. Raises RequestError or ServiceError."""
@@ -172,18 +155,20 @@ class RequestCore:
         """
         start_s = time.monotonic()
         try:
-            admission, split = await self._preparation.admission(
-                call, num_choices, has_features=self._learner is not None
+            runtime = self._runtime(call.options.model)
+            preparation = self._preparations[runtime]
+            admission, split = await preparation.admission(
+                call, num_choices, has_features=runtime.learner is not None
             )
         except (RequestError, ServiceError) as refusal:
             log_request(call.context, refusal.code)
             raise
-        bill = self._preparation.bill(call, admission.request, num_choices)
+        bill = preparation.bill(call, admission.request, num_choices)
         admission = traced(admission, call)
         first = Generation(
-            *(admission, call, self.tokenizer, start_s),
+            *(admission, call, runtime.tokenizer, start_s),
             split=split,
-            support=self._tools,
+            support=runtime.tools,
             bill=bill,
         )
         further = (
@@ -197,9 +182,9 @@ class RequestCore:
         others = [
             Generation(
                 traced(replace(admission, request=request), call),
-                *(call, self.tokenizer, start_s),
+                *(call, runtime.tokenizer, start_s),
                 split=split,
-                support=self._tools,
+                support=runtime.tools,
                 first=first,
                 bill=bill,
             )
@@ -217,6 +202,8 @@ class RequestCore:
         """
         answers = self._running.setdefault(generation.call.context.request_id, [])
         answers.append(generation)
+        runtime = self.named(generation.call.options.model)
+        backend, metrics = runtime.backend, runtime.metrics
         times, usage = generation.times, generation.usage
         # What is read again, or followed, was counted where it was generated.
         counts = recorder is None or recorder.generates
@@ -230,9 +217,9 @@ class RequestCore:
             await generation.wait_for_prompt()
             admission = generation.admission
             generated = (
-                self._backend.generate(admission)
+                backend.generate(admission)
                 if recorder is None
-                else recorder.generate(admission, self._backend)
+                else recorder.generate(admission, backend)
             )
             async with aclosing(generated) as deltas:
                 while True:
@@ -246,7 +233,7 @@ class RequestCore:
                     generation.has_begun.set()
                     piece = generation.read_tool_calls(piece)
                     if piece.token_ids and not delta.is_replayed:
-                        self.metrics.count_tokens(times, delta, len(piece.token_ids), usage)
+                        metrics.count_tokens(times, delta, len(piece.token_ids), usage)
                     if piece.finish_reason is not None:
                         finish = piece.finish_reason.value
                         counts = counts and not delta.is_replayed
@@ -274,8 +261,8 @@ class RequestCore:
             if bill is not None and is_billed:
                 bill.ended(usage, is_computed=bool(times.engine or usage.completion_tokens))
             if counts:
-                self.metrics.count_end(times, finish, usage)
-                self._learn(generation, finish)
+                metrics.count_end(times, finish, usage)
+                _learn(runtime.learner, generation, finish)
             call, admission = generation.call, generation.admission
             log_request(
                 call.context,
@@ -287,7 +274,7 @@ class RequestCore:
             )
             if admission.trace is not None:
                 add_answer(
-                    *(admission, call, self._model.name, finish),
+                    *(admission, call, runtime.served.name, finish),
                     times=times,
                     usage=usage,
                     now_s=time.monotonic(),
@@ -332,20 +319,21 @@ class RequestCore:
         principal: str = "",
     ) -> list[int]:
         """Token ids of `text`. Raises RequestError or ServiceError."""
-        self.model(model)
+        tokenizer = self._runtime(model).tokenizer
         check_text(text, "text")
         return await self.texts.run(
             principal,
             len(text),
-            self.tokenizer.encode,
+            tokenizer.encode,
             text,
             add_special_tokens=add_special_tokens,
         )
 
     async def prompt_ids(self, call: Call) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it, however long. Raises RequestError."""
-        model = self.model(call.options.model)
-        return await self._preparation.prompts.ids(call, model, model.max_model_len)
+        runtime = self._runtime(call.options.model)
+        prompts, model = self._preparations[runtime].prompts, runtime.served
+        return await prompts.ids(call, model, model.max_model_len)
 
     async def detokenize(
         self,
@@ -356,19 +344,21 @@ class RequestCore:
         principal: str = "",
     ) -> str:
         """The text of `token_ids`. Raises RequestError or ServiceError."""
-        served = self.model(model)
+        runtime = self._runtime(model)
+        served = runtime.served
         check_num_ids(token_ids, served.max_model_len, "token_ids")
         check_ids(token_ids, served.vocab_size, "token_ids")
         return await self.texts.run(
             principal,
             len(token_ids),
-            self.tokenizer.decode,
+            runtime.tokenizer.decode,
             token_ids,
             skip_special_tokens=skip_special_tokens,
         )
 
-    def _learn(self, generation: Generation, finish: str) -> None:
-        """Report the length of an answer, unless an error ended it."""
-        ended = _ENDED.get(finish)
-        if self._learner is not None and ended is not None:
-            self._learner.learn(generation.admission, generation.usage.completion_tokens, ended)
+
+def _learn(learner: Learner | None, generation: Generation, finish: str) -> None:
+    """Report the length of an answer, unless an error ended it."""
+    ended = _ENDED.get(finish)
+    if learner is not None and ended is not None:
+        learner.learn(generation.admission, generation.usage.completion_tokens, ended)

@@ -37,6 +37,7 @@ class LostRequests:
         self.num_refused = 0
         self.pauses = Histogram(PAUSE_BOUNDS)  # seconds without a worker
         self.shared: SharedRefusals | None = None  # None: there is no state store
+        self.model = ""  # of several, the name of these requests' model
         self._refused: dict[bytes, float] = {}  # by fingerprint: until when
 
     def lost(self, calls: Sequence[InFlightRequest], epoch: int, *, has_others: bool) -> None:
@@ -83,7 +84,7 @@ class LostRequests:
         )
         for old in [each for each, until in self._refused.items() if until <= now]:
             del self._refused[old]
-        mark = fingerprint(call.admission)
+        mark = fingerprint(call.admission, self.model)
         if len(self._refused) < MAX_REMEMBERED:
             self._refused[mark] = now + REMEMBER_S
         if self.shared is not None:
@@ -94,7 +95,7 @@ class LostRequests:
         asks = self.shared is not None and self.shared.asks()
         if not (self._refused or asks):
             return False
-        mark = fingerprint(admission)
+        mark = fingerprint(admission, self.model)
         if self._refused.get(mark, 0.0) > now:
             return True
         return asks and self.shared is not None and await self.shared.has(mark)
@@ -107,9 +108,13 @@ class LostRequests:
             call.lost_s = None
 
 
-def fingerprint(admission: AdmissionRequest) -> bytes:
-    """Equal for equal prompts and parameters of one tenant; the seed may have been ours."""
+def fingerprint(admission: AdmissionRequest, model: str = "") -> bytes:
+    """Equal for equal prompts and parameters of one tenant; the seed may have been ours.
+
+    `model`: of several models, the request's.
+    """
     request = admission.request
     params = replace(request.params, seed=None, prompt_logprobs=None)
-    content = (admission.features.tenant, request.prompt_ids, params)
+    content: tuple[object, ...] = (admission.features.tenant, request.prompt_ids, params)
+    content = (model, *content) if model else content
     return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()

@@ -231,10 +231,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest | pb.ChatRequest, about: CallContext
     ) -> list[Generation]:
         """The checked answers that a request asks for. Raises RequestError or ServiceError."""
-        options = _options(request)
+        options, runtime = _options(request), self._core.named(request.model)
         if isinstance(request, pb.ChatRequest):
             prompt = chat_prompt(request)
-            params = sampling(request.sampling, self._core.sampling_defaults, prompt.tools)
+            params = sampling(request.sampling, runtime.sampling_defaults, prompt.tools)
             call = Call(prompt, params, replace(options, splits_reasoning=True), about)
         else:
             options = replace(
@@ -243,11 +243,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 echo=request.echo,
             )
             prompt_text = text_prompt(request)
-            params = sampling(request.sampling, self._core.sampling_defaults)
+            params = sampling(request.sampling, runtime.sampling_defaults)
             call = Call(prompt_text, params, options, about)
         num_choices = request.n if request.HasField("n") else 1
         generations = await self._core.prepare_choices(call, num_choices)
-        check_sendable(request, generations[0], self._core.tokenizer)
+        check_sendable(request, generations[0], runtime.tokenizer)
         return generations
 
     async def _answer(

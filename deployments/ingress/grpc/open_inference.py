@@ -75,8 +75,9 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: Context
     ) -> pb.ModelReadyResponse:
         async with answering(context, self._errors):
-            self._model(request.name, request.version)
-            return pb.ModelReadyResponse(ready=self._core.ready())
+            model = self._model(request.name, request.version)
+            is_there = model.name not in self._core.models_without_worker()
+            return pb.ModelReadyResponse(ready=is_there and not self._core.is_stopping)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, _: Context

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -74,6 +74,7 @@ def build_app(
     workers: Workers | None = None,
     view: View | None = None,
     gate: GateClient | None = None,
+    gates: Mapping[str, GateClient] | None = None,
     admission: str = "optimistic",
     data_dir: Path | None = None,
     journals: Journals | None = None,
@@ -88,7 +89,8 @@ def build_app(
     `keys`: those that are accepted, as Bearer tokens, for what roles.py says; None: every caller is
     accepted. `workers`: living ones, by their last heartbeats.
     `view`: the registry's; None: no cluster. `gate`: this ingress's client of the gate; None: no
-    gate. `data_dir`: the folder of files and batches; None: their routes answer not_configured.
+    gate. `gates`: of several models, by name, in place of `gate`. `data_dir`: the folder of files
+    and batches; None: their routes answer not_configured.
     `journals`: of streams; None: none can be continued. `jobs`: reports of batches that run
     elsewhere, where other ingresses get them, too. `hosts`: the names to which this answers; None:
     any. `origins`: of pages whose browsers may use this; "*": all. `metrics`: Prometheus' text of
@@ -137,7 +139,9 @@ def build_app(
     add_console_routes(app)
     add_job_route(app, jobs)
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
-    add_queue_route(app, gate, admission)
+    if gates is None:
+        gates = {} if gate is None else {core.models()[0].name: gate}
+    add_queue_route(app, core, gates, admission)
     _add_service_routes(app, core, view)
     if metrics is not None:
         _add_metric_routes(app, core, view, metrics)
@@ -167,9 +171,9 @@ def _add_service_routes(app: FastAPI, core: RequestCore, view: View | None) -> N
 
     @app.get("/ready", responses=error_responses(503))
     async def ready() -> dict[str, str]:
-        """Whether to send requests here; not when no worker is ready, nor before a shutdown."""
-        _check_ready(core, view)
-        return {"status": "ok"}
+        """Whether to send requests here; not when no worker is ready, nor before a shutdown. Of
+        several models, those without a worker are named."""
+        return _readiness(core, view)
 
     @app.get("/health", responses=error_responses(503))
     async def health() -> dict[str, str]:
@@ -206,8 +210,7 @@ def _add_metric_routes(
     @app.get("/ping", responses=error_responses(503))
     async def ping() -> dict[str, str]:
         """The same as /ready, under the name that some platforms ask for."""
-        _check_ready(core, view)
-        return {"status": "ok"}
+        return _readiness(core, view)
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -215,15 +218,20 @@ def _add_metric_routes(
         return {"server_load": core.open_calls.num}
 
 
-def _check_ready(core: RequestCore, view: View | None) -> None:
-    """Raise ServiceError unless requests should be sent here. It says how far workers that start
-    have got with the model."""
+def _readiness(core: RequestCore, view: View | None) -> dict[str, str]:
+    """What says that requests should be sent here. Raises ServiceError if they should not: it says
+    how far workers that start have got with the model."""
     if core.is_stopping:
         raise ServiceError("no_worker", "this server is about to stop: send requests elsewhere")
-    if core.ready():
-        return
+    is_ready, lacking = core.ready(), ", ".join(core.models_without_worker())
+    if is_ready:
+        return {"status": "ok", "models_without_worker": lacking} if lacking else {"status": "ok"}
     start = None if view is None else view().start
-    raise ServiceError("no_worker", "" if start is None else f"no worker is ready yet: {start}")
+    of = f" for {lacking}" if len(core.runtimes) > 1 else ""
+    if of or start is not None:
+        so_far = "" if start is None else f": {start}"
+        raise ServiceError("no_worker", f"no worker is ready yet{of}{so_far}")
+    raise ServiceError("no_worker")
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -1,16 +1,20 @@
 """`GET /v1/penstock/queue`: which requests wait at the gate, for how long and why, and its state.
 
-Asks the gate for each answer; `gate: false` while this ingress has no connection to it.
+Asks the gate for each answer; `gate: false` while this ingress has no connection to it. Several
+models have a gate each: the answer is of all of them, or of the one that `?model=` names.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.core.billing import BATCH_PREFIX
+from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -57,7 +61,10 @@ class QueueBody(BaseModel):
     workers: list[WorkerAccountBody]
 
 
-def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> None:
+def add_queue_route(
+    app: FastAPI, core: RequestCore, gates: Mapping[str, GateClient], admission: str
+) -> None:
+    """`gates`: by the name of their model; a model without one is not there."""
     refusals: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody} for status in (401, 403)
     }
@@ -66,25 +73,30 @@ def add_queue_route(app: FastAPI, gate: GateClient | None, admission: str) -> No
     async def queue(request: Request) -> QueueBody:
         """The requests that wait at the gate, each with its predicted wait and the reason: the
         first 50, or the first `limit`. With API keys: those of the caller's tenant, or all for a
-        key with the role admin."""
+        key with the role admin. With several models: of all, or of `model` alone."""
         limit, caller = _limit(request), request.scope["state"]["caller"]
         most = limit if caller.sees_all else MAX_LISTED
-        reply = None if gate is None else await gate.explain(most)
-        waits = [] if reply is None else list(reply.waits)
+        asked = list(gates.values())
+        if name := request.query_params.get("model"):
+            asked = [gate for of, gate in gates.items() if of == core.model(name).name]
+        replies = await asyncio.gather(*(gate.explain(most) for gate in asked))
+        reached = [reply for reply in replies if reply is not None]
+        waits = [wait for reply in reached for wait in reply.waits][:most]
+        breakers = [gate.breaker_state for gate in asked]
         if not caller.sees_all:
             own = (caller.tenant, f"{BATCH_PREFIX}{caller.tenant}")
             waits = [each for each in waits if each.tenant in own][:limit]
         return QueueBody(
-            gate=reply is not None,
+            gate=bool(asked) and len(reached) == len(asked),
             admission=admission,
-            breaker="closed" if gate is None else gate.breaker_state,
-            num_waiting=0 if reply is None else reply.num_waiting,
-            num_passed=0 if gate is None else gate.num_on_credit,
-            num_asked=0 if gate is None else gate.num_asked,
-            num_fallback=0 if gate is None else gate.num_fallback,
-            num_learnt=0 if gate is None else gate.figures.num_learnt,
+            breaker=next((each for each in breakers if each != "closed"), "closed"),
+            num_waiting=sum(reply.num_waiting for reply in reached),
+            num_passed=sum(gate.num_on_credit for gate in asked),
+            num_asked=sum(gate.num_asked for gate in asked),
+            num_fallback=sum(gate.num_fallback for gate in asked),
+            num_learnt=sum(gate.figures.num_learnt for gate in asked),
             waiting=[_wait(each) for each in waits],
-            workers=[] if reply is None else [_account(each) for each in reply.workers],
+            workers=[_account(each) for reply in reached for each in reply.workers],
         )
 
 

@@ -30,7 +30,7 @@ _ERRORS = error_responses(400, 401, 404, 413, 415, 500)
 class TokenizeRequest(Strict):
     """A text, or `messages` and whatever else belongs to a chat request, to turn into token ids."""
 
-    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    model: str | None = Field(None, description="as /v1/models names it; default: the first one")
     prompt: str
     add_special_tokens: bool | None = Field(None, description="default true")
     return_token_strs: bool | None = Field(None, description="default false")
@@ -52,7 +52,7 @@ class TokenizeAnswer(BaseModel):
 class DetokenizeRequest(Strict):
     """Token ids to turn into text."""
 
-    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    model: str | None = Field(None, description="as /v1/models names it; default: the first one")
     tokens: list[int]
     skip_special_tokens: bool | None = Field(None, description="default false")
 
@@ -81,7 +81,7 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
         left_out = IgnoredFields(policy)
         if "messages" in values:
             asked = parse(TokenizeChatRequest, body, left_out)
-            known = core.tokenizer.template_variables
+            known = core.named(asked.model).tokenizer.template_variables
             prompt = fitted(asked.prompt(), asked.effort, known, left_out)
             call = Call(prompt, options=asked.options(), context=context)
             token_ids = list(await core.prompt_ids(call))
@@ -96,7 +96,8 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
             )
 
         def answer() -> bytes:
-            pieces = core.tokenizer.pieces(token_ids) if asked.return_token_strs else None
+            tokenizer = core.named(asked.model).tokenizer
+            pieces = tokenizer.pieces(token_ids) if asked.return_token_strs else None
             return json_bytes(
                 {
                     "count": len(token_ids),

@@ -7,6 +7,7 @@ docs/reference/metrics.md says what each means.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -31,13 +32,7 @@ from penstock.deployments.ingress.metrics.families import (
     of_loop,
     of_lost,
 )
-from penstock.deployments.ingress.metrics.gate_tables import (
-    ADMISSIONS,
-    GATE_COUNTERS,
-    GATE_GAUGES,
-    REASONS,
-    WAIT_HISTOGRAM,
-)
+from penstock.deployments.ingress.metrics.gates import of_gates
 from penstock.deployments.ingress.metrics.tables import (
     EXPERT_COUNTERS,
     EXPERT_GAUGES,
@@ -55,8 +50,20 @@ LABELS = ("model_name", "engine")
 NO_ENGINE = "none"  # of requests that ended before a worker had answered
 
 
+@dataclass(frozen=True, slots=True)
+class ModelSources:
+    """What one model's metrics are read from. `gate` None: it has none."""
+
+    requests: RequestMetrics
+    gate: GateClient | None = None
+    lost: LostRequests | None = None
+
+
 class PenstockCollector(Collector):
-    """All metrics of one ingress, and those of all workers as the registry last returned it."""
+    """All metrics of one ingress, and those of all workers as the registry last returned it.
+
+    Of several models, each series has the label `model_name`; of one, only those that always had.
+    """
 
     def __init__(
         self,
@@ -68,24 +75,27 @@ class PenstockCollector(Collector):
         connections: Connections | None = None,
         watch: LoopWatch | None = None,
         certificates: Mapping[str, Certificates] | None = None,
+        further: Sequence[ModelSources] = (),
     ):
+        """`requests`, `gate` and `lost` are those of the first model, `further` of the others."""
         self._connections = connections
         self._watch = watch
         self._certificates = certificates
-        self._lost = lost
+        self._models = (ModelSources(requests, gate, lost), *further)
         self._journals = journals
         self._requests = requests
         self._workers = workers
-        self._gate = gate
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_requests()
         yield from self._of_workers(tuple(self._workers()))
         yield from self._of_front_ends()
-        if self._gate is not None:
-            yield from self._of_gate(self._gate)
-        if self._lost is not None:
-            yield from of_lost(self._lost)
+        gates = [(each, each.gate) for each in self._models if each.gate is not None]
+        if gates:
+            yield from of_gates({self._labels(each): gate for each, gate in gates})
+        losts = [(each, each.lost) for each in self._models if each.lost is not None]
+        if losts:
+            yield from of_lost({self._labels(each): lost for each, lost in losts})
         if self._journals is not None:
             yield from of_journals(self._journals)
         if self._connections is not None:
@@ -99,10 +109,15 @@ class PenstockCollector(Collector):
         """Nothing in advance: registering must not collect."""
         return []
 
+    def _labels(self, model: ModelSources) -> tuple[str, ...]:
+        """Values of the labels of series that one model alone has without a label."""
+        return (model.requests.model_name,) if len(self._models) > 1 else ()
+
     def _of_requests(self) -> Iterator[Metric]:
-        model = self._requests.model_name
         engines = [
-            ((model, key or NO_ENGINE), n) for key, n in list(self._requests.engines.items())
+            ((each.requests.model_name, key or NO_ENGINE), counts)
+            for each in self._models
+            for key, counts in list(each.requests.engines.items())
         ]
         for attribute, name, text in REQUEST_HISTOGRAMS:
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
@@ -186,45 +201,8 @@ class PenstockCollector(Collector):
         yield CounterMetricFamily(
             "penstock_ingress_disconnects",
             "Clients of this ingress that left before the end of their answer.",
-            value=self._requests.num_disconnects,
+            value=sum(each.requests.num_disconnects for each in self._models),
         )
-
-    def _of_gate(self, gate: GateClient) -> Iterator[Metric]:
-        for name, text, value in GATE_GAUGES:
-            yield GaugeMetricFamily(name, text, value=value(gate))
-        for name, text, value in GATE_COUNTERS:
-            yield CounterMetricFamily(name, text, value=value(gate))
-        admitted = CounterMetricFamily(
-            "penstock_admissions",
-            "Requests of this ingress that were admitted: on credit, by ticket or as fallback.",
-            labels=("by",),
-        )
-        for by, value in ADMISSIONS:
-            admitted.add_metric((by,), value(gate))
-        yield admitted
-        figures = gate.figures
-        refused = CounterMetricFamily(
-            "penstock_gate_refusals",
-            "Requests that were not admitted, by reason.",
-            labels=("reason",),
-        )
-        for reason in REASONS:
-            refused.add_metric((reason,), figures.num_refused.get(reason, 0))
-        refused.add_metric(("expired",), figures.num_expired)
-        yield refused
-        held = GaugeMetricFamily(
-            "penstock_predictor_coverage",
-            "Share of recent answers that stayed within the quantile of that level.",
-            labels=("level",),
-        )
-        for level, share in zip(figures.levels, figures.coverage, strict=True):
-            held.add_metric((f"{level:g}",), share)
-        yield held
-        waits = HistogramMetricFamily(
-            WAIT_HISTOGRAM, "From the question to the gate to its ticket.", labels=()
-        )
-        add(waits, (), gate.waits.snapshot())
-        yield waits
 
 
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:

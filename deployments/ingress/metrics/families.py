@@ -23,23 +23,34 @@ from penstock.deployments.security.certificates import Certificates
 from penstock.workers.stats import Distribution
 
 
-def of_lost(lost: LostRequests) -> Iterator[Metric]:
-    yield CounterMetricFamily(
+def model_labels(by_model: Mapping[tuple[str, ...], object]) -> tuple[str, ...]:
+    """The names of the labels of such keys: of several models their name, of one model none."""
+    return ("model_name",) if all(by_model) else ()
+
+
+def of_lost(losts: Mapping[tuple[str, ...], LostRequests]) -> Iterator[Metric]:
+    """`losts`: by the values of the labels that tell models apart, of which one model has none."""
+    names = model_labels(losts)
+    continued = CounterMetricFamily(
         "penstock_requests_continued",
         "Times that a request continued on another worker, after its own was lost.",
-        value=lost.num_continued,
+        labels=names,
     )
-    yield CounterMetricFamily(
+    fatal = CounterMetricFamily(
         "penstock_requests_fatal",
         "Requests that were refused because three workers ended while they computed them.",
-        value=lost.num_refused,
+        labels=names,
     )
     pause = HistogramMetricFamily(
         "penstock_continuation_pause_seconds",
         "From the loss of a request's worker to its next token.",
+        labels=names,
     )
-    add(pause, (), lost.pauses.snapshot())
-    yield pause
+    for labels, lost in losts.items():
+        continued.add_metric(labels, lost.num_continued)
+        fatal.add_metric(labels, lost.num_refused)
+        add(pause, labels, lost.pauses.snapshot())
+    yield from (continued, fatal, pause)
 
 
 def of_journals(counts: JournalCounts) -> Iterator[Metric]:

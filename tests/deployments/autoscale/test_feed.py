@@ -41,7 +41,7 @@ def eventually(condition: Any) -> None:
 
 def use_feed() -> None:
     """Read a sample and report a decision; nothing refers to the feed when this returns."""
-    made: Any = feed.LoadFeed("app")
+    made: Any = feed.LoadFeed("app", "app")
     eventually(lambda: made.latest() is not None)
     sample, registry = made.latest(), made._registry
     assert sample.num_ingress_nodes == 3

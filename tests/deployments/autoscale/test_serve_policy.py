@@ -25,7 +25,8 @@ BUSY = GateLoad(1, 500.0, 0.0, 500.0, 0.0, 200, 4, 3.0, 1000.0)
 class Feed:
     """What LoadFeed gives, without its thread."""
 
-    def __init__(self, _: str) -> None:
+    def __init__(self, app_name: str, gate_scope: str | None) -> None:
+        self.asks = gate_scope
         self.sample: Sample | None = None
         self.reports: list[ScaleReport] = []
 
@@ -100,6 +101,17 @@ def test_failed_starts_of_the_last_ten_minutes_count():
     assert [scaling._failed_starts(num, now) for num, now in ((4, 0), (4, 1), (7, 2))] == [0, 0, 3]
     assert scaling._failed_starts(7, 2 + serve_policy.FAILURES_S + 1) == 0
     assert scaling._failed_starts(0, 700) == 0  # a new deployment forgets them
+
+
+def test_of_several_models_each_asks_its_gate_and_counts_its_own_failed_starts():
+    scaling = workers(IDLE, gate_scope="app:a")
+    assert (scaling._feed.asks, workers(IDLE)._feed.asks) == ("app:a", "app")
+    ingresses: Any = serve_policy.IngressScaling("app")
+    assert ingresses._feed.asks is None
+    view = ClusterView(num_failures=5, failures_of=(("Worker", 3), ("Worker-b", 2)))
+    taken = replace(sample(IDLE), view=view)
+    assert scaling._num_failures(context(1, 1), taken) == 3
+    assert workers(IDLE)._num_failures(context(1, 1), taken) == 5
 
 
 def test_a_batch_starts_a_worker_but_no_second_one():

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.deployments.cli.flags.serve import FIRST, flag_of, help_text
 from penstock.deployments.cli.main import main
+from penstock.deployments.cli.serve import WorkerCount
 from penstock.deployments.cli.starting.summary import effective_settings
-from penstock.deployments.config import (
-    config_from,
-    settings,
-    settings_by_group,
-    values_by_group,
-)
+from penstock.deployments.config import ServeConfig, config_from, settings, settings_by_group
 from penstock.deployments.config_file import as_yaml, read_config
+from penstock.deployments.config_values import values_by_group
+from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineFacts, EngineStats, WorkerInfo
@@ -188,3 +186,25 @@ def test_line_breaks_of_any_kind_are_dumped_as_they_are(value, tmp_path):
         as_yaml({"model": {"served_model_name": value}}), encoding="utf-8"
     )
     assert read_config(str(tmp_path / "x.yaml")) == {"served_model_name": value}
+    (line,) = effective_settings(config_from({"num_workers": "0:4"}), []).splitlines()
+    assert "num_workers 0:4" in line
+
+
+def test_a_lost_worker_is_reported_with_its_model_where_there_are_several(capsys):
+    def seen(*models: str) -> ClusterView:
+        infos = [WorkerInfo(f"a:{n}", n, "", 1, model, 9) for n, model in enumerate(models)]
+        return ClusterView(workers=tuple((info, EngineStats()) for info in infos))
+
+    config = config_from({"models": [{"model": "builtin"}, {"model": "builtin-moe"}]})
+    counts = [WorkerCount(each) for each in config.each_model]
+    for view in (seen("builtin", "builtin-moe"), seen("builtin"), seen("builtin-moe", "builtin")):
+        for count in counts:
+            count.report(view)
+    assert capsys.readouterr().out.splitlines() == [
+        "a worker of builtin-moe was lost and is being replaced: 0 of 1 workers serve",
+        "a worker of builtin-moe is ready: 1 of 1 workers serve",
+    ]
+    WorkerCount(ServeConfig()).report(seen())  # as it always was
+    assert capsys.readouterr().out == (
+        "a worker was lost and is being replaced: 0 of 1 workers serve\n"
+    )

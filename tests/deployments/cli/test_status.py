@@ -30,6 +30,17 @@ def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
     assert "2 replicas could not start: see Ray's logs" in lines
 
 
+def test_of_several_models_each_worker_says_which_it_has(capsys, tmp_path):
+    backend = ClusterBackend([5])
+    first, stats = worker(1, EngineStats(), node="b")
+    backend.alive = ((first, stats), worker(2, EngineStats(), node="b", model="other"))
+    with Serving(backend, data_dir=tmp_path) as servers:
+        assert cli.main(["status", "--url", servers.base_url]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["00000001", first.model, "b", "serves"] in [line[:4] for line in lines]
+    assert ["00000002", "other", "b", "serves"] in [line[:4] for line in lines]
+
+
 def test_a_key_for_metrics_alone_sees_the_cluster_and_no_batches(capsys, tmp_path):
     key, record = key_of("board", [Role.METRICS])
     file = tmp_path / "key"

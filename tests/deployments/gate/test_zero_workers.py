@@ -245,7 +245,7 @@ def front_ends(setup: GateSetup) -> Iterator[tuple[Serving, Sleeping]]:
     with Serving(Backend()) as servers:
         servers.call(lambda: asyncio.ensure_future(live()))
         eventually(lambda: bool(made))
-        servers.core._learner = made[0].client
+        servers.core.named(None).learner = made[0].client
         try:
             yield servers, made[0]
         finally:

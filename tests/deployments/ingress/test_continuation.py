@@ -18,6 +18,7 @@ import torch
 
 from penstock.deployments.ingress.core.call import Call, CallOptions, ChatPrompt, TextDelta
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.tools import Tool, Toolset
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -124,12 +125,14 @@ async def core_over(nodes: Sequence[Node], tokenizer: Tokenizer) -> AsyncIterato
             while pool.num_connected < number:
                 await asyncio.sleep(0.005)
     yield RequestCore(
-        tokenizer,
-        pool,
-        model_name="builtin",
-        vocab_size=nodes[0].engine.model.config.vocab_size,
-        max_model_len=nodes[0].engine.max_model_len,
-        contexts=ContextSettings.of(CONFIG, nodes[0].engine.max_model_len),
+        ModelRuntime(
+            tokenizer,
+            pool,
+            model_name="builtin",
+            vocab_size=nodes[0].engine.model.config.vocab_size,
+            max_model_len=nodes[0].engine.max_model_len,
+            contexts=ContextSettings.of(CONFIG, nodes[0].engine.max_model_len),
+        )
     )
     await pool.close()
 
@@ -143,7 +146,7 @@ def outcome(
     async def scenario() -> tuple[Answers, int]:
         async with core_over(nodes, tokenizer) as core, asyncio.timeout(60):
             got = await answers(core, call, num_choices)
-            return got, core._backend.lost_requests.num_continued  # type: ignore[attr-defined]
+            return got, core.named(None).backend.lost_requests.num_continued  # type: ignore[attr-defined]
 
     try:
         return asyncio.run(scenario())
@@ -210,7 +213,7 @@ def test_without_another_worker_the_request_waits_and_then_ends(model, tokenizer
 
     async def scenario() -> tuple[list[int], str]:
         async with core_over([node], tokenizer) as core:
-            core._backend._lost_wait_s = 0.5  # type: ignore[attr-defined]
+            core.named(None).backend._lost_wait_s = 0.5  # type: ignore[attr-defined]
             ids: list[int] = []
             try:
                 async for piece in core.run(await core.prepare(made(max_tokens=1500))):
@@ -237,7 +240,7 @@ def test_an_answer_is_continued_by_the_same_weights_only(model, tokenizer, other
 
     async def scenario() -> tuple[Answers, int]:
         async with core_over(nodes, tokenizer) as core, asyncio.timeout(60):
-            pool: WorkerPool = core._backend  # type: ignore[assignment]
+            pool: WorkerPool = core.named(None).backend  # type: ignore[assignment]
             return await answers(core, call, 1), pool.lost_requests.num_continued
 
     got, num_continued = asyncio.run(scenario())
@@ -252,7 +255,7 @@ def test_without_a_worker_of_the_same_weights_it_ends_and_what_is_new_does_not(m
 
     async def scenario() -> tuple[str, Answers]:
         async with core_over(nodes, tokenizer) as core, asyncio.timeout(60):
-            core._backend._lost_wait_s = 0.5  # type: ignore[attr-defined]
+            core.named(None).backend._lost_wait_s = 0.5  # type: ignore[attr-defined]
             code = ""
             try:
                 async for _ in core.run(await core.prepare(made(max_tokens=1500))):
@@ -295,7 +298,7 @@ def test_a_request_that_ends_workers_is_refused_and_the_others_are_answered(mode
 
     async def scenario() -> tuple[list[Answers], list[str], int]:
         async with core_over(nodes, tokenizer) as core, asyncio.timeout(60):
-            pool: WorkerPool = core._backend  # type: ignore[assignment]
+            pool: WorkerPool = core.named(None).backend  # type: ignore[assignment]
 
             async def replace_workers() -> None:
                 while True:
@@ -353,7 +356,7 @@ def test_a_hung_engine_loses_its_requests_to_others_within_seconds(
                 got.add(index, piece)
                 if len(got.ids[0]) > 20:
                     is_hung.set()
-            pool: WorkerPool = core._backend  # type: ignore[assignment]
+            pool: WorkerPool = core.named(None).backend  # type: ignore[assignment]
             link = pool._links[nodes[0].channel.info.epoch]
             assert not link.takes_requests or hangs == "turns without progress"
             is_hung.clear()

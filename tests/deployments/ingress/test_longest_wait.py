@@ -20,6 +20,7 @@ from penstock.deployments.config import WAIT_FROM_ZERO_S, WAIT_S, ServeConfig
 from penstock.deployments.gate.types import LOWEST_PRIORITY, Refusal
 from penstock.deployments.ingress.core.call import Call, CallOptions
 from penstock.deployments.ingress.core.errors import ServiceError
+from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.dispatch import local_queue
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
@@ -45,13 +46,15 @@ def call(max_tokens: int = 8, prompt: str = "The sea was") -> Call:
 
 def core_over(pool: WorkerPool, node: Node, wait_s: float = WAIT, **options: Any) -> RequestCore:
     return RequestCore(
-        tokenizer(),
-        pool,
-        model_name=MODEL,
-        vocab_size=node.engine.model.config.vocab_size,
-        max_model_len=node.engine.max_model_len,
-        longest_wait_s=wait_s,
-        **options,
+        ModelRuntime(
+            tokenizer(),
+            pool,
+            model_name=MODEL,
+            vocab_size=node.engine.model.config.vocab_size,
+            max_model_len=node.engine.max_model_len,
+            longest_wait_s=wait_s,
+            **options,
+        )
     )
 
 

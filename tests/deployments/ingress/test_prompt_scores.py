@@ -129,7 +129,9 @@ def test_the_bound_on_a_message_holds(params, echo):
         async for _, piece in core.run(generation):
             answer = answer_message(pb.GenerateResponse, 0, piece)
             answer.prompt_token_ids.extend(generation.request.prompt_ids)
-            return answer.ByteSize(), most_prompt_bytes(request, generation, core.tokenizer)
+            return answer.ByteSize(), most_prompt_bytes(
+                request, generation, core.named(None).tokenizer
+            )
         raise AssertionError("no piece")
 
     try:

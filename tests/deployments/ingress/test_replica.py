@@ -23,6 +23,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.journal import journals
 from penstock.deployments.ingress.listeners import Listeners, open_listeners
+from penstock.deployments.ingress.models import IngressModel
 from penstock.deployments.supervision.view import ClusterView
 from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
 from tests.deployments.ports import free_port
@@ -70,7 +71,7 @@ async def opened(node: Node, **settings: Any) -> tuple[Ingress, WorkerPool]:
         grpc_port=free_port(),
     )
     pool = WorkerPool("test")
-    listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
+    listeners = await open_listeners(config, [IngressModel(config, pool)], ClusterView, "ingress")
     pool.update([node.channel.info])
     async with asyncio.timeout(60):
         while not (pool.ready() and listeners.http.started):

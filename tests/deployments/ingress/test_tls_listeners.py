@@ -22,6 +22,7 @@ from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
 from penstock.deployments.ingress.http.listener.tls import TlsServer
 from penstock.deployments.ingress.listeners import open_listeners
 from penstock.deployments.ingress.metrics.families import of_certificates
+from penstock.deployments.ingress.models import IngressModel
 from penstock.deployments.security.authority import make_all
 from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.view import ClusterView
@@ -70,7 +71,9 @@ def test_an_ingress_with_tls_serves_and_drains(folder: Path, model: Any, run: An
     async def scenario() -> None:
         pool = WorkerPool("test")
         own = ClusterCertificate(str(folder), "ingress").certificates
-        listeners = await open_listeners(config, pool, None, ClusterView, "ingress", own)
+        listeners = await open_listeners(
+            config, [IngressModel(config, pool)], ClusterView, "ingress", own
+        )
         pool.update([node.channel.info])
         async with asyncio.timeout(60):
             while not (pool.ready() and listeners.http.started):

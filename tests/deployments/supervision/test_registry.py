@@ -74,14 +74,16 @@ def test_an_ingress_learns_of_the_others_and_of_draining():
 def test_failures_are_kept_for_the_operator_and_forgotten_with_the_next_deployment():
     registry = Registry(Clock())
     for number in range(MAX_FAILURES + 5):
-        registry.failed(f"failure {number}")
+        registry.failed(f"failure {number}", "Worker-a" if number < 3 else "Worker-b")
     registry.drain()
     view = registry.view()
     assert view.num_failures == MAX_FAILURES + 5
     assert view.failures[-1] == f"failure {MAX_FAILURES + 4}"
     assert len(view.failures) == MAX_FAILURES
+    assert dict(view.failures_of) == {"Worker-a": 3, "Worker-b": MAX_FAILURES + 2}
     registry.begin()
     view = registry.view()
+    assert view.failures_of == ()
     assert (view.failures, view.num_failures) == ((), 0)
     assert view.is_draining  # a cluster that stops still stops
 

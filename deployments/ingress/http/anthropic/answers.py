@@ -36,9 +36,10 @@ class MessagesEndpoint:
         """Check a body. Raises RequestError or ServiceError."""
         left_out = IgnoredFields(self._policy)
         body = parse(MessagesRequest, content, left_out)
-        known = self._core.tokenizer.template_variables
+        runtime = self._core.named(body.model)
+        known = runtime.tokenizer.template_variables
         prompt = fitted(body.prompt(), body.effort, known, left_out)
-        call = Call(prompt, body.params(self._core.sampling_defaults), body.options(), context)
+        call = Call(prompt, body.params(runtime.sampling_defaults), body.options(), context)
         with renamed_fields({"stop": "stop_sequences"}):
             generation = await self._fitting(call, left_out)
         return PreparedMessage(

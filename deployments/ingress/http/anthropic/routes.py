@@ -72,7 +72,7 @@ def add_message_routes(
         left_out = IgnoredFields(policy)
         content = await read_json_body(request.scope, request.receive)
         body = parse(CountTokensRequest, content, left_out)
-        known = core.tokenizer.template_variables
+        known = core.named(body.model).tokenizer.template_variables
         prompt = fitted(body.prompt(), body.effort, known, left_out)
         call = Call(prompt, options=body.options(), context=context_of(request.scope))
         count = {"input_tokens": len(await core.prompt_ids(call))}

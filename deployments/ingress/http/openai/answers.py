@@ -93,9 +93,10 @@ async def _prepared_chat(
     core: RequestCore, content: bytes, context: CallContext, left_out: IgnoredFields
 ) -> Prepared:
     body = parse(ChatCompletionRequest, content, left_out)
-    known = core.tokenizer.template_variables
+    runtime = core.named(body.model)
+    known = runtime.tokenizer.template_variables
     prompt = fitted(body.prompt(), body.effort, known, left_out)
-    call = Call(prompt, body.params(core.sampling_defaults), body.options(), context)
+    call = Call(prompt, body.params(runtime.sampling_defaults), body.options(), context)
     is_newer_name = body.max_completion_tokens is not None
     with renamed_fields({"max_tokens": "max_completion_tokens"} if is_newer_name else {}):
         generations = await core.prepare_choices(call, body.num_choices)
@@ -107,7 +108,7 @@ async def _prepared_completion(
 ) -> Prepared:
     body = parse(CompletionRequest, content, left_out)
     prompts, options = body.prompts(), body.options()
-    params = body.params(core.sampling_defaults)
+    params = body.params(core.named(body.model).sampling_defaults)
     generations = []
     for i, prompt in enumerate(prompts):
         call = Call(prompt, params, options, context.of_prompt(i, len(prompts)))

@@ -17,7 +17,7 @@ from penstock.workers.sampling_defaults import SamplingDefaults
 class GenerationRequest(ShapeFields):
     """The fields of both; each of them has its own prompt."""
 
-    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    model: str | None = Field(None, description="as /v1/models names it; default: the first one")
     temperature: float | None = sampling_field("temperature")
     top_p: float | None = sampling_field("top_p")
     top_k: int | None = sampling_field("top_k")

@@ -69,9 +69,10 @@ class Answerer:
             if asked.store:  # a promise that the client insists on
                 await self.keeper.check(context.request_id)
         messages = asked.messages(before)
-        known = self.core.tokenizer.template_variables
+        runtime = self.core.named(asked.model)
+        known = runtime.tokenizer.template_variables
         prompt = fitted(asked.prompt(messages), asked.effort, known, left_out)
-        call = Call(prompt, asked.params(self.core.sampling_defaults), asked.options(), context)
+        call = Call(prompt, asked.params(runtime.sampling_defaults), asked.options(), context)
         with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
             generation = await self.core.prepare(call)
         return PreparedResponse(self, asked, generation, messages, before, left_out)

@@ -113,7 +113,7 @@ class ResponsesRequest(Strict):
     """What to answer, and what to keep."""
 
     input: str | list[Item]
-    model: str | None = Field(None, description="as /v1/models names it; default: the one served")
+    model: str | None = Field(None, description="as /v1/models names it; default: the first one")
     instructions: str | None = Field(None, description="a system message, for this response only")
     previous_response_id: str | None = Field(None, description="the response to go on from")
     max_output_tokens: int | None = sampling_field("max_tokens")

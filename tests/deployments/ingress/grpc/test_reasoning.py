@@ -131,7 +131,7 @@ def test_it_may_be_sent_back_over_grpc() -> None:
     with server_of(shows, "Ja.") as server:
         with Client(server.grpc_target) as client:
             client.reply([*MESSAGES, before, *MESSAGES])
-        prompt = server.core.tokenizer.decode(server.backend.requests[-1].prompt_ids)
+        prompt = server.core.named(None).tokenizer.decode(server.backend.requests[-1].prompt_ids)
         assert "Because.|So." in prompt
         with grpc.insecure_channel(server.grpc_target) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -16,6 +16,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import open_listeners
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsPage
+from penstock.deployments.ingress.models import IngressModel
 from penstock.deployments.security.roles import Role
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.request import FinishReason
@@ -98,7 +99,9 @@ def test_an_ingress_serves_them_without_a_metrics_port(tmp_path: Path, run: Any)
 
     async def scenario() -> None:
         pool = WorkerPool("test")
-        listeners = await open_listeners(config, pool, None, ClusterView, "ingress")
+        listeners = await open_listeners(
+            config, [IngressModel(config, pool)], ClusterView, "ingress"
+        )
         while not listeners.http.started:
             await asyncio.sleep(0.01)
         headers = {"origin": page_of_others}

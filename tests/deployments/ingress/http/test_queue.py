@@ -10,7 +10,8 @@ import httpx
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
-from tests.deployments.serving import ScriptedBackend, core_over
+from tests.deployments.ingress.test_several_models import MOE, moe_runtime
+from tests.deployments.serving import MODEL, ScriptedBackend, core_over
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 
@@ -50,6 +51,26 @@ def listed(keys: tuple[str, ...], key: str | None, limit: int = 50) -> tuple[lis
 
     body = asyncio.run(scenario()).json()
     return [each["request_id"] for each in body["waiting"]], body["num_waiting"]
+
+
+def test_of_several_models_all_queues_are_shown_or_one() -> None:
+    first, second = ScriptedBackend(), ScriptedBackend()
+    core = core_over(first, further=[moe_runtime(second, "big")])
+    gates: Any = {MODEL: Gate(), MOE: Gate()}
+    gates[MOE].breaker_state, gates[MOE].num_asked = "open", 4
+    app = build_app(core, gates=gates)
+
+    async def scenario() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = ("", f"?model={MODEL}", "?model=big", "?model=x")
+            return [await client.get(f"/v1/penstock/queue{each}") for each in asked]
+
+    both, dense, moe, unknown = asyncio.run(scenario())
+    waiting = [(each.json()["num_waiting"], each.json()["breaker"]) for each in (both, dense, moe)]
+    assert waiting == [(126, "open"), (63, "closed"), (63, "open")]
+    assert [each.json()["num_asked"] for each in (both, dense, moe)] == [4, 0, 4]
+    assert unknown.status_code == 404
 
 
 def test_a_caller_sees_its_own_requests_however_many_are_before_them() -> None:

@@ -62,7 +62,7 @@ class Ingress:
         serving = Serving(self.backend, state_url=url, api_keys=[record])
         self.serving = stack.enter_context(serving)
         self.core = serving.core
-        self.core._learner = self.lengths
+        self.core.runtimes[0].learner = self.lengths
         client = httpx.Client(base_url=serving.base_url, timeout=60, headers=bearer(key))
         self.http = stack.enter_context(client)
 

@@ -28,7 +28,7 @@ from penstock.deployments.ingress.core.request_metrics import (
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
-from penstock.deployments.ingress.metrics.collector import PenstockCollector
+from penstock.deployments.ingress.metrics.collector import ModelSources, PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.workers.execution.timing import PHASES
 from penstock.workers.request import Delta, FirstTokenTimes
@@ -345,6 +345,36 @@ def all_names():
         family.name + ("_total" if family.type == "counter" else "")
         for family in collector.collect()
     }
+
+
+def labels_of(*further):
+    """The label names of each metric of two gates, or of one, which have counted nothing."""
+    gate = GateClient("ingress", where=None)
+    first = ModelSources(RequestMetrics("a", 9), gate, LostRequests())
+    collector = PenstockCollector(*(first.requests, tuple, first.gate, first.lost), further=further)
+    return {
+        family.name: [tuple(sample.labels.items()) for sample in family.samples]
+        for family in collector.collect()
+    }
+
+
+def test_of_several_models_every_series_says_whose_it_is():
+    other = ModelSources(RequestMetrics("b", 9), GateClient("x", where=None), LostRequests())
+    alone, both = labels_of(), labels_of(other)
+    assert alone.keys() == both.keys()
+    for name in ("penstock_gate_waiting", "penstock_gate_declined", "penstock_requests_continued"):
+        assert alone[name] == [()]
+        assert both[name] == [(("model_name", "a"),), (("model_name", "b"),)]
+    ways = ("pass", "ticket", "fallback")
+    assert alone["penstock_admissions"] == [(("by", way),) for way in ways]
+    assert both["penstock_admissions"] == [
+        (("model_name", model), ("by", way)) for model in "ab" for way in ways
+    ]
+    for name in ("penstock_gate_wait_seconds", "penstock_continuation_pause_seconds"):
+        assert {labels[0] for labels in both[name]} == {("model_name", "a"), ("model_name", "b")}
+        assert not any("model_name" in dict(labels) for labels in alone[name])
+    without = ModelSources(RequestMetrics("b", 9), None, LostRequests())
+    assert labels_of(without)["penstock_gate_waiting"] == [(("model_name", "a"),)]
 
 
 def test_names_are_those_of_vllm_and_all_are_documented():

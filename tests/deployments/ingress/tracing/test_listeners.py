@@ -16,6 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import open_listeners
+from penstock.deployments.ingress.models import IngressModel
 from penstock.deployments.supervision.view import ClusterView
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
@@ -79,7 +80,7 @@ async def clients(config: ServeConfig) -> tuple[str, str, str, str]:
 
 async def served(config: ServeConfig, nodes: list[Node]) -> tuple[str, str, str, str]:
     pool = WorkerPool("test", lost_wait_s=10.0)
-    listeners = await open_listeners(config, pool, None, ClusterView, "ingress-1")
+    listeners = await open_listeners(config, [IngressModel(config, pool)], ClusterView, "ingress-1")
     for number in (1, 2):  # idle workers are chosen in this order
         pool.update([node.channel.info for node in nodes[:number]])
         await until(lambda number=number: pool.num_connected == number)  # type: ignore[misc]

@@ -288,7 +288,9 @@ def test_it_may_be_sent_back() -> None:
         for name in ("reasoning", "reasoning_content"):
             answer = {"role": "assistant", "content": "So.", name: "Because."}
             chat(server, messages=[*MESSAGES, answer, *MESSAGES])
-            prompt = server.core.tokenizer.decode(server.backend.requests[-1].prompt_ids)
+            prompt = server.core.named(None).tokenizer.decode(
+                server.backend.requests[-1].prompt_ids
+            )
             assert "Because.|So." in prompt
 
 

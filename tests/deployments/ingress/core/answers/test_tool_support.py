@@ -207,7 +207,9 @@ def test_a_request_is_refused_where_a_call_would_be_text(engine: EngineBackend) 
     assert name == "look"
     jsonschema.validate(given, CITY)
     assert model.model_dump()["tool_call_parser"] == "unknown"
-    assert server.core.tool_note.startswith("WARNING: the chat template renders tools"), "is shown"
+    assert server.core.runtimes[0].tool_note.startswith(
+        "WARNING: the chat template renders tools"
+    ), "is shown"
 
 
 def test_plain_asks_in_the_system_message() -> None:

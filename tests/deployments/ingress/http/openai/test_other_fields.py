@@ -39,7 +39,7 @@ def post(server: Serving, path: str = CHAT, **body: Any) -> httpx.Response:
 
 
 def prompt_of(server: Serving) -> str:
-    return server.core.tokenizer.decode(server.backend.requests[-1].prompt_ids)
+    return server.core.named(None).tokenizer.decode(server.backend.requests[-1].prompt_ids)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def server_of(text: str, finish: FinishReason = FinishReason.STOP) -> Serving:
 
 
 def prompt_of(server: Serving) -> str:
-    return server.core.tokenizer.decode(server.backend.requests[-1].prompt_ids)
+    return server.core.named(None).tokenizer.decode(server.backend.requests[-1].prompt_ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
