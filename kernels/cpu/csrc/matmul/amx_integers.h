@@ -74,8 +74,7 @@ INLINE void integers_panel_amx(const CodesLinearArgs& a, const CodesBlock& shape
     alignas(64) uint8_t codes[SEGMENT * PANELC] = {};
     alignas(64) int32_t sums[2][TILE_ROWS][PANELC];
     for (int64_t segment = 0; segment < block.segments; ++segment) {
-        const int64_t group = panel * CodesBlock::groups(a) + segment / shape.segments;
-        for (int n = 0; n < 2; ++n) __builtin_prefetch(a.scales + (group + 4) * PANELC + n * W);
+        const SegmentScales by(a, shape, panel, segment);
         open_codes<Codes>(weights + shape.start_of(segment) / Codes::RUN * WORD_BYTES,
                           shape.depth_of(segment), codes);
         for (int64_t row = first; row < end; row += TILE_ROWS) {
@@ -83,11 +82,13 @@ INLINE void integers_panel_amx(const CodesLinearArgs& a, const CodesBlock& shape
             amx_panel<HalvesProducts>({upper}, {upper + x.steps * TILE_BYTES}, AMX_ROWS, codes,
                                       x.steps * TILE_ROWS, {codes, 0}, false, sums);
             for (int64_t r = 0; r < std::min<int64_t>(TILE_ROWS, end - row); ++r) {
+                const int32_t sum = block.sums[(row + r) * block.segments + segment];
                 vi acc[2];
                 UNROLL for (int n = 0; n < 2; ++n)
-                    acc[n] = (load_bits(sums[0][r] + n * W) << 8) + load_bits(sums[1][r] + n * W);
-                add_integers_scaled<Codes>(a, shape, block, panel, segment, row + r, acc,
-                                           totals + (row + r - first) * PANELC);
+                    acc[n] = (load_bits(sums[0][r] + n * W) << 8) + load_bits(sums[1][r] + n * W) -
+                             Codes::CENTRE * sum;
+                add_integers_scaled(by, block, segment, row + r, acc,
+                                    totals + (row + r - first) * PANELC);
             }
         }
     }

@@ -176,19 +176,33 @@ INLINE void add_integers(const vi* codes, const int32_t* x, int64_t depth, vi (&
         }
 }
 
-// totals[PANELC] += scale of the weight * scale of x * (acc - centre * sum + shift * sum), for one row.
-template <class Codes>
-INLINE void add_integers_scaled(const CodesLinearArgs& a, const CodesBlock& shape,
-                                const IntegersBlock& block, int64_t panel, int64_t segment,
-                                int64_t row, const vi (&acc)[2], float* totals) {
-    const int64_t at = (panel * CodesBlock::groups(a) + segment / shape.segments) * PANELC;
+// What one segment of a panel is scaled by.
+struct SegmentScales {
+    vf scales[2], shifts[2];
+    bool has_shifts;
+
+    SegmentScales(const CodesLinearArgs& a, const CodesBlock& shape, int64_t panel, int64_t segment) {
+        const int64_t at = (panel * CodesBlock::groups(a) + segment / shape.segments) * PANELC;
+        has_shifts = a.shifts;
+        for (int n = 0; n < 2; ++n) {
+            __builtin_prefetch(a.scales + at + 4 * PANELC + n * W);
+            scales[n] = load(a.scales + at + n * W);
+            shifts[n] = has_shifts ? load(a.shifts + at + n * W) : vf{};
+        }
+    }
+};
+
+// totals[PANELC] += scale of the weight * scale of x * (acc + shift * sum), for one row. acc counts
+// codes from the centre.
+INLINE void add_integers_scaled(const SegmentScales& by, const IntegersBlock& block,
+                                int64_t segment, int64_t row, const vi (&acc)[2], float* totals) {
     const int64_t place = row * block.segments + segment;
-    const int32_t sum = block.sums[place];
+    const float scale = block.scales[place], sum = (float)block.sums[place];
     UNROLL for (int n = 0; n < 2; ++n) {
-        vf y = __builtin_convertvector(acc[n] - Codes::CENTRE * sum, vf);
-        if (a.shifts) y += (float)sum * load(a.shifts + at + n * W);
+        vf y = __builtin_convertvector(acc[n], vf);
+        if (by.has_shifts) y += sum * by.shifts[n];
         float* to = totals + n * W;
-        store(to, load(to) + y * (block.scales[place] * load(a.scales + at + n * W)));
+        store(to, load(to) + y * (scale * by.scales[n]));
     }
 }
 
@@ -205,8 +219,7 @@ INLINE void integers_panel(const CodesLinearArgs& a, const CodesBlock& shape,
     for (int64_t segment = 0; segment < block.segments; ++segment) {
         const int64_t k = shape.start_of(segment), depth = shape.depth_of(segment);
         const uint8_t* from = weights + k / Codes::RUN * WORD_BYTES;
-        const int64_t group = panel * CodesBlock::groups(a) + segment / shape.segments;
-        for (int n = 0; n < 2; ++n) __builtin_prefetch(a.scales + (group + 4) * PANELC + n * W);
+        const SegmentScales by(a, shape, panel, segment);
         for (int64_t i = 0; several && i < depth / 2; i += PAIRS)
             UNROLL for (int n = 0; n < 2; ++n) {
                 const uint8_t* word = from + i / PAIRS * WORD_BYTES + n * VECTOR_BYTES;
@@ -218,14 +231,19 @@ INLINE void integers_panel(const CodesLinearArgs& a, const CodesBlock& shape,
         tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
             constexpr int R = width.value;
             const int32_t* x = block.tiles.data() + row * block.pairs + k / 2 * R;
-            vi acc[R][2] = {};
+            vi acc[R][2];
+            UNROLL for (int r = 0; r < R; ++r) {
+                const int32_t sum = r < rows ? block.sums[(row + r) * block.segments + segment] : 0;
+                acc[r][0] = acc[r][1] = -Codes::CENTRE * sum - vi{};
+            }
             if (several)
                 add_integers<R>(codes, x, depth, acc);
             else
                 add_integers<Codes, R>(from, x, depth, acc);
-            for (int r = 0; r < R && r < rows; ++r)
-                add_integers_scaled<Codes>(a, shape, block, panel, segment, row + r, acc[r],
-                                           totals + (row + r - first) * PANELC);
+            UNROLL for (int r = 0; r < R; ++r)
+                if (r < rows)
+                    add_integers_scaled(by, block, segment, row + r, acc[r],
+                                        totals + (row + r - first) * PANELC);
         });
     }
 }
