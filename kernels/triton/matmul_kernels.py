@@ -127,15 +127,15 @@ def _sum_nibbles(
             high_x = tl.load(x_ptr + at + HALF, mask=high_seen, other=0.0)
         group = k // GROUP * num_outputs + n
         zero = 8.0
-        if zeros_ptr is not None:
+        if zeros_ptr is not None:  # noqa: SIM102 - Triton's `and` looks at both sides
             if zeros_ptr.dtype.element_ty != tl.float32:
                 zero = tl.load(zeros_ptr + group).to(tl.float32)[:, None]
         low = _nibble_values(packed & 15, zero, table_ptr, FORMAT, dtype)
         high = _nibble_values(packed >> 4, zero, table_ptr, FORMAT, dtype)
         part = tl.dot(low, low_x, input_precision="ieee")
         part = tl.dot(high, high_x, part, input_precision="ieee")
-        if zeros_ptr is not None:
-            if zeros_ptr.dtype.element_ty == tl.float32:  # a real number: no code can be less it
+        if zeros_ptr is not None:  # noqa: SIM102
+            if zeros_ptr.dtype.element_ty == tl.float32:  # no code can be a real number less
                 ones = tl.full(low.shape, 1.0, dtype)
                 sums = tl.dot(ones, low_x, input_precision="ieee")  # in the order of a product
                 sums = tl.dot(ones, high_x, sums, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""Weights over the same input as one matrix, and on another device; quantised ones keep their codes.
+"""Weights over the same input as one matrix, and on another device; codes stay as they are.
 
 Imported by models/loader.py and experts/packed.py.
 """
@@ -20,7 +20,7 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     """Weights over the same input, concatenated by rows.
 
     Quantised weights keep their codes, int4 beside int8g as int8g, in groups that divide all of
-    theirs. If other formats differ, or some weights are not quantised, the result is a plain weight.
+    theirs. If other formats differ, or some weights are not quantised, the result is plain.
     """
     if len(weights) == 1:
         return weights[0]

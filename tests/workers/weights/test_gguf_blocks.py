@@ -91,7 +91,9 @@ def kept(type: BlockType, raw: torch.Tensor) -> QuantizedWeight:
     return read_weight(lambda name: name == mark, lambda name: raw, scheme, shape)
 
 
-@pytest.mark.parametrize("others", [("Q4_K",), ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q4_0", "Q8_0")])
+@pytest.mark.parametrize(
+    "others", [("Q4_K",), ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q4_0", "Q8_0")]
+)
 def test_joined_blocks_keep_every_value(others):
     """A file has v in more bits than q and k."""
     weights = []
