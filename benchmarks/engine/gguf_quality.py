@@ -54,7 +54,7 @@ LOADS = {
 }
 SAMPLES = {
     "prose": "The penstock's gate -- closed since 1897 -- let 3.14 m³/s through; "
-    "\"enough\", he'd say.",
+    '"enough", he\'d say.',
     "code": "def f(x: int) -> int:\n    return x ** 2  # 0x1F, 1e-9\n\n"
     "\tif (a[10] != b[2]) { i++; }\n",
     "markup": '<div class="a">&nbsp;{"k": [1, 22, 333, 4444]}</div>\r\n\r\n| a | b |\n|---|---|\n',
