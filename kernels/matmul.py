@@ -105,7 +105,7 @@ def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None
     """`x` [M, K] times the packed weight, plus the bias -> [M, N] in `x.dtype`; sums in fp32.
 
     int8 and fp8 weights quantise each row of `x` (int8 ones take `Int8Rows` as they are, so that
-    several linears share one pass), and int8 sums are exact; int4 and nf4 are weight-only.
+    several linears share one pass), and int8 sums are exact; the others are weight-only.
     `quant.linear_reference` defines the result.
 
     `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU

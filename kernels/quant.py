@@ -17,6 +17,8 @@ from torch import Tensor
 
 WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
+# int8g: 8-bit codes with scales of groups. Only files hold it; nothing here rounds a weight to it.
+CodeFormat = WeightFormat | Literal["int8g"]
 INT4_GROUP = 128
 NF4_GROUP = 64
 FP8_MAX = 448.0
@@ -39,11 +41,13 @@ class QuantizedWeight:
     int8, fp8: `codes` [N, K] (int8, float8_e4m3fn), `scales` [N]; w = code * scale.
     int4: `codes` uint8 [N, ceil(K / 2)], the even k in the low nibble; `scales` [N, G] of G =
     ceil(K / group) groups; w = (nibble - zero) * scale, where zero is 8, or the group's own in
-    `zeros` uint8 [N, G]. nf4: the same with w = NF4_VALUES[nibble] * scale. The last nibble of an
-    odd K is the code of 0.
+    `zeros` [N, G], uint8 or fp32. nf4: the same with w = NF4_VALUES[nibble] * scale. The last
+    nibble of an odd K is the code of 0.
+    int8g: `codes` int8 [N, K], `scales` [N, G]; w = (code - zero) * scale, where zero is 0, or the
+    group's own in `zeros` fp32 [N, G].
     """
 
-    format: WeightFormat
+    format: CodeFormat
     codes: Tensor
     scales: Tensor
     in_features: int
@@ -116,14 +120,16 @@ def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
     if quantized.format in ("int8", "fp8"):
         return quantized.codes.float() * quantized.scales[:, None]
     assert quantized.group is not None
-    nibbles = unpack_nibbles(quantized.codes)[:, : quantized.in_features].long()
-    columns = torch.arange(quantized.in_features, device=nibbles.device) // quantized.group
+    codes, zeros = quantized.codes, quantized.zeros
+    columns = torch.arange(quantized.in_features, device=codes.device) // quantized.group
+    if quantized.format != "int8g":
+        codes = unpack_nibbles(codes)[:, : quantized.in_features]
     if quantized.format == "nf4":
-        values = torch.tensor(NF4_VALUES, device=nibbles.device)[nibbles]
-    elif quantized.zeros is None:
-        values = (nibbles - 8).float()
+        values = torch.tensor(NF4_VALUES, device=codes.device)[codes.long()]
+    elif zeros is not None:
+        values = codes.float() - zeros.float()[:, columns]
     else:
-        values = (nibbles - quantized.zeros.long()[:, columns]).float()
+        values = codes.float() - (8 if quantized.format == "int4" else 0)
     return values * quantized.scales[:, columns]
 
 
@@ -150,7 +156,7 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear_reference(x: Tensor, quantized: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """The reference of a quantised linear: `x` [M, K] -> [M, N] in `x.dtype`, rounded once.
 
-    int8 and fp8 quantise each row of x too (W8A8); int4 and nf4 are weight-only. The sums are
+    int8 and fp8 quantise each row of x too (W8A8); the others are weight-only. The sums are
     exact for int8 and in fp64 for the others.
     """
     if quantized.format == "int8":

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tools import result_tables_commits as commits
 from tools import result_tables_faults as faults
+from tools import result_tables_gguf as gguf
 from tools import result_tables_memory as memory
 from tools import result_tables_security as security
 from tools import result_tables_serving as serving
@@ -116,6 +117,10 @@ TABLES: dict[str, Table] = {
     ),
     "format-quality-dense": Table(["format-quality/xeon-amx-dense"], memory.format_quality),
     "format-quality-moe": Table(["format-quality/xeon-avx512-moe"], memory.format_quality),
+    "gguf-quality": Table(["gguf-quality/epyc-smollm2"], gguf.quality),
+    "gguf-tokenizer": Table(["gguf-quality/epyc-smollm2"], gguf.tokenizer),
+    "gguf-types": Table(["gguf-quality/epyc-smollm2-types"], gguf.types),
+    "gguf-speed": Table(["gguf-speed/epyc-smollm2"], gguf.speed),
     "peers-quality": Table(["peers/xeon-vnni-quality"], memory.peers_quality),
     "kv-formats": Table(["kv-formats/xeon-avx512"], memory.kv_formats),
     "kv-attention": Table(["kv-attention/xeon-avx512"], memory.kv_attention),

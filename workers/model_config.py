@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.gguf.config import auto_format, stated_by, stored_scheme
+from penstock.workers.gguf.config import stated_by, stored_scheme
 from penstock.workers.gguf.header import find_gguf, read_header
-from penstock.workers.quantization import QuantizedFormat, StoredScheme, read_scheme
+from penstock.workers.quantization import StoredScheme, read_scheme
 from penstock.workers.rope_config import RopeConfig, rope_config
 from penstock.workers.stated_config import stated_in_full
 
@@ -64,7 +64,6 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str = "auto"  # "fp32", "bf16", "fp16"; "auto" until the loader has read the headers
     stored_scheme: StoredScheme | None = None  # of a checkpoint that is already quantised
-    auto_format: QuantizedFormat | None = None  # what weights "auto" quantises to; None: nothing
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
@@ -126,7 +125,7 @@ def _from_gguf(file: Path) -> ModelConfig:
     header = read_header(file)
     architecture, stated = stated_by(header)
     config = _from_transformers(architecture, stated, {})
-    return replace(config, stored_scheme=stored_scheme(header), auto_format=auto_format(header))
+    return replace(config, stored_scheme=stored_scheme(header))
 
 
 def _of_transformers(folder: Path) -> Any:

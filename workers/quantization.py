@@ -15,6 +15,7 @@ from penstock.workers.errors import ConfigError
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
+StoredFormat = QuantizedFormat | Literal["int8g"]  # int8g: 8-bit codes in groups, of GGUF files
 METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
 REMEDY = "serve the original checkpoint with --weights int8, int4, nf4 or fp8"
 
@@ -29,7 +30,7 @@ class StoredScheme:
     """
 
     method: str
-    formats: tuple[QuantizedFormat, ...]
+    formats: tuple[StoredFormat, ...]
     groups: tuple[int | None, ...] = ()
     zero_offset: int = 0
     ignore: tuple[str, ...] = ()
@@ -43,6 +44,13 @@ class StoredScheme:
             elif module == each or module.endswith("." + each) or f".{each}." in f".{module}.":
                 return True
         return False
+
+    def is_opened(self, weights: str) -> bool:
+        """Whether `weights` takes the codes apart: for plain numbers, or, of a GGUF file, for codes
+        of another format."""
+        if weights in QUANTIZED_FORMATS:
+            return self.method == "gguf" and self.formats[0] != weights
+        return weights != "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,9 @@ def weight_plan(
     """What is quantised at load. Raises ConfigError for a checkpoint in another format."""
     if weights not in QUANTIZED_FORMATS:
         return WeightPlan()
-    if scheme is None:
+    if scheme is None or scheme.is_opened(weights):
         return WeightPlan(weights, quantize_o, quantize_lm_head)
-    if scheme.formats != (weights,):
+    if scheme.method != "gguf" and scheme.formats != (weights,):
         raise ConfigError(
             f"weights is {weights}, but this checkpoint is quantised as "
             f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "

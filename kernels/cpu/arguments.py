@@ -61,10 +61,10 @@ PACK_INT8 = Arguments("codes stride packed columns depth threads")
 LINEAR_INT8 = Arguments(
     "dtype x x_stride x_scales packed scales bias out out_stride rows columns depth threads"
 )
-PACK_CODES = Arguments("nibbles codes stride packed columns depth group threads")
+PACK_CODES = Arguments("run codes stride packed columns depth group threads")
 LINEAR_CODES = Arguments(
     "dtype x x_stride packed table scales shifts bias out out_stride rows columns depth group "
-    "threads is_int4"
+    "threads bits"
 )
 WRITE_KV = Arguments(_WRITE)
 ROPE_WRITE_KV = Arguments(f"{_prefixed('write', _WRITE)} q q_stride heads cos sin half")

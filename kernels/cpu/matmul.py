@@ -21,22 +21,25 @@ from penstock.kernels.cpu.arguments import (
     PACK_CODES,
     PACK_INT8,
 )
-from penstock.kernels.quant import NF4_VALUES, Int8Rows, QuantizedWeight, WeightFormat
+from penstock.kernels.quant import NF4_VALUES, CodeFormat, Int8Rows, QuantizedWeight
 from penstock.kernels.types import PackedLinear
 
 _MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds
 
 _TABLES = {"int4": torch.arange(-8.0, 8.0), "nf4": torch.tensor(NF4_VALUES)}
+_RUNS = {"int4": 8, "nf4": 8, "int8g": 4, "fp8": 1}  # codes that lie in one word of a panel
+_BITS = {"int4": 4, "int8g": 8}  # of integer codes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeWeight:
     """A quantised weight [N, K] as the native library reads it; `bias` fp32 [N] or None.
 
-    `scales` fp32 [N], or, of groups, [panels, G, panel] like `shifts`, which are 8 - zero.
+    `scales` fp32 [N], or, of groups, [panels, G, panel] like `shifts`, which are 8 - zero of int4,
+    - zero of int8g.
     """
 
-    format: WeightFormat
+    format: CodeFormat
     codes: Tensor
     scales: Tensor
     shifts: Tensor | None
@@ -115,18 +118,18 @@ def _pack_codes(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
             codes.data_ptr(), depth, packed.data_ptr(), num_outputs, depth, threads,
         ))  # fmt: skip
     else:
-        nibbles = quantized.format != "fp8"
-        padded_depth = -(-depth // group) * (-(-group // 8) * 8) if nibbles else depth
-        shape = (num_panels, padded_depth, panel // (1 + nibbles))
+        run = _RUNS[quantized.format]
+        padded_depth = -(-depth // group) * (-(-group // run) * run)
+        shape = (num_panels, padded_depth, panel // (2 if run == 8 else 1))
         packed = huge_pages.empty(shape, torch.uint8)
         lib.pk_pack_codes(PACK_CODES.pack(
-            nibbles, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth,
+            run, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth,
             group, threads,
         ))  # fmt: skip
-        if nibbles:
+        if quantized.format != "fp8":
             scales = _by_panel(scales, panel)
-            zeros = quantized.zeros
-            shifts = None if zeros is None else _by_panel(8.0 - zeros.float(), panel)
+            zeros, zero = quantized.zeros, 8.0 if quantized.format == "int4" else 0.0
+            shifts = None if zeros is None else _by_panel(zero - zeros.float(), panel)
         else:  # a NaN code makes its whole output feature NaN
             scales = scales.masked_fill(codes.float().isnan().any(1), float("nan"))
     bias = None if bias is None else bias.float().contiguous()
@@ -162,9 +165,9 @@ def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | 
         assert isinstance(x, Tensor), f"{weight.format} weights take plain activations"
         lib.pk_linear_codes(LINEAR_CODES.pack(
             *source, weight.codes.data_ptr(),
-            0 if weight.format == "fp8" else _TABLES[weight.format].data_ptr(),
+            _TABLES[weight.format].data_ptr() if weight.format in _TABLES else 0,
             weight.scales.data_ptr(), 0 if weight.shifts is None else weight.shifts.data_ptr(),
-            bias, *target, weight.group, threads, weight.format == "int4",
+            bias, *target, weight.group, threads, _BITS.get(weight.format, 0),
         ))  # fmt: skip
     return out
 

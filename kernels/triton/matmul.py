@@ -30,7 +30,8 @@ class GpuWeight:
     plain, int8, fp8: `codes` [N, K], row by row; codes of 8 bits as uint8 or int8, their rows
     padded with zeros to 16 bytes. int4, nf4: `codes` uint8 [slabs, N, step / 2], in which a tile is
     one run of bytes; byte j of a slab holds its input j, and j + step / 2 in the high nibble.
-    `scales` fp32 [N], or [G, N] of groups; `zeros` uint8 [G, N].
+    int8g: `codes` int8 [N, K], rows padded with zeros to whole steps. `scales` fp32 [N], or [G, N]
+    of groups; `zeros` [G, N], uint8 or fp32.
     """
 
     format: GpuFormat
@@ -52,7 +53,7 @@ class GpuWeight:
 def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
     """`quantized` and `bias` [N], any float dtype, in the layout of the kernels.
 
-    Raises ValueError for groups that are neither a multiple of 32 nor a whole row.
+    Raises ValueError for groups that are neither a multiple of 32 (of int8g: 16) nor a whole row.
     """
     num_outputs, num_inputs = quantized.out_features, quantized.in_features
     if quantized.format in ("int8", "fp8"):
@@ -64,13 +65,17 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
             quantized.format, codes, scales, None, bias, num_inputs, num_outputs, group, step
         )
     assert quantized.group is not None
-    step = _step(quantized.group, num_inputs)
-    nibbles = _padded(unpack_nibbles(quantized.codes)[:, :num_inputs], -num_inputs % step)
-    halves = nibbles.unflatten(1, (-1, 2, step // 2)).permute(1, 0, 2, 3)  # [slabs, N, 2, half]
-    codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).contiguous()
+    is_int8 = quantized.format == "int8g"
+    step = _step(quantized.group, num_inputs, SLAB // 8 if is_int8 else SLAB // 4)
+    if is_int8:
+        codes = _padded(quantized.codes, -num_inputs % step)
+    else:
+        nibbles = _padded(unpack_nibbles(quantized.codes)[:, :num_inputs], -num_inputs % step)
+        halves = nibbles.unflatten(1, (-1, 2, step // 2)).permute(1, 0, 2, 3)  # [slabs, N, 2, half]
+        codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).contiguous()
     scales = quantized.scales.float().T.contiguous()
     zeros = None if quantized.zeros is None else quantized.zeros.T.contiguous()
-    group = quantized.group if scales.shape[0] > 1 else codes.shape[0] * step
+    group = quantized.group if scales.shape[0] > 1 else num_inputs + -num_inputs % step
     return GpuWeight(
         quantized.format, codes, scales, zeros, bias, num_inputs, num_outputs, group, step
     )
@@ -216,15 +221,15 @@ def tiles_for(weight: GpuWeight, num_rows: int, x: Tensor, num_groups: int = 1) 
     )  # fmt: skip
 
 
-def _step(group: int, num_inputs: int) -> int:
+def _step(group: int, num_inputs: int, least: int) -> int:
     """Inputs of a slab: no slab may cross the end of a group."""
     if group >= num_inputs:
         return SLAB
-    for step in (SLAB, SLAB // 2, SLAB // 4):
-        if group % step == 0:
+    for step in (SLAB, SLAB // 2, SLAB // 4, SLAB // 8):
+        if step >= least and group % step == 0:
             return step
     raise ValueError(
-        f"4-bit groups of {group}: on a GPU they are multiples of 32, or whole rows; "
+        f"groups of {group} weights: on a GPU they are multiples of {least}, or whole rows; "
         "quantise the weight anew"
     )
 

@@ -127,12 +127,42 @@ def _sum_nibbles(
             high_x = tl.load(x_ptr + at + HALF, mask=high_seen, other=0.0)
         group = k // GROUP * num_outputs + n
         zero = 8.0
-        if zeros_ptr is not None:
-            zero = tl.load(zeros_ptr + group).to(tl.float32)[:, None]
+        if zeros_ptr is not None:  # noqa: SIM102 - Triton's `and` looks at both sides
+            if zeros_ptr.dtype.element_ty != tl.float32:
+                zero = tl.load(zeros_ptr + group).to(tl.float32)[:, None]
         low = _nibble_values(packed & 15, zero, table_ptr, FORMAT, dtype)
         high = _nibble_values(packed >> 4, zero, table_ptr, FORMAT, dtype)
         part = tl.dot(low, low_x, input_precision="ieee")
         part = tl.dot(high, high_x, part, input_precision="ieee")
+        if zeros_ptr is not None:  # noqa: SIM102
+            if zeros_ptr.dtype.element_ty == tl.float32:  # no code can be a real number less
+                ones = tl.full(low.shape, 1.0, dtype)
+                sums = tl.dot(ones, low_x, input_precision="ieee")  # in the order of a product
+                sums = tl.dot(ones, high_x, sums, input_precision="ieee")
+                part = tl.fma(sums, 8.0 - tl.load(zeros_ptr + group)[:, None], part)
+        acc = tl.fma(part, tl.load(scales_ptr + group)[:, None], acc)
+    return acc
+
+
+@triton.jit
+def _sum_grouped(
+    acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, num_outputs, scales_ptr, zeros_ptr,
+    first, end, num_inputs,
+    GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same for 8-bit codes with scales of groups, which are exact in every dtype of x. A step
+    lies within one group. Not yet run on a GPU."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    for k in range(first, end, STEP):
+        at = k + tl.arange(0, STEP)
+        w = tl.load(codes_ptr + n[:, None] * codes_stride + at[None, :]).to(dtype)
+        mask = seen[None, :] if EVEN else seen[None, :] & (at < num_inputs)[:, None]
+        x = tl.load(x_ptr + x_rows[None, :] + at[:, None], mask=mask, other=0.0)
+        group = k // GROUP * num_outputs + n
+        part = tl.dot(w, x, input_precision="ieee")
+        if zeros_ptr is not None:
+            sums = tl.dot(tl.full(w.shape, 1.0, dtype), x, input_precision="ieee")
+            part = tl.fma(sums, -tl.load(zeros_ptr + group)[:, None], part)
         acc = tl.fma(part, tl.load(scales_ptr + group)[:, None], acc)
     return acc
 
@@ -150,6 +180,11 @@ def _sum_piece(
         acc = _sum_nibbles(
             acc, x_ptr, x_rows, seen, codes_ptr, n, num_outputs, scales_ptr, zeros_ptr, table_ptr,
             first, end, num_inputs, FORMAT, GROUP, STEP, EVEN,
+        )  # fmt: skip
+    elif FORMAT == "int8g":
+        acc = _sum_grouped(
+            acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, num_outputs, scales_ptr,
+            zeros_ptr, first, end, num_inputs, GROUP, STEP, EVEN,
         )  # fmt: skip
     else:
         acc = _sum_whole(

@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.kernels.quant import WeightFormat
+from penstock.kernels.quant import CodeFormat
 
-GpuFormat = WeightFormat | Literal["plain"]
+GpuFormat = CodeFormat | Literal["plain"]
 
 WEIGHT_BYTES: dict[GpuFormat, float] = {
     "plain": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
+    "int8g": 1.0 + 4 / 32,
 }  # fmt: skip
-# The cost of a multiply-add relative to 16 bits: 4-bit weights are multiplied as 16-bit numbers.
+# The cost of a multiply-add relative to 16 bits: weight-only formats are multiplied as 16 bits.
 OPERATIONS: dict[GpuFormat, float] = {
-    "plain": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 1.0, "nf4": 1.0,
+    "plain": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 1.0, "nf4": 1.0, "int8g": 1.0,
 }  # fmt: skip
 # Rows from which a 16-bit matmul is bound by FLOPs: rate * 2 bytes / (2 * bandwidth). A100: 312
 # TFLOP/s and 2.0 TB/s; H200: 989 and 4.8. The rest follows: int8 turns at the same number of rows

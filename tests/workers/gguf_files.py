@@ -19,7 +19,7 @@ from penstock.workers.errors import LoadError
 from penstock.workers.weights.hub import SMOLLM2, resolve_model
 
 ARRAY, TEXT = 9, 8
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "BF16": 30}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -19,8 +19,8 @@ from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import PIECE_BYTES, Bytes, Manifest, digest_of
 from penstock.workers.quantization import weight_plan
+from penstock.workers.weights.joined import joined
 from penstock.workers.weights.sources import DTYPES, CheckpointWeights, planned
-from penstock.workers.weights.stored import joined
 
 ZEROS = (".qzeros", ".weight_zero_point")  # stored next to the codes of an int4 weight
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.gguf.header import GgufHeader, TensorInfo
-from penstock.workers.quantization import QuantizedFormat, StoredScheme
+from penstock.workers.quantization import StoredFormat, StoredScheme
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -23,7 +23,12 @@ ARCHITECTURES = {
 # Architectures whose files have the rows of q and k in the order of adjacent rotary pairs.
 ADJACENT_PAIRS = ("llama",)
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-Q4_0_GROUP = 32
+# The format that keeps the codes of each block type, and the weights that share a scale.
+KEPT_FORMATS: dict[str, tuple[StoredFormat, int]] = {
+    "Q4_0": ("int4", 32), "Q4_1": ("int4", 32), "Q4_K": ("int4", 32),
+    "Q5_0": ("int8g", 32), "Q5_1": ("int8g", 32), "Q5_K": ("int8g", 32),
+    "Q8_0": ("int8g", 32), "Q6_K": ("int8g", 16),
+}  # fmt: skip
 _ATTENTION = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"})
 _MLP = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 # token_id keys; all three end a turn.
@@ -95,19 +100,18 @@ def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
 
 
 def stored_scheme(header: GgufHeader) -> StoredScheme | None:
-    """int4 as stored, for a file whose weights are mostly Q4_0: the same codes and scales."""
-    if _main_type(header) != "Q4_0":
+    """How the codes of the file's blocks are kept, the format of most elements first; None for a
+    file of plain numbers."""
+    totals: dict[tuple[StoredFormat, int], int] = {}
+    for info in header.tensors.values():
+        if info.type.name in KEPT_FORMATS and len(info.shape) == 2:
+            kept = KEPT_FORMATS[info.type.name]
+            totals[kept] = totals.get(kept, 0) + math.prod(info.shape)
+    if not totals:
         return None
-    return StoredScheme("gguf", ("int4",), (Q4_0_GROUP,))
-
-
-def auto_format(header: GgufHeader) -> QuantizedFormat | None:
-    """The format in which weights `auto` serves the file, quantised while it loads; None: plain.
-
-    Q8_0 has a scale for every 32 weights, int8 one for each row. Types with a minimum for each
-    group, and those of 5 and 6 bits, have no format here that is as exact.
-    """
-    return "int8" if _main_type(header) == "Q8_0" else None
+    ordered = sorted(totals, key=lambda kept: -totals[kept])
+    formats = tuple(dict.fromkeys(format for format, _ in ordered))
+    return StoredScheme("gguf", formats, tuple(dict.fromkeys(group for _, group in ordered)))
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:

@@ -32,6 +32,7 @@ from penstock.workers.quantization import (
 from penstock.workers.weights.checkpoint import StoredTensor, open_checkpoint
 from penstock.workers.weights.gguf import open_gguf
 from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.joined import joined
 from penstock.workers.weights.sources import (
     DTYPES,
     CheckpointWeights,
@@ -39,7 +40,6 @@ from penstock.workers.weights.sources import (
     WeightSource,
     planned,
 )
-from penstock.workers.weights.stored import joined
 
 log = logging.getLogger("penstock.loader")
 
@@ -70,8 +70,6 @@ def load_model(
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
-    if weights == "auto" and config.auto_format is not None:
-        weights = config.auto_format
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     routed, in_expert_file = None, set[str]()
     if experts is not None:
@@ -87,7 +85,7 @@ def load_model(
             device,
             counted(report, LOADING, total),
             scheme=config.stored_scheme,
-            dequantize=weights in DTYPES,
+            dequantize=config.stored_scheme is not None and config.stored_scheme.is_opened(weights),
         )
         decoder = build_decoder(config, source, plan, routed)
     source.warn_of_unused(in_expert_file)

@@ -14,11 +14,15 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.gguf.config import ADJACENT_PAIRS, architecture_of, stated_by, stored_scheme
+from penstock.workers.gguf.config import (
+    ADJACENT_PAIRS,
+    KEPT_FORMATS,
+    architecture_of,
+    stated_by,
+)
 from penstock.workers.gguf.header import BlockType, TensorInfo, read_header
 from penstock.workers.weights.checkpoint import StoredTensor
 from penstock.workers.weights.gguf_blocks import decode
-from penstock.workers.weights.stored import Q4_0_MARK
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -40,6 +44,7 @@ _IN_BLOCK = {
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 _READ_BY_CONFIG = "rope_freqs.weight"
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +67,15 @@ class GgufTensor(StoredTensor):
 
 
 def open_gguf(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a GGUF file by the names of a checkpoint.
+    """The tensors of a GGUF file by the names of a checkpoint: of matrices in blocks
+    `weight_q8_0` and so on (`stored.py`). An embedding in blocks that is the head too has both
+    names; otherwise embeddings are always read as floats.
 
     Raises LoadError for a damaged file, and for a tensor that no model here has.
     """
     try:
         header = read_header(file)
         _, stated = stated_by(header)
-        keeps_q4_0 = stored_scheme(header) is not None
         is_adjacent = architecture_of(header) in ADJACENT_PAIRS
     except ConfigError as error:
         raise LoadError(str(error)) from error
@@ -85,8 +91,14 @@ def open_gguf(file: Path) -> dict[str, StoredTensor]:
         module = names[match[2]]
         if match[1] is not None:
             module = f"model.layers.{int(match[1])}.{module}"
-        is_kept = keeps_q4_0 and info.type.name == "Q4_0" and match[2] != "token_embd"
-        name = f"{module}.{Q4_0_MARK if is_kept else match[3]}"
+        kind = match[3]
+        if info.type.name in KEPT_FORMATS and len(info.shape) == 2:
+            kind = f"weight_{info.type.name.lower()}"
+        if match[2] == "token_embd":
+            if stated.tie_word_embeddings and kind != "weight":
+                tensors[f"{_HEAD}.{kind}"] = _tensor(file, f"{_HEAD}.{kind}", info, 0)
+            kind = "weight"
+        name = f"{module}.{kind}"
         tensors[name] = _tensor(file, name, info, heads.get(match[2], 0) if is_adjacent else 0)
     return tensors
 

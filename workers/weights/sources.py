@@ -15,7 +15,8 @@ from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import StoredScheme
 from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
-from penstock.workers.weights.stored import is_stored_quantized, moved, read_weight
+from penstock.workers.weights.joined import moved
+from penstock.workers.weights.stored import is_stored_quantized, read_weight, stored_blocks
 
 log = logging.getLogger("penstock.loader")
 
@@ -85,6 +86,9 @@ class CheckpointWeights:
         if self.scheme is None or not self._is_quantized(module):
             return self._take(f"{module}.weight", shape).to(device=self.device)
         assert len(shape) == 2
+        blocks = stored_blocks(lambda name: f"{module}.{name}" in self.tensors)
+        if self.dequantize and blocks is not None:  # as the format defines them, to the last bit
+            return self._take(f"{module}.{blocks}", shape).to(device=self.device)
         try:
             weight = read_weight(
                 lambda name: f"{module}.{name}" in self.tensors,

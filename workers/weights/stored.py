@@ -10,38 +10,47 @@ AWQ: `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8], eight outputs a w
 0 2 4 6 1 3 5 7; `scales` [G, N]. GPTQ: `qweight` int32 [K / 8, N], `qzeros` int32 [G, N / 8],
 `scales` [G, N], `g_idx` int32 [K]. bitsandbytes: `weight` uint8, two codes a byte, the first in the
 high nibble, blocks crossing the ends of rows; `weight.absmax`; a JSON text as uint8.
-GGUF: `weight_q4_0` uint8 [N, K / 32 * 18], blocks as gguf_blocks.py has them.
+GGUF: `weight_q4_0` and so on, uint8 [N, bytes of a row], blocks as gguf_blocks.py has them.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import NF4_VALUES, QuantizedWeight, dequantize_weight, pack_nibbles
+from penstock.kernels.quant import NF4_VALUES, QuantizedWeight, pack_nibbles
 from penstock.workers.errors import LoadError
-from penstock.workers.gguf.config import Q4_0_GROUP
+from penstock.workers.gguf.config import KEPT_FORMATS
+from penstock.workers.gguf.header import BLOCK_TYPES
 from penstock.workers.quantization import QuantizedFormat, StoredScheme
-from penstock.workers.weights.gguf_blocks import q4_0_codes
+from penstock.workers.weights.gguf_blocks import codes_of
 
 Take = Callable[[str], Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output column in each nibble, lowest first
 BNB_STATE = "weight.quant_state.bitsandbytes__nf4"
-Q4_0_MARK = "weight_q4_0"  # rows of blocks, of a GGUF file
-MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax", Q4_0_MARK)
+# Rows of blocks, of a GGUF file.
+BLOCK_MARKS = {
+    f"weight_{type.name.lower()}": type
+    for type in BLOCK_TYPES.values()
+    if type.name in KEPT_FORMATS
+}
+MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax", *BLOCK_MARKS)
 
 
 def is_stored_quantized(has: Callable[[str], bool], scheme: StoredScheme, module: str) -> bool:
     """Whether `module` has a quantised weight: its tensors exist, and the scheme does not ignore
     it."""
     return any(has(f"{module}.{mark}") for mark in MARKS) and not scheme.ignores(module)
+
+
+def stored_blocks(has: Callable[[str], bool]) -> str | None:
+    """The last part of the name of a module's blocks, of BLOCK_MARKS; None: it has none."""
+    return next((mark for mark in BLOCK_MARKS if has(mark)), None)
 
 
 def read_weight(
@@ -53,7 +62,7 @@ def read_weight(
     Raises LoadError for tensors that contradict each other or `shape` (N, K).
     """
     if scheme.method == "gguf":
-        return _q4_0(take, shape)
+        return _blocks(has, take, shape)
     if scheme.method == "awq":
         return _awq(take, scheme, shape)
     if scheme.method == "gptq":
@@ -63,50 +72,6 @@ def read_weight(
     if has("weight_packed"):
         return _pack_quantized(has, take, scheme, shape)
     return _per_row(take, shape)
-
-
-def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-    """Weights over the same input, concatenated by rows.
-
-    Quantised weights keep their codes; if their formats differ, or some of them are not quantised,
-    the result is a plain weight.
-    """
-    if len(weights) == 1:
-        return weights[0]
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    kinds = {(weight.format, weight.group) for weight in quantized}
-    if len(quantized) < len(weights) or len(kinds) > 1:
-        plain = [w if isinstance(w, Tensor) else dequantize_weight(w) for w in weights]
-        return torch.cat([weight.to(_widest(plain)) for weight in plain])
-    zeros = None
-    if any(weight.zeros is not None for weight in quantized):
-        zeros = torch.cat([_zeros(weight) for weight in quantized])
-    return replace(
-        quantized[0],
-        codes=torch.cat([weight.codes for weight in quantized]),
-        scales=torch.cat([weight.scales for weight in quantized]),
-        zeros=zeros,
-    )
-
-
-def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
-    """The weight on `device`."""
-    return replace(
-        weight,
-        codes=weight.codes.to(device),
-        scales=weight.scales.to(device),
-        zeros=None if weight.zeros is None else weight.zeros.to(device),
-    )
-
-
-def _zeros(weight: QuantizedWeight) -> Tensor:
-    if weight.zeros is not None:
-        return weight.zeros
-    return torch.full_like(weight.scales, 8, dtype=torch.uint8)
-
-
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def pack_int32(nibbles: Tensor) -> Tensor:
@@ -155,10 +120,25 @@ def _pack_quantized(
     return _int4(nibbles, scales, group, zeros)
 
 
-def _q4_0(take: Take, shape: tuple[int, int]) -> QuantizedWeight:
-    nibbles, scales = q4_0_codes(take(Q4_0_MARK))
-    _must_be(Q4_0_MARK, nibbles, shape)
-    return _int4(nibbles, scales, Q4_0_GROUP, None)
+def _blocks(has: Callable[[str], bool], take: Take, shape: tuple[int, int]) -> QuantizedWeight:
+    """The minimum of a group becomes its zero point, a real number; where the scale is 0, all of
+    the group is its minimum."""
+    mark = stored_blocks(has)
+    assert mark is not None, "is_stored_quantized said so"
+    format, group = KEPT_FORMATS[BLOCK_MARKS[mark].name]
+    found = codes_of(take(mark), BLOCK_MARKS[mark])
+    _must_be(mark, found.codes, shape)
+    codes, scales, zeros = found.codes, found.scales, None
+    if found.minimums is not None:
+        is_flat = scales == 0
+        scales = scales.masked_fill(is_flat, 1.0)
+        codes = codes.masked_fill(is_flat.repeat_interleave(group, dim=1), 0)
+        zeros = -found.minimums / scales
+    if format == "int8g":
+        return QuantizedWeight("int8g", codes, scales, shape[1], group, zeros)
+    nibbles = codes if zeros is not None else codes + 8
+    packed = pack_nibbles(nibbles.view(torch.uint8), fill=8)
+    return QuantizedWeight("int4", packed, scales, shape[1], group, zeros)
 
 
 def _awq(take: Take, scheme: StoredScheme, shape: tuple[int, int]) -> QuantizedWeight:

@@ -23,6 +23,7 @@ from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton import sampling as sampling_triton
 from penstock.kernels.triton.matmul_tiles import GpuFormat, Tiles
 from penstock.kernels.types import PackedLinear, SamplingRows
+from tests.kernels.cpu.test_grouped_codes import grouped_weight
 from tests.kernels.kernel_cases import assert_close
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
@@ -82,10 +83,25 @@ def test_fused_rows_are_those_of_two_steps(dtype):
     assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu()))
 
 
+GroupedFormat = Literal["int4 real zeros", "int8g", "int8g 16", "int8g zeros"]
+GROUPED: dict[str, tuple[Literal["int8g", "int4"], int, bool]] = {
+    "int4 real zeros": ("int4", 32, True),
+    "int8g": ("int8g", 32, False),
+    "int8g 16": ("int8g", 16, False),
+    "int8g zeros": ("int8g", 64, True),
+}
+
+
 def make_weight(
-    format: WeightFormat | Literal["int4 zeros"], num_outputs: int, num_inputs: int
+    format: WeightFormat | Literal["int4 zeros"] | GroupedFormat, num_outputs: int, num_inputs: int
 ) -> QuantizedWeight:
-    """With a group, or a row, of zeros and one extreme value."""
+    """With a group, or a row, of zeros and one extreme value; of grouped formats, random codes."""
+    if format in GROUPED:
+        kind, group, with_zeros = GROUPED[format]
+        found = grouped_weight(kind, num_outputs, num_inputs, group, with_zeros)
+        zeros = None if found.zeros is None else found.zeros.to(DEVICE)
+        codes, scales = found.codes.to(DEVICE), found.scales.to(DEVICE)
+        return QuantizedWeight(kind, codes, scales, num_inputs, group, zeros)
     weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
     weight[0, : min(128, num_inputs)] = 0
     weight[1, 0] = 100.0
@@ -112,6 +128,13 @@ LINEARS = [
     ("nf4", FP32, 1, 65, 400, 3),
     ("fp8", HALF, 3, 70, 200, 1),
     ("fp8", FP32, 2, 5, 300, 2),
+    ("int4 real zeros", HALF, 3, 33, 100, 1),
+    ("int4 real zeros", FP32, 17, 5, 300, 2),
+    ("int8g", HALF, 257, 20, 384, 1),
+    ("int8g", FP32, 1, 33, 300, 2),
+    ("int8g 16", HALF, 3, 33, 100, 1),
+    ("int8g zeros", HALF, 64, 20, 200, 1),
+    ("int8g zeros", FP32, 1, 70, 400, 3),
 ]
 
 

@@ -23,12 +23,12 @@ SIZES = {"DIM": 4096, "TILE": 4096}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
 
-def linear(format: str, num_rows: int, pointers: dict[str, str], **routed):
+def linear(format: str, num_rows: int, pointers: dict[str, str], *, group: int = 128, **routed):
     """As launched for a weight [4096, 4096]."""
-    step = 64 if format == "plain" else 128
+    step = 64 if format == "plain" else min(128, group)
     tiles = choose_tiles(num_rows, 4096, step, 4096, element_bytes=2)
     constants = {
-        "FORMAT": format, "GROUP": 128, "STEP": tiles.inputs, "ROWS": tiles.rows,
+        "FORMAT": format, "GROUP": group, "STEP": tiles.inputs, "ROWS": tiles.rows,
         "OUTPUTS": tiles.outputs, "PIECES": 1 if tiles.apart or format == "int8" else tiles.pieces,
         "EXPERTS": 128 if routed else 1, "EVEN": True, "ALIGNED": True,
     }  # fmt: skip
@@ -37,6 +37,7 @@ def linear(format: str, num_rows: int, pointers: dict[str, str], **routed):
     return matmul._linear_kernel, pointers, constants, tiles.num_warps, tiles.num_stages
 
 
+GROUPED = LINEAR | {"codes_ptr": "i8"}
 INT8 = CODES | {"x_ptr": "i8", "codes_ptr": "i8"}
 KERNELS = {
     "int8 decode": linear("int8", 1, INT8),
@@ -52,6 +53,10 @@ KERNELS = {
     "int4 routed": linear("int4", 16, LINEAR, **ROUTED),
     "int4 64 rows": linear("int4", 64, LINEAR),
     "int4 fp16": linear("int4", 16, LINEAR | {"x_ptr": "fp16", "out_ptr": "fp16"}),
+    "int4 real zeros": linear("int4", 1, LINEAR | {"zeros_ptr": "fp32"}, group=32),
+    "int8g decode": linear("int8g", 1, GROUPED, group=32),
+    "int8g of 16 with zeros": linear("int8g", 64, GROUPED | {"zeros_ptr": "fp32"}, group=16),
+    "int8g prefill": linear("int8g", 4096, GROUPED, group=32),
     "nf4 decode": linear("nf4", 1, LINEAR | {"table_ptr": "bf16"}),
     "plain routed": linear("plain", 16, BF16, **ROUTED),
     "plain routed prefill": linear("plain", 256, BF16, **ROUTED),

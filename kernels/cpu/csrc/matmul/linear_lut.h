@@ -1,9 +1,9 @@
-// Rows of x times a weight of 4-bit codes (any table of 16 values: int4, nf4) or of E4M3, with fp32
-// sums. The codes become fp32 in registers: for one tile of rows as they are used, for several once for
+// Rows of x times a weight of 4-bit codes (any table of 16 values: int4, nf4), of 8-bit codes in groups,
+// or of E4M3, with fp32 sums. The codes become fp32 in registers: for one tile of rows as they are used, for several once for
 // all of them, a segment at a time.
 //
 // A panel holds 2 W output features, the input features outermost: 4-bit [K / 8][2 W] words of 8 codes,
-// E4M3 [K][2 W] bytes. Each element is the sum over segments (at most 128 inputs of one group) of
+// 8-bit [K / 4][2 W] words of 4, E4M3 [K][2 W] bytes. Each element is the sum over segments (at most 128 inputs of one group) of
 // scale * (sum over the segment, k ascending), whatever the number of rows. Groups are padded to
 // whole words.
 
@@ -21,18 +21,20 @@ struct CodesLinearArgs {
     const void* x;
     int64_t x_stride;
     const uint8_t* packed;
-    const float* table;     // [16]; null for E4M3
-    const float* scales;    // 4-bit: [panels][groups][PANELC]; E4M3: [columns]
+    const float* table;     // [16] of 4-bit codes, else null
+    const float* scales;    // [panels][groups][PANELC]; E4M3: [columns]
     const float* shifts;    // [panels][groups][PANELC], added to the table's values; or null
     const float* bias;      // [columns] or null
     void* out;
     int64_t out_stride, rows, columns, depth, group, threads;
-    int64_t is_int4;  // the table is -8 to 7
+    int64_t bits;  // of integer codes: 4 (the table is -8 to 7) or 8 (code - 128); else 0
 };
 LAYOUT(CodesLinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(packed) FIELD(table) FIELD(scales) FIELD(shifts)
        FIELD(bias) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
-       FIELD(threads) FIELD(is_int4))
+       FIELD(threads) FIELD(bits))
+
+INLINE bool is_e4m3(const CodesLinearArgs& a) { return !a.table && !a.bits; }
 
 // The rows of a block in fp32, [padded K][rows of the tile], tile after tile.
 struct CodesBlock {
@@ -77,7 +79,7 @@ INLINE void prepare_row(const CodesLinearArgs& a, CodesBlock& block, int64_t sta
         store(values + k, x);
         top = max_bits(top, x);
     }
-    if (!a.table) {
+    if (is_e4m3(a)) {
         const float scale = block.scales[row] = scale_of(top, 448.0f);
         for (int64_t k = 0; k < a.depth; k += W)
             store(values + k, scale == scale ? round_e4m3(load(values + k) / scale) : vf{});
@@ -142,10 +144,10 @@ INLINE void add_scaled(const CodesLinearArgs& a, const CodesBlock& block, int64_
             float* to = totals + r * PANELC + n * W;
             if (a.shifts && r < rows)
                 acc[r][n] += sums[r * groups * block.segments] * load(a.shifts + at + n * W);
-            if (a.table)
-                store(to, load(to) + acc[r][n] * load(a.scales + at + n * W));
-            else
+            if (is_e4m3(a))
                 store(to, load(to) + acc[r][n]);
+            else
+                store(to, load(to) + acc[r][n] * load(a.scales + at + n * W));
         }
 }
 
@@ -157,7 +159,7 @@ INLINE void finish_codes(const CodesLinearArgs& a, int64_t start, int64_t row, i
         const int64_t at = panel * PANELC + n * W, left = a.columns - at;
         if (left <= 0) break;
         vf y = load(totals + n * W);
-        if (!a.table) y *= row_scale * (256.0f * load_up_to(a.scales + at, left));
+        if (is_e4m3(a)) y *= row_scale * (256.0f * load_up_to(a.scales + at, left));
         if (a.bias) y += load_up_to(a.bias + at, left);
         store_up_to(out + at, y, left);
     }
@@ -251,14 +253,21 @@ void linear_codes(const CodesLinearArgs& a) {
     }
 }
 
-inline void linear_int4(const CodesLinearArgs& a);  // amx_int4.h
+template <class Codes>
+void linear_integers(const CodesLinearArgs& a);  // amx_integers.h
+struct Int4Codes;                                // linear_integers.h
+struct Int8Codes;
 
 template <class T>
 void linear_codes(const CodesLinearArgs& a) {
     if (!a.rows || !a.columns) return;
-    if (a.is_int4 && sizeof(T) == 2)
-        linear_int4(a);
-    else if (a.table)
+    if constexpr (sizeof(T) == 2) {
+        if (a.bits == 4) return linear_integers<Int4Codes>(a);
+        if (a.bits == 8) return linear_integers<Int8Codes>(a);
+    } else if (a.bits == 8) {
+        return linear_codes<T, Bytes>(a);
+    }
+    if (a.table)
         linear_codes<T, Nibbles>(a);
     else
         linear_codes<T, E4m3>(a);

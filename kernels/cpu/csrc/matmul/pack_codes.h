@@ -1,4 +1,5 @@
-// Packs a weight of 4-bit codes or of E4M3 into the panels that linear_lut.h describes.
+// Packs a weight of 4-bit codes, of 8-bit codes in groups, or of E4M3 into the panels that linear_lut.h
+// describes.
 
 #pragma once
 
@@ -6,37 +7,39 @@
 #include "matmul/weight_codes.h"
 
 struct CodesPackArgs {
-    int64_t nibbles;       // 4-bit, else bytes
+    int64_t run;           // codes of a word: 8 of 4 bits, 4 of 8 bits; 1: E4M3, in bytes
     const uint8_t* codes;  // [columns][stride], as kernels/quant.py has them
     int64_t stride;
     uint8_t* packed;
     int64_t columns, depth, group, threads;
 };
 LAYOUT(CodesPackArgs,
-       FIELD(nibbles) FIELD(codes) FIELD(stride) FIELD(packed) FIELD(columns) FIELD(depth) FIELD(group)
+       FIELD(run) FIELD(codes) FIELD(stride) FIELD(packed) FIELD(columns) FIELD(depth) FIELD(group)
        FIELD(threads))
 
 INLINE void pack_codes(const CodesPackArgs& a) {
     const int64_t panels = (a.columns + PANELC - 1) / PANELC;
     const int64_t groups = (a.depth + a.group - 1) / a.group;
-    const int64_t run = a.nibbles ? 8 : 1, padded = (a.group + run - 1) / run * run;
+    const int64_t padded = (a.group + a.run - 1) / a.run * a.run;
+    const int64_t bits = a.run == 8 ? 4 : 8;
 #pragma omp parallel for num_threads((int)a.threads) schedule(static)
     for (int64_t p = 0; p < panels; ++p) {
-        uint8_t* to = a.packed + p * groups * padded * PANELC / (a.nibbles ? 2 : 1);
+        uint8_t* to = a.packed + p * groups * padded * PANELC * bits / 8;
         const auto code = [&](int64_t column, int64_t k) -> uint32_t {
             const int64_t at = k / padded * a.group + k % padded;
             if (column >= a.columns || k % padded >= a.group || at >= a.depth) return 0;
             const uint8_t* row = a.codes + column * a.stride;
-            return a.nibbles ? row[at / 2] >> (at % 2 * 4) & 15 : row[at];
+            if (a.run == 4) return row[at] ^ 128;  // signed, to 128 more
+            return a.run == 8 ? row[at / 2] >> (at % 2 * 4) & 15 : row[at];
         };
-        for (int64_t k = 0; k < groups * padded; k += run)
+        for (int64_t k = 0; k < groups * padded; k += a.run)
             for (int64_t column = p * PANELC; column < (p + 1) * PANELC; ++column) {
-                if (!a.nibbles) {
+                if (a.run == 1) {
                     *to++ = (uint8_t)code(column, k);
                     continue;
                 }
                 uint32_t word = 0;
-                for (int j = 0; j < 8; ++j) word |= code(column, k + j) << (4 * j);
+                for (int64_t j = 0; j < a.run; ++j) word |= code(column, k + j) << (bits * j);
                 std::memcpy(to, &word, 4);
                 to += 4;
             }

@@ -1,11 +1,12 @@
 // Codes of weights as fp32 values, a panel of 2 W output features at a time: 4-bit codes of any table of
-// 16 values (int4, nf4), and E4M3. Codes only, without scales.
+// 16 values (int4, nf4), 8-bit integers, and E4M3. Codes only, without scales.
 
 #pragma once
 
 #include "quantize_rows.h"
 
 constexpr int PANELC = 2 * W;
+constexpr int64_t WORD_BYTES = 4 * PANELC;  // of a panel: one word of each output feature
 
 // The values of a 4-bit code in the low bits of each lane.
 INLINE vf look_up(const float* table, vi codes) {
@@ -24,7 +25,7 @@ INLINE vf look_up(const float* table, vi codes) {
 
 struct Nibbles {
     static constexpr int RUN = 8;  // inputs that lie in one word
-    static constexpr int64_t RUN_BYTES = 4 * PANELC;
+    static constexpr int64_t RUN_BYTES = WORD_BYTES;
     const float* table;
     vi words[2];
 
@@ -35,6 +36,25 @@ struct Nibbles {
         words[1] = load_bits(from + VECTOR_BYTES);
     }
     INLINE vf value(int j, int n) const { return look_up(table, (vi)((vu)words[n] >> (4 * j))); }
+};
+
+// Codes of 8 bits, 128 more than they stand for.
+struct Bytes {
+    static constexpr int RUN = 4;
+    static constexpr int64_t RUN_BYTES = WORD_BYTES;
+    const float* table;
+    vi words[2];
+
+    INLINE void take(const uint8_t* from) {
+        prefetch_ahead(from);
+        prefetch_ahead(from + VECTOR_BYTES);
+        words[0] = load_bits(from);
+        words[1] = load_bits(from + VECTOR_BYTES);
+    }
+    INLINE vf value(int j, int n) const {
+        const vi code = (vi)((vu)words[n] >> (8 * j)) & 255;
+        return __builtin_convertvector(code - 128, vf);
+    }
 };
 
 // Values are 2^-8 of E4M3's: an fp16 number has the same bits then, and subnormal codes cost nothing.

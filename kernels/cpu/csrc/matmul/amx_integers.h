@@ -1,14 +1,14 @@
-// The products of linear_int4.h in tiles of the matrix unit, with the same bits: int16 is a signed
-// and an unsigned byte there, and so two sums, 256 apart. Codes at even places of a word are one group
-// of four bytes, those at odd places the next.
+// The products of linear_integers.h in tiles of the matrix unit, with the same bits: int16 is a signed
+// and an unsigned byte there, and so two sums, 256 apart. Of 4 bits, codes at even places of a word are
+// one group of four bytes, those at odd places the next; a word of 8-bit codes is a group already.
 
 #pragma once
 
 #include "matmul/amx.h"
-#include "matmul/linear_int4.h"
+#include "matmul/linear_integers.h"
 
 #if HAVE_AMX
-constexpr int64_t INT4_AMX_FROM = 8;  // rows
+constexpr int64_t INTEGERS_AMX_FROM = 8;  // rows
 
 struct HalvesProducts {
     INLINE static void first() { SignedProducts::first(); }
@@ -19,7 +19,7 @@ struct HalvesProducts {
 };
 
 // Rows of a block: [row / 16][segments][upper bytes, lower bytes][steps] tiles.
-struct Int4Tiles {
+struct IntegersTiles {
     int64_t segments, steps;  // of a row, of a segment
     std::vector<uint8_t> bytes;
 
@@ -33,11 +33,13 @@ struct Int4Tiles {
         uint8_t* start = bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64;
         return start + (row / TILE_ROWS * segments + segment) * 2 * steps * TILE_BYTES;
     }
+    template <class Codes>
     void lay_out(int64_t row, int64_t segment, const int16_t* whole, int64_t depth) {
         uint8_t* upper = at(row, segment) + row % TILE_ROWS * 64;
         uint8_t* lower = upper + steps * TILE_BYTES;
         for (int64_t i = 0; i < 64 * steps; ++i) {
-            const int64_t k = i / 8 * 8 + i % 4 * 2 + i % 8 / 4, to = i / 64 * TILE_BYTES + i % 64;
+            const int64_t to = i / 64 * TILE_BYTES + i % 64;
+            const int64_t k = Codes::BITS == 8 ? i : i / 8 * 8 + i % 4 * 2 + i % 8 / 4;
             const int16_t value = k < depth ? whole[k] : 0;
             upper[to] = (uint8_t)((uint16_t)value >> 8);
             lower[to] = (uint8_t)value;
@@ -46,54 +48,63 @@ struct Int4Tiles {
 };
 
 // The codes of one segment of a panel as bytes, [depth / 4][PANELC][4].
-INLINE void open_int4(const uint8_t* from, int64_t depth, uint8_t* codes) {
+template <class Codes>
+INLINE void open_codes(const uint8_t* from, int64_t depth, uint8_t* codes) {
     constexpr int32_t BYTES = 0x0F0F0F0F;
-    for (int64_t word = 0; word < depth / 8; ++word)
+    for (int64_t word = 0; word < depth / Codes::RUN; ++word)
         UNROLL for (int n = 0; n < 2; ++n) {
-            const uint8_t* at = from + word * Nibbles::RUN_BYTES + n * VECTOR_BYTES;
+            const uint8_t* at = from + word * WORD_BYTES + n * VECTOR_BYTES;
             prefetch_ahead(at);
             const vu words = (vu)load_bits(at);
+            if constexpr (Codes::BITS == 8) {
+                std::memcpy(codes + (2 * word + n) * VECTOR_BYTES, &words, VECTOR_BYTES);
+                continue;
+            }
             const vi even = (vi)words & BYTES, odd = (vi)(words >> 4) & BYTES;
             std::memcpy(codes + (4 * word + n) * VECTOR_BYTES, &even, VECTOR_BYTES);
             std::memcpy(codes + (4 * word + 2 + n) * VECTOR_BYTES, &odd, VECTOR_BYTES);
         }
 }
 
-INLINE void int4_panel_amx(const CodesLinearArgs& a, const CodesBlock& shape, const Int4Block& block,
-                           Int4Tiles& x, int64_t first, int64_t end, int64_t panel, float* totals) {
-    const uint8_t* weights = a.packed + panel * (shape.depth / 8) * Nibbles::RUN_BYTES;
+template <class Codes>
+INLINE void integers_panel_amx(const CodesLinearArgs& a, const CodesBlock& shape,
+                               const IntegersBlock& block, IntegersTiles& x, int64_t first,
+                               int64_t end, int64_t panel, float* totals) {
+    const uint8_t* weights = a.packed + panel * (shape.depth / Codes::RUN) * WORD_BYTES;
     alignas(64) uint8_t codes[SEGMENT * PANELC] = {};
     alignas(64) int32_t sums[2][TILE_ROWS][PANELC];
     for (int64_t segment = 0; segment < block.segments; ++segment) {
-        const int64_t group = panel * CodesBlock::groups(a) + segment / shape.segments;
-        for (int n = 0; n < 2; ++n) __builtin_prefetch(a.scales + (group + 4) * PANELC + n * W);
-        open_int4(weights + shape.start_of(segment) / 8 * Nibbles::RUN_BYTES,
-                  shape.depth_of(segment), codes);
+        const SegmentScales by(a, shape, panel, segment);
+        open_codes<Codes>(weights + shape.start_of(segment) / Codes::RUN * WORD_BYTES,
+                          shape.depth_of(segment), codes);
         for (int64_t row = first; row < end; row += TILE_ROWS) {
             const uint8_t* upper = x.at(row, segment);
             amx_panel<HalvesProducts>({upper}, {upper + x.steps * TILE_BYTES}, AMX_ROWS, codes,
                                       x.steps * TILE_ROWS, {codes, 0}, false, sums);
             for (int64_t r = 0; r < std::min<int64_t>(TILE_ROWS, end - row); ++r) {
+                const int32_t sum = block.sums[(row + r) * block.segments + segment];
                 vi acc[2];
                 UNROLL for (int n = 0; n < 2; ++n)
-                    acc[n] = (load_bits(sums[0][r] + n * W) << 8) + load_bits(sums[1][r] + n * W);
-                add_int4_scaled(a, shape, block, panel, segment, row + r, acc,
-                                totals + (row + r - first) * PANELC);
+                    acc[n] = (load_bits(sums[0][r] + n * W) << 8) + load_bits(sums[1][r] + n * W) -
+                             Codes::CENTRE * sum;
+                add_integers_scaled(by, block, segment, row + r, acc,
+                                    totals + (row + r - first) * PANELC);
             }
         }
     }
 }
 
-inline void linear_int4_amx(const CodesLinearArgs& a) {
-    static thread_local Int4Block own;
-    static thread_local Int4Tiles own_tiles;
+template <class Codes>
+void linear_integers_amx(const CodesLinearArgs& a) {
+    static thread_local IntegersBlock own;
+    static thread_local IntegersTiles own_tiles;
     static thread_local CodesBlock own_shape;
     static thread_local Shares own_shares;
-    Int4Block& block = own;  // the caller's, for all threads
-    Int4Tiles& x = own_tiles;
+    IntegersBlock& block = own;  // the caller's, for all threads
+    IntegersTiles& x = own_tiles;
     CodesBlock& shape = own_shape;
     Shares& shares = own_shares;
-    shape.measure(a, Nibbles::RUN);
+    shape.measure(a, Codes::RUN);
     block.reserve_rows(shape, std::min(a.rows, AMX_BLOCK));
     x.reserve(shape, a.rows);
     const int threads = (int)a.threads;
@@ -109,7 +120,7 @@ inline void linear_int4_amx(const CodesLinearArgs& a) {
             for (int64_t row = 0; row < cut.rows; ++row)
                 each_segment(a, shape, block, start, row,
                              [&](int64_t segment, const int16_t* whole, int64_t depth) {
-                                 x.lay_out(row, segment, whole, depth);
+                                 x.lay_out<Codes>(row, segment, whole, depth);
                              });
             shares.take([&](int64_t part, int64_t p) {
                 const int64_t first = part * cut.part_rows;
@@ -117,7 +128,7 @@ inline void linear_int4_amx(const CodesLinearArgs& a) {
                 if (first >= end) return;
                 alignas(VECTOR_BYTES) float totals[AMX_BLOCK * PANELC];
                 std::memset(totals, 0, (end - first) * PANELC * sizeof(float));
-                int4_panel_amx(a, shape, block, x, first, end, p, totals);
+                integers_panel_amx<Codes>(a, shape, block, x, first, end, p, totals);
                 for (int64_t row = first; row < end; ++row)
                     finish_codes<bf16>(a, start, row, p, 0, totals + (row - first) * PANELC);
             });
@@ -129,10 +140,11 @@ inline void linear_int4_amx(const CodesLinearArgs& a) {
 }
 #endif
 
-inline void linear_int4(const CodesLinearArgs& a) {
+template <class Codes>
+void linear_integers(const CodesLinearArgs& a) {
     if (!a.rows || !a.columns) return;
 #if HAVE_AMX
-    if (a.rows >= INT4_AMX_FROM && amx_usable()) return linear_int4_amx(a);
+    if (a.rows >= INTEGERS_AMX_FROM && amx_usable()) return linear_integers_amx<Codes>(a);
 #endif
-    linear_int4_vectors(a);
+    linear_integers_vectors<Codes>(a);
 }

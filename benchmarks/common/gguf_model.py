@@ -1,0 +1,64 @@
+"""A GGUF file of architecture llama as a model of transformers, read by the package `gguf` alone.
+
+An oracle that shares nothing with Penstock's own reader. transformers could read the file itself,
+but wants another package (accelerate) for that. Needs `pip install gguf`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_BLOCK = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def transformers_model(file: Path) -> Any:
+    """LlamaForCausalLM in fp32 with the file's weights, decoded. Raises KeyError for a file of
+    another architecture."""
+    import gguf
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    reader = gguf.GGUFReader(file)
+
+    def of(name: str) -> Any:
+        return reader.fields[f"llama.{name}"].contents()
+
+    heads = {"attn_q": of("attention.head_count"), "attn_k": of("attention.head_count_kv")}
+    state = {}
+    for tensor in reader.tensors:
+        name, _, kind = tensor.name.rpartition(".")
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        part = name.rpartition(".")[2]
+        if part in heads:  # rows of a rotary pair beside each other
+            pairs = values.reshape(heads[part], -1, 2, values.shape[1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        if name in _OUTSIDE:
+            known = _OUTSIDE[name]
+        else:
+            known = f"model.layers.{name.split('.')[1]}.{_IN_BLOCK[part]}"
+        state[f"{known}.{kind}"] = torch.from_numpy(np.array(values, dtype=np.float32))
+    config = LlamaConfig(
+        vocab_size=len(state["model.embed_tokens.weight"]),
+        hidden_size=of("embedding_length"),
+        intermediate_size=of("feed_forward_length"),
+        num_hidden_layers=of("block_count"),
+        num_attention_heads=heads["attn_q"],
+        num_key_value_heads=heads["attn_k"],
+        rms_norm_eps=of("attention.layer_norm_rms_epsilon"),
+        rope_theta=of("rope.freq_base"),
+        max_position_embeddings=of("context_length"),
+        tie_word_embeddings="lm_head.weight" not in state,
+    )
+    model = LlamaForCausalLM(config)
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    model.load_state_dict(state)
+    return model.float().eval()
