@@ -18,13 +18,13 @@ TEMPLATE = "response_template"  # of the model's repository, which transformers 
 # By our name: the other names that vLLM's --tool-call-parser has for the same text.
 FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "hermes": ("longcat",),
+        "hermes": (),
         "llama3_json": ("llama4_json",),
         "mistral": (),
         "qwen3_coder": ("qwen3_xml",),
         "seed_oss": (),
         "minimax_m2": (),
-        "glm45": ("glm47", "glm4"),
+        "glm45": ("glm47",),
         "phi4": ("phi4_mini_json",),
         "granite": (),
         "functiongemma": (),
