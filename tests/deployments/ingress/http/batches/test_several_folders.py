@@ -92,6 +92,7 @@ def test_each_ingress_shows_the_batches_of_the_other(two: tuple[httpx.Client, ht
     eventually(lambda: status_at(second, batch_id) == "completed", 60)
     shown = [each.get(f"/v1/batches/{batch_id}").json() for each in two]
     assert shown[0] == shown[1] and shown[0]["request_counts"]["completed"] == 3
+    time.sleep(1.0)  # they are listed by the second in which they were made
     own = created(second, uploaded(second)).json()["id"]
     for each in two:
         listed = [item["id"] for item in each.get("/v1/batches").json()["data"]]
