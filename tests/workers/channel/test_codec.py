@@ -32,7 +32,7 @@ from penstock.workers.request import (
 
 STAYS = {
     SamplingParams: {"stop"},
-    Delta: {"request_id", "engine", "is_replayed"},
+    Delta: {"request_id", "engine", "is_replayed", "computes"},
 }  # the ingress's own
 
 numbers = st.floats(allow_nan=False)
