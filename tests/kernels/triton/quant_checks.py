@@ -83,7 +83,6 @@ def test_fused_rows_are_those_of_two_steps(dtype):
     assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu()))
 
 
-GroupedFormat = Literal["int4 real zeros", "int8g", "int8g 16", "int8g zeros"]
 GROUPED: dict[str, tuple[Literal["int8g", "int4"], int, bool]] = {
     "int4 real zeros": ("int4", 32, True),
     "int8g": ("int8g", 32, False),
@@ -92,16 +91,19 @@ GROUPED: dict[str, tuple[Literal["int8g", "int4"], int, bool]] = {
 }
 
 
+def make_grouped(format: str, num_outputs: int, num_inputs: int) -> QuantizedWeight:
+    """Random codes of a key of GROUPED."""
+    kind, group, with_zeros = GROUPED[format]
+    found = grouped_weight(kind, num_outputs, num_inputs, group, with_zeros)
+    zeros = None if found.zeros is None else found.zeros.to(DEVICE)
+    codes, scales = found.codes.to(DEVICE), found.scales.to(DEVICE)
+    return QuantizedWeight(kind, codes, scales, num_inputs, group, zeros)
+
+
 def make_weight(
-    format: WeightFormat | Literal["int4 zeros"] | GroupedFormat, num_outputs: int, num_inputs: int
+    format: WeightFormat | Literal["int4 zeros"], num_outputs: int, num_inputs: int
 ) -> QuantizedWeight:
-    """With a group, or a row, of zeros and one extreme value; of grouped formats, random codes."""
-    if format in GROUPED:
-        kind, group, with_zeros = GROUPED[format]
-        found = grouped_weight(kind, num_outputs, num_inputs, group, with_zeros)
-        zeros = None if found.zeros is None else found.zeros.to(DEVICE)
-        codes, scales = found.codes.to(DEVICE), found.scales.to(DEVICE)
-        return QuantizedWeight(kind, codes, scales, num_inputs, group, zeros)
+    """With a group, or a row, of zeros and one extreme value."""
     weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
     weight[0, : min(128, num_inputs)] = 0
     weight[1, 0] = 100.0
@@ -140,7 +142,8 @@ LINEARS = [
 
 @pytest.mark.parametrize(("format", "dtype", "rows", "outputs", "inputs", "pieces"), LINEARS)
 def test_linear(format, dtype, rows, outputs, inputs, pieces):
-    quantized = make_weight(format, outputs, inputs)
+    make = make_grouped if format in GROUPED else make_weight
+    quantized = make(format, outputs, inputs)
     x = poisoned(torch.randn(rows, inputs).to(DEVICE, dtype))
     bias = torch.randn(outputs).to(DEVICE, dtype)
     packed = matmul_triton.pack(quantized, bias)
@@ -207,7 +210,7 @@ def test_routes(monkeypatch, num_tokens):
 
 
 def packed_expert(
-    format: GpuFormat, weight: torch.Tensor
+    format: WeightFormat | Literal["plain"], weight: torch.Tensor
 ) -> tuple[PackedLinear, QuantizedWeight | None]:
     num_outputs, num_inputs = weight.shape
     if format == "plain":

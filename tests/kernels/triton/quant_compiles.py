@@ -23,17 +23,17 @@ SIZES = {"DIM": 4096, "TILE": 4096}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
 
-def linear(format: str, num_rows: int, pointers: dict[str, str], *, group: int = 128, **routed):
-    """As launched for a weight [4096, 4096]."""
+def linear(format: str, num_rows: int, pointers: dict[str, str], group: int = 128):
+    """As launched for a weight [4096, 4096]; with the pointers of ROUTED, for 128 of them."""
     step = 64 if format == "plain" else min(128, group)
     tiles = choose_tiles(num_rows, 4096, step, 4096, element_bytes=2)
     constants = {
         "FORMAT": format, "GROUP": group, "STEP": tiles.inputs, "ROWS": tiles.rows,
         "OUTPUTS": tiles.outputs, "PIECES": 1 if tiles.apart or format == "int8" else tiles.pieces,
-        "EXPERTS": 128 if routed else 1, "EVEN": True, "ALIGNED": True,
+        "EXPERTS": 128 if "starts_ptr" in pointers else 1, "EVEN": True, "ALIGNED": True,
     }  # fmt: skip
     partial = {"partial_ptr": "i32" if format == "int8" else "fp32"} if tiles.apart else {}
-    pointers = pointers | partial | routed
+    pointers = pointers | partial
     return matmul._linear_kernel, pointers, constants, tiles.num_warps, tiles.num_stages
 
 
@@ -42,24 +42,24 @@ INT8 = CODES | {"x_ptr": "i8", "codes_ptr": "i8"}
 KERNELS = {
     "int8 decode": linear("int8", 1, INT8),
     "int8 prefill": linear("int8", 4096, INT8),
-    "int8 routed prefill": linear("int8", 64, INT8, **ROUTED),
-    "int8 routed": linear("int8", 16, INT8, **ROUTED),
+    "int8 routed prefill": linear("int8", 64, INT8 | ROUTED),
+    "int8 routed": linear("int8", 16, INT8 | ROUTED),
     "fp8 decode": linear("fp8", 1, CODES),
     "fp8 prefill": linear("fp8", 4096, CODES),
     "fp8 without units": linear("fp8_upcast", 16, CODES),
     "fp8 without units prefill": linear("fp8_upcast", 4096, CODES),
     "int4 decode": linear("int4", 1, LINEAR | {"zeros_ptr": "u8"}),
     "int4 prefill": linear("int4", 4096, LINEAR),
-    "int4 routed": linear("int4", 16, LINEAR, **ROUTED),
+    "int4 routed": linear("int4", 16, LINEAR | ROUTED),
     "int4 64 rows": linear("int4", 64, LINEAR),
     "int4 fp16": linear("int4", 16, LINEAR | {"x_ptr": "fp16", "out_ptr": "fp16"}),
-    "int4 real zeros": linear("int4", 1, LINEAR | {"zeros_ptr": "fp32"}, group=32),
-    "int8g decode": linear("int8g", 1, GROUPED, group=32),
-    "int8g of 16 with zeros": linear("int8g", 64, GROUPED | {"zeros_ptr": "fp32"}, group=16),
-    "int8g prefill": linear("int8g", 4096, GROUPED, group=32),
+    "int4 real zeros": linear("int4", 1, LINEAR | {"zeros_ptr": "fp32"}, 32),
+    "int8g decode": linear("int8g", 1, GROUPED, 32),
+    "int8g of 16 with zeros": linear("int8g", 64, GROUPED | {"zeros_ptr": "fp32"}, 16),
+    "int8g prefill": linear("int8g", 4096, GROUPED, 32),
     "nf4 decode": linear("nf4", 1, LINEAR | {"table_ptr": "bf16"}),
-    "plain routed": linear("plain", 16, BF16, **ROUTED),
-    "plain routed prefill": linear("plain", 256, BF16, **ROUTED),
+    "plain routed": linear("plain", 16, BF16 | ROUTED),
+    "plain routed prefill": linear("plain", 256, BF16 | ROUTED),
     "reduce": (matmul._reduce_kernel, LINEAR | {"partial_ptr": "fp32"}, REDUCE_SIZES, 4, 3),
     "reduce routed": (
         matmul._reduce_kernel, CODES | {"partial_ptr": "i32"} | ROUTED,

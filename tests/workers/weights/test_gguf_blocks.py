@@ -73,7 +73,7 @@ def test_kept_codes_stand_for_the_decoded_values(name):
     raw = torch.from_numpy(rows_of(type, 9, 3, seed=5))
     raw[4, :2] = 0
     weight = kept(type, raw)
-    assert (weight.format, weight.group) == KEPT_FORMATS[name]
+    assert (weight.format, weight.group) == KEPT_FORMATS[name] and weight.group is not None
     expected, found = decode(raw, type), dequantize_weight(weight)
     assert (weight.zeros is None) == (name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"))
     if weight.zeros is None:
