@@ -21,7 +21,7 @@ from penstock.kernels.triton import moe as moe_triton
 from penstock.kernels.triton import rowwise as rowwise_triton
 from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton import sampling as sampling_triton
-from penstock.kernels.triton.matmul_tiles import GpuFormat, Tiles
+from penstock.kernels.triton.matmul_tiles import Tiles
 from penstock.kernels.types import PackedLinear, SamplingRows
 from tests.kernels.cpu.test_grouped_codes import grouped_weight
 from tests.kernels.kernel_cases import assert_close
