@@ -280,7 +280,7 @@ def test_it_is_ready_once_both_had_a_worker_and_then_while_one_has(pair: Pair) -
         runtime.was_ready = False  # as an ingress that starts
     starting = pair.get("/ready")
     assert starting.status_code == 503
-    assert starting.json()["error"]["message"] == f"no worker is ready for {MOE}"
+    assert starting.json()["error"]["message"] == f"no worker is ready yet for {MOE}"
     pair.second.is_ready = True
     assert pair.get("/ready").json() == {"status": "ok"}
     pair.second.is_ready = False
@@ -291,4 +291,4 @@ def test_it_is_ready_once_both_had_a_worker_and_then_while_one_has(pair: Pair) -
     pair.first.is_ready = False
     gone = pair.get("/ready")
     assert gone.status_code == 503
-    assert gone.json()["error"]["message"] == f"no worker is ready for {MODEL}, {MOE}"
+    assert gone.json()["error"]["message"] == f"no worker is ready yet for {MODEL}, {MOE}"

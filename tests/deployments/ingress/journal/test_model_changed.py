@@ -87,7 +87,7 @@ async def attempt(
     journals = Journals(store, "an ingress")
     try:
         async with core_over(workers, words) as core, asyncio.timeout(60):
-            core._backend._lost_wait_s = 0.3  # type: ignore[attr-defined]
+            core.runtimes[0].backend._lost_wait_s = 0.3  # type: ignore[attr-defined]
             try:
                 return await told(core, journals, num), ""
             except ServiceError as error:
