@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from penstock.workers.errors import LoadError
