@@ -197,7 +197,8 @@ def test_without_an_answer_of_the_store(tmp_path: Path) -> None:
         with http.stream("POST", RESPONSES, json={**BODY, "stream": True}) as response:
             assert response.headers["x-penstock-resumable"] == "0"
             last = events_of(response.iter_lines())[0][-1]["response"]
-            assert (last["status"], last["store"]) == ("incomplete", False)
+            # The server has drawn the seed: the answer may end by itself.
+            assert last["status"] in ("incomplete", "completed") and last["store"] is False
         redis.start()
         eventually(lambda: http.post(RESPONSES, json={**BODY, "store": True}).is_success, 20)
     redis.kill()
