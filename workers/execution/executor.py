@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
-from penstock.workers.device_copy import Mark, to_device
 from penstock.workers.errors import InvariantError
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
@@ -33,6 +32,7 @@ from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.sampling.device_copy import Mark, to_device
 from penstock.workers.sampling.logits import LogprobRows
 from penstock.workers.sampling.sampler import sample
 from penstock.workers.scheduling.plan import Plan

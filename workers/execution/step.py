@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.workers.device_copy import Mark
 from penstock.workers.execution.batch import HostBatch, host_batch
 from penstock.workers.experts.modes import Span, StepRows
 from penstock.workers.request import TokenLogprob
+from penstock.workers.sampling.device_copy import Mark
 from penstock.workers.sampling.logits import LogprobRows
 from penstock.workers.sampling.sampler import RowSampling, Sampled, SampledRows, uniform_at
 from penstock.workers.scheduling.plan import Chunk, Plan

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.workers.device_copy import to_device, to_host
 from penstock.workers.request import SamplingParams, TokenLogprob
+from penstock.workers.sampling.device_copy import to_device, to_host
 
 FIRST_PLACES = 64  # of an answer's tokens; then twice as many, and so on
 MANY = 12  # tokens are many if they are more than this part of the vocabulary

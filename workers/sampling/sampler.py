@@ -15,9 +15,9 @@ from torch import Tensor
 
 from penstock.kernels import sampling
 from penstock.kernels.types import SamplingRows
-from penstock.workers.device_copy import to_device, to_host
 from penstock.workers.errors import InvariantError
 from penstock.workers.request import TokenLogprob
+from penstock.workers.sampling.device_copy import to_device, to_host
 from penstock.workers.sampling.logits import LogprobRows
 
 _GOLDEN = 0x9E3779B97F4A7C15

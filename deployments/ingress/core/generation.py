@@ -10,8 +10,8 @@ from penstock.deployments.ingress.core.answers.reasoning import ReasoningSplit
 from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport
 from penstock.deployments.ingress.core.answers.tool_parser import ToolCallReader
 from penstock.deployments.ingress.core.billing import Bill
+from penstock.deployments.ingress.core.bounds.deadline import Deadline
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TextDelta, TokenUsage
-from penstock.deployments.ingress.core.deadline import Deadline
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.logprobs import (
     DecodedLogprob,

@@ -146,7 +146,7 @@ def drop_ignored_fields(
     """`values` without what is ignored or neutral. Raises RequestError for the rest unknown.
 
     `unsupported` has the values at which a parameter changes nothing, so that it may be sent.
-    `left_out` is told what is ignored, and decides on what is unknown; None: it is refused.
+    `left_out`: called with the ignored fields, decides on unknown ones; None: these are refused.
     """
     left_out = IgnoredFields() if left_out is None else left_out
     ignores_unknown = left_out.ignores_unknown

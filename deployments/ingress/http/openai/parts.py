@@ -204,7 +204,7 @@ class ChatMessage(Strict):
 def known_messages(messages: Any, left_out: IgnoredFields | None = None) -> Any:
     """`messages` without what is ignored. Raises RequestError for what is not served.
 
-    `left_out`: is told what is ignored; None: nobody is.
+    `left_out`: called with the ignored fields; None: nothing is called.
     """
     if not isinstance(messages, list):
         return messages

@@ -192,7 +192,7 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 def parse(kind: type[RequestT], body: bytes, left_out: IgnoredFields | None = None) -> RequestT:
     """The request in a JSON body. Raises RequestError naming the first parameter that is wrong.
 
-    `left_out`: is told what is ignored; None: what is unknown is refused.
+    `left_out`: called with the ignored fields; None: unknown fields are refused.
     """
     left_out = IgnoredFields() if left_out is None else left_out
     values = body_values(

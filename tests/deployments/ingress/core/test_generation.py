@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.deployments.ingress.core.deadline import Deadline
+from penstock.deployments.ingress.core.bounds.deadline import Deadline
 
 FAR = 3600.0
 
