@@ -33,6 +33,7 @@ KEPT_FORMATS: dict[str, tuple[StoredFormat, int]] = {
     "Q5_0": ("int8g", 32), "Q5_1": ("int8g", 32), "Q5_K": ("int8g", 32),
     "Q8_0": ("int8g", 32), "Q6_K": ("int8g", 16),
 }  # fmt: skip
+WITH_MINIMUMS = ("Q4_1", "Q4_K", "Q5_1", "Q5_K")  # which become zero points, one of each scale
 _MATRICES = (2, 3)  # dimensions: 3 of the experts' matrices in one tensor
 _ATTENTION = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"})
 _MLP = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
@@ -86,7 +87,7 @@ def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
         mlp_bias=bool(biases & _MLP),
         eos_token_id=list(end_ids(header)),
         bos_token_id=token_id(header, "bos_token_id"),
-        dtype=_dtype(header),
+        dtype=dtype_of(header),
     )
 
 
@@ -237,6 +238,6 @@ def _main_type(header: GgufHeader) -> str:
     return max(totals, key=lambda name: totals[name], default="F32")
 
 
-def _dtype(header: GgufHeader) -> str:
+def dtype_of(header: GgufHeader) -> str:
     """Of activations, and of weights that are not quantised: for block types, bf16."""
     return FLOAT_TYPES.get(_main_type(header), "bfloat16")
