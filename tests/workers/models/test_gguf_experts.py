@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.deployments.cli.main import main
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.build import ExpertSettings
+from penstock.workers.experts.checkpoint import CheckpointExperts
+from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.gguf.config import stated_by
 from penstock.workers.gguf.header import read_header
 from penstock.workers.model_config import ModelConfig, read_limits
-from penstock.workers.models.loader import load_model
+from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.moe import MoeMlp
 from tests.workers.checkpoints import (
     make_checkpoint,
@@ -246,3 +249,42 @@ def test_experts_of_a_dense_architecture(tmp_path):
     }
     with pytest.raises(ConfigError, match="experts, which a model of architecture 'qwen3' has not"):
         stated_by(dataclasses.replace(header, metadata=metadata))
+
+
+def test_neurons_of_a_plain_file(tmp_path, capsys):
+    """Its thresholds lie beside it, where sparse mode finds them."""
+    file = write_gguf(make_checkpoint("qwen3_moe"), tmp_path / "x.gguf")
+    assert main(["calibrate", str(file), "--tokens", "64", "--no-progress"]) == 0
+    assert f"{tmp_path / 'neuron_thresholds.json'}: thresholds of 15" in capsys.readouterr().out
+    prompt = random_prompt(9)
+    for mode in ("sparse", "quantized"):
+        settings = ExpertSettings(num_slots=4, mode=mode, keep=0.5)
+        cached = load_model(file, progress=False, experts=settings)
+        assert cached.routed is not None
+        cached.routed.close()
+        assert (cached.routed.selector is not None) == (mode == "sparse")
+        assert cached.routed.cache.manifest.has_int8_copies == (mode == "quantized")
+        exact = logits_of(load_model(file, progress=False), prompt, 3)
+        assert torch.equal(logits_of(cached, prompt, 3), exact), "rows of no mode are exact"
+        cached.routed.close()
+    with pytest.raises(ConfigError, match="needs the single neurons of experts"):
+        load_model(
+            file_of("Q8_0"), progress=False, experts=ExpertSettings(num_slots=4, mode="sparse")
+        )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_of_layers_in_different_types(device):
+    """As a GPU reads them too, which takes none: all as long as the widest, zeros at the end."""
+    experts = CheckpointExperts(*open_model(str(file_of("mixed")), "auto", "cpu"), "auto", device)
+    packed = PackedExperts(experts, torch.bfloat16)
+    assert packed.kinds == {0: 0, 1: 1, 2: 0}
+    wide, narrow = packed.images
+    assert narrow.num_bytes < wide.num_bytes == packed.num_bytes
+    rows = [torch.from_numpy(packed.rows(layer, 3)).flatten() for layer in experts.layers]
+    assert len({len(each) for each in rows}) == 1
+    assert not rows[1][narrow.num_bytes :].any()
+    for layer, image in ((0, wide), (1, narrow)):
+        assert torch.equal(
+            image.bytes_of(image.view(rows[layer])), image.bytes_of(packed.packed(layer, 3))
+        )
