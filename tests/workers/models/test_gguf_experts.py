@@ -70,7 +70,8 @@ def mixed(name: str) -> str:
 def blocks(model_type: str = "qwen3_moe") -> Path:
     """A checkpoint whose widths are whole blocks of every type."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-gguf-moe-"))
-    random_model(model_type, _BLOCK).save_pretrained(folder)
+    shared = {"shared_expert_intermediate_size": 256} if model_type == "qwen2_moe" else {}
+    random_model(model_type, {**_BLOCK, **shared}).save_pretrained(folder)
     return folder
 
 
