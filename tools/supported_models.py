@@ -60,7 +60,7 @@ def architectures() -> Rows:
     """Each architecture that loads: its name, kind, name in GGUF files, and models."""
     in_gguf = {architecture: name for name, architecture in GGUF_ARCHITECTURES.items()}
     in_gguf.setdefault("MistralForCausalLM", in_gguf["LlamaForCausalLM"])  # files call it llama
-    rows = []
+    rows: Rows = []
     for architecture in MODEL_TYPES:
         kind, models = FAMILIES[architecture]
         gguf = f"`{in_gguf[architecture]}`" if architecture in in_gguf else "no"

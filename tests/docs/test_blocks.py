@@ -7,6 +7,8 @@ import ast
 import json
 import re
 import tomllib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +29,7 @@ def documents(text: str) -> None:
             json.loads(line)
 
 
-READERS = {
+READERS: dict[str, Callable[[str], Any]] = {
     "json": documents,
     "yaml": yaml.safe_load,
     "toml": tomllib.loads,

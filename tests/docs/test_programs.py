@@ -12,7 +12,10 @@ import pytest
 from tests.deployments.serving import EngineBackend, Serving
 from tests.docs.pages import ROOT, all_blocks
 
-CLIENT = 'from openai import OpenAI\nclient = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="x")\n'
+CLIENT = """
+from openai import OpenAI
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="x")
+"""
 # Page and place: what goes before, the package that it needs, and a part of what it prints (None:
 # it prints nothing).
 HERE: dict[tuple[str, int], tuple[str, str, str | None]] = {

@@ -1,11 +1,12 @@
-"""Messages that docs/operations/troubleshooting.md explains are messages of the program: each stands
-in the source, so that the page changes when a message does."""
+"""Messages that the pages explain are messages of the program: each stands in the source, so that
+the page changes when a message does."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.deployments.ingress.core.errors import CATALOGUE
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "operations" / "troubleshooting.md"
+GGUF_PAGE = ROOT / "docs" / "guide" / "gguf.md"
 SECTIONS = ("At the start", "From the command line as a client", "From the API")
 VARIABLE = "..."
 
@@ -32,9 +34,7 @@ def _text_of(node: ast.AST) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[sd]", VARIABLE, node.value)
     if isinstance(node, ast.JoinedStr):
-        parts = (
-            part.value if isinstance(part, ast.Constant) else VARIABLE for part in node.values
-        )
+        parts = (part.value if isinstance(part, ast.Constant) else VARIABLE for part in node.values)
         return "".join(map(str, parts))
     return ""
 
@@ -46,16 +46,19 @@ def is_said(message: str) -> bool:
     return any(pattern.search(text) for text in texts())
 
 
-def rows(section: str) -> list[list[str]]:
+def rows(section: str, page: Path = PAGE) -> list[list[str]]:
     """The cells of a section's table, without its head."""
-    text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    text = page.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines[1:]]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_each_message_is_one_of_the_program(section):
-    found = [message for row in rows(section) for message in re.findall(r"`([^`]+)`", row[0])]
+@pytest.mark.parametrize(
+    ("section", "page"),
+    [*((section, PAGE) for section in SECTIONS), ("What is refused", GGUF_PAGE)],
+)
+def test_each_message_is_one_of_the_program(section, page):
+    found = [message for row in rows(section, page) for message in re.findall(r"`([^`]+)`", row[0])]
     assert len(found) >= 5
     assert all(len(message.replace(VARIABLE, "").strip()) >= 10 for message in found), found
     assert not [message for message in found if not is_said(message)]
