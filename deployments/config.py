@@ -338,6 +338,10 @@ def _of_one(values: Mapping[str, Any]) -> ServeConfig:
     cluster: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     for name, value in values.items():
+        if name not in known and isinstance(value, Mapping):
+            raise ConfigError(
+                f"{name}: settings have no sections; write those below it without {name}"
+            )
         if name not in known:
             raise unknown_setting(name, known)
         (engine if name in of_engine else cluster)[name] = known[name].parse(value)

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from penstock.deployments.model_entries import MODELS
 from penstock.workers.errors import ConfigError
 
 _LINE_BREAKS = "\x85\u2028\u2029"
@@ -49,11 +48,6 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path} must contain settings as 'name: value', one a line")
-    for key, value in values.items():
-        if isinstance(value, dict) and key != MODELS:  # which is a list, as its own error says
-            raise ConfigError(
-                f"{path}: {key}: settings have no sections; write those below it without {key}"
-            )
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 

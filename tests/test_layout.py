@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,14 @@ def test_no_file_has_the_marks_of_a_merge_conflict():
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     assert not [path for path in paths if path.is_file() and marks.search(path.read_bytes())]
+
+
+def test_no_folder_has_more_than_18_files_of_code():
+    """Beside `__init__.py`: a reader sees at a glance what is in it."""
+    counts: Counter[Path] = Counter()
+    for top in (*ROOMS, "benchmarks", "tests", "tools"):
+        for path in (ROOT / top).rglob("*"):
+            if path.suffix in (".py", ".h", ".cpp") and path.name != "__init__.py":
+                counts[path.parent] += 1
+    assert len(counts) > 100
+    assert {str(each): num for each, num in counts.items() if num > 18} == {}

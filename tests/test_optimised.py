@@ -20,7 +20,7 @@ CHOSEN = (
     "test_what_is_too_large_or_wrong_is_refused_and_the_connection_closed",
     f"{DEPLOYMENTS}/ingress/http/test_body.py::test_the_last_of_many_is_still_looked_at",
     f"{DEPLOYMENTS}/ingress/test_prompt_scores.py::test_http_refuses_a_call_with_too_many_scores",
-    f"{DEPLOYMENTS}/ingress/test_tenants.py::test_domains_differ_by_principal_and_salt_and_so_do_marks",
+    f"{DEPLOYMENTS}/ingress/security/test_tenants.py::test_domains_differ_by_principal_and_salt_and_so_do_marks",
     f"{DEPLOYMENTS}/ingress/dispatch/test_pool.py::test_strangers_and_other_epochs_are_refused",
     f"{DEPLOYMENTS}/ingress/core/test_service.py::test_what_cannot_be_served_is_refused_by_name",
     f"{DEPLOYMENTS}/ingress/core/test_service.py::test_cancel_wants_the_exact_id_and_the_same_principal",

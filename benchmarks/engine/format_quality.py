@@ -27,10 +27,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.common import record
+from benchmarks.common.prompt_nll import prompt_nll
 from penstock.workers.config import EngineConfig, KvFormat, KvGroup
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
 from tools.builtin_models import data
 
@@ -76,16 +76,7 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
         max_num_batched_tokens=512,
         prefix_cache=False,
     )
-    engine = Engine(config, decoder)
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    found: list[float] = []
-    for i, ids in enumerate(texts):
-        engine.add(Request(f"text{i}", tuple(ids), params))
-        while engine.has_work():
-            for delta in engine.step():
-                found += [-each.logprob for each in delta.prompt_logprobs]
-    assert len(found) == sum(len(ids) - 1 for ids in texts)
-    return found
+    return prompt_nll(Engine(config, decoder), texts)
 
 
 def table(runs: dict[str, list[float]]) -> str:

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.common import llama_cpp, record
 from benchmarks.common.gguf_model import transformers_model
+from benchmarks.common.prompt_nll import prompt_nll
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.gguf.header import read_header
@@ -164,15 +165,7 @@ def tokenizer_against_llama_cpp(file: Path, texts: dict[str, str]) -> list[dict[
 def engine_nll(decoder: Decoder, windows: Sequence[Sequence[int]]) -> torch.Tensor:
     """-log p of each token of the windows but their first ones, fp64."""
     config = EngineConfig(num_blocks=CONTEXT_BLOCKS, max_num_batched_tokens=512, prefix_cache=False)
-    engine = Engine(config, decoder)
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    found: list[float] = []
-    for i, ids in enumerate(windows):
-        engine.add(Request(f"w{i}", tuple(ids), params))
-        while engine.has_work():
-            for delta in engine.step():
-                found += [-each.logprob for each in delta.prompt_logprobs]
-    assert len(found) == sum(len(ids) - 1 for ids in windows)
+    found = prompt_nll(Engine(config, decoder), windows)
     return torch.tensor(found, dtype=torch.float64)
 
 

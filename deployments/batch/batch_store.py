@@ -10,7 +10,6 @@ batches that another executor began.
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any
 from penstock.deployments.batch.file_store import (
     PRIVATE,
     link_or_copy,
+    ordered_hex,
     owner_folder,
     read_json,
     write_json,
@@ -233,4 +233,4 @@ class StoredBatch:
 
 
 def new_batch_id() -> str:
-    return f"batch_{secrets.token_hex(16)}"
+    return f"batch_{ordered_hex()}"

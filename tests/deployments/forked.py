@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 PRELOADED = [
-    "tests.deployments.batch.engine_server",
+    "tests.deployments.batch.processes.engine_server",
     "tests.deployments.ingress.journal.server",
     "tests.deployments.loaded_model",
 ]

@@ -146,7 +146,34 @@ def test_on_and_off_are_words_though_yaml_reads_them_otherwise(tmp_path):
         config_from({"kv_commit": True})
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3: x\n", "engine:\n  kv: int8\n"])
+def test_a_setting_that_is_json_may_be_a_mapping_of_the_file(tmp_path):
+    file = tmp_path / "penstock.yaml"
+    given = {"enable_thinking": False, "effort": "low", "depth": 3}
+    block = "default-chat-template-kwargs:\n  enable_thinking: off\n  effort: low\n  depth: 3\n"
+    as_text = f"default_chat_template_kwargs: '{json.dumps(given)}'\n"
+    for content in (block, as_text):
+        file.write_text(content)
+        engine = config_from(read_config(str(file))).engine
+        assert json.loads(engine.default_chat_template_kwargs or "") == given
+    file.write_text(
+        "models:\n  - model: org/name\n  - model: builtin\n"
+        "    default_chat_template_kwargs: {enable_thinking: no, effort: low, depth: 3}\n"
+    )
+    engine = config_from(read_config(str(file))).models[1].engine
+    assert json.loads(engine.default_chat_template_kwargs or "") == given
+
+
+def test_settings_have_no_sections(tmp_path):
+    file = tmp_path / "penstock.yaml"
+    file.write_text("engine:\n  kv: int8\n")
+    with pytest.raises(ConfigError, match=r"^engine: settings have no sections; write those below"):
+        config_from(read_config(str(file)))
+    file.write_text("kv:\n  format: int8\n")
+    with pytest.raises(ConfigError, match=r"^kv must be text"):  # a setting is no section
+        config_from(read_config(str(file)))
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3: x\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file = tmp_path / "penstock.yaml"
     file.write_text(text)

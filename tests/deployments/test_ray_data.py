@@ -23,7 +23,7 @@ from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ray_data import COMPLETIONS, build_processor
 from penstock.deployments.security.authority import make_all
 from penstock.workers.request import Delta, FinishReason
-from tests.deployments.batch.engine_server import EngineServer
+from tests.deployments.batch.processes.engine_server import EngineServer
 from tests.deployments.ports import free_port
 from tests.deployments.serving import ScriptedBackend, Serving, reference_ids, tokenizer
 from tests.deployments.tls import certificates_of

@@ -55,11 +55,6 @@ def commit_of(name: str, revision: str | None, download_dir: str | None = None) 
         raise explanation(error, found, cache) from None
     except Exception as error:  # the hub client raises a dozen unrelated types
         failure = error
-        log.warning(
-            "the hub does not tell the commit of %s (%s); looking on this machine",
-            found.repo,
-            type(error).__name__,
-        )
     try:
         local = snapshot_download(
             found.repo, revision=found.revision, cache_dir=cache, local_files_only=True
@@ -68,7 +63,15 @@ def commit_of(name: str, revision: str | None, download_dir: str | None = None) 
         local = error.snapshot_path  # configuration and tokenizer, as an ingress has them
     except Exception:
         raise explanation(failure, found, cache) from failure
-    return Path(local).name
+    commit = Path(local).name
+    if not constants.HF_HUB_OFFLINE:  # then nobody expects the hub's newest
+        log.warning(
+            "the hub does not tell the commit of %s (%s); this is %s, which is on this machine",
+            found.repo,
+            type(failure).__name__,
+            commit,
+        )
+    return commit
 
 
 def resolve_model(

@@ -125,7 +125,7 @@ def build_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
@@ -255,7 +255,9 @@ def _has_route(app: FastAPI, scope: Scope) -> bool:
 
 
 def _methods_of(request: Request) -> set[str]:
-    """The methods of a path; several routes may share it, of which the router names only one."""
+    """The methods of a path; several routes may share it, of which the router names only one.
+    EdgeMiddleware answers HEAD wherever there is GET."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
-    return {method for route in matching for method in route.methods or ()}
+    methods = {method for route in matching for method in route.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods

@@ -43,7 +43,28 @@ _NEVER_REPEATED = (
 
 
 class ClientGone(Exception):
-    """The client disconnected before its request was complete: there is no response to send."""
+    """The client wants nothing more: it disconnected before its request was complete, or it asked
+    with HEAD and has the headers. There is nothing left to send."""
+
+
+def only_head(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """A HEAD request as the GET that the app answers, and what sends of that answer the status and
+    the headers alone. The first part of a longer body raises ClientGone, which ends its work."""
+    has_ended = False
+
+    async def send_head(message: MutableMapping[str, Any]) -> None:
+        nonlocal has_ended
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        if not has_ended:
+            has_ended = True
+            await send({"type": "http.response.body", "body": b""})
+        if message.get("more_body"):
+            raise ClientGone
+
+    state = {**scope.get("state", {}), "is_head": True}
+    return {**scope, "method": "GET", "state": state}, send_head
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -99,6 +120,8 @@ class StreamingAnswer(Response):
         async with aclosing(events):
             try:
                 await stream.send_all(events)
+            except ClientGone:
+                raise
             except Exception as error:
                 if not stream.has_started:
                     raise

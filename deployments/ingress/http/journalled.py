@@ -10,7 +10,8 @@ Each API gives an `Endpoint` for its path; what is the same for all of them is h
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 from urllib.parse import parse_qs
@@ -19,7 +20,14 @@ from starlette.responses import Response
 
 from penstock.deployments.ingress.core.call import CallContext
 from penstock.deployments.ingress.core.errors import ServiceError
-from penstock.deployments.ingress.http.asgi import Headers, Receive, Scope, Send, header
+from penstock.deployments.ingress.http.asgi import (
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    StreamingAnswer,
+    header,
+)
 from penstock.deployments.ingress.http.middleware import context_of
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.idempotency import Key, checked_key, fingerprint_of_json
@@ -145,6 +153,8 @@ class JournalledCalls:
                 f"this stream is one of {head.route}: continue it there", param="request_id"
             )
         headers = [*RESUMABLE, *headers]
+        if scope["state"].get("is_head"):  # it changes nothing: the stream goes on where it is
+            return StreamingAnswer(_no_events(), Counter(), headers=headers)
         attached = await endpoint.attached(call_id, context.principal, after, headers)
         if attached is not None:
             return attached
@@ -175,6 +185,11 @@ def continued_context(call_id: str, head: Head) -> CallContext:
         seed=head.seed,
         is_continued=True,
     )
+
+
+async def _no_events() -> AsyncGenerator[bytes, None]:
+    return
+    yield b""  # what makes it a generator
 
 
 class _KeyedAnswer(Response):

@@ -24,6 +24,7 @@ from penstock.deployments.ingress.http.asgi import (
     Scope,
     Send,
     header,
+    only_head,
     send_error,
 )
 from penstock.deployments.ingress.http.events import error_format_of
@@ -66,6 +67,8 @@ class EdgeMiddleware:
 
     `hosts`: the names to which a server without keys answers; None: any.
 
+    HEAD is answered as GET is, without the body, under the same access rules.
+
     A POST to one of `fast_paths` calls that endpoint and not `app`, whose routing, dependencies and
     wrappers around each chunk cost as much as the rest of a short request.
     """
@@ -103,6 +106,8 @@ class EdgeMiddleware:
                 return
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope, send = only_head(scope, send)
         path = scope["path"]
         error_format = error_format_of(path)
         ids = (header(scope, name) for name in CLIENT_ID_HEADERS)
@@ -194,7 +199,8 @@ def _offered_key(scope: Scope) -> str | None:
 
 def begin_trace(tracer: Tracer, scope: Scope) -> RequestTrace:
     """The trace of a request, named by OpenTelemetry's conventions for HTTP servers."""
-    state, method, path = scope["state"], scope["method"], scope["path"]
+    state, path = scope["state"], scope["path"]
+    method = "HEAD" if state.get("is_head") else scope["method"]
     route = f"{STREAMS_PATH}{{request_id}}" if path.startswith(STREAMS_PATH) else path
     about = {
         "http.request.method": method,

@@ -154,8 +154,7 @@ class Journals:
         self, call_id: str, head: Head, received: tuple[Received, ...] = (), after: int = -1
     ) -> CallJournal:
         """Take a call over. Raises ServiceError."""
-        if any(each.call_id == call_id for each in (*self._changed, *self._written)):
-            await self.flush()  # it ran here: what it lacks would be generated a second time
+        await self._write_own(call_id)
         try:
             fence = await self._store.put(
                 f"owner/{call_id}",
@@ -215,6 +214,22 @@ class Journals:
                         log.error("the journal of %s failed", journal.call_id, exc_info=failure)
                         self._drop(journal)
             self._written = []
+
+    async def _write_own(self, call_id: str) -> None:
+        """Write what this ingress has recorded of a call and the store has not taken yet.
+
+        Else it would be generated a second time: the same tokens, but with another time of the end
+        and other counts of cached tokens. Raises ServiceError state_unavailable.
+        """
+        own = [each for each in {*self._changed, *self._written} if each.call_id == call_id]
+        until_s = time.monotonic() + RESUME_BUDGET_S
+        while own:
+            await self.flush()
+            own = [each for each in own if each.unsent]  # the others were written, or ended
+            if own and time.monotonic() >= until_s:
+                raise ServiceError("state_unavailable", retry_after_s=2.0)
+            if own:
+                await asyncio.sleep(self._flush_s)
 
     async def close(self) -> None:
         await self.background.hand_over()

@@ -10,6 +10,7 @@ from penstock.deployments.state.store import ANY, Conflict, StateError, Store
 TTL_S = 3600.0  # of a response that has ended
 RUNNING_TTL_S = 24 * 3600.0
 BUDGET_S = 0.5
+END_BUDGET_S = 2.0  # its client may go on from it: better a late last event than none to go on from
 
 
 class ResponseValues:
@@ -39,13 +40,14 @@ class ResponseValues:
     ) -> int | None:
         """The new version; None: the version is not the expected one, or the value is too large."""
         ttl_s = RUNNING_TTL_S if is_running else self._ttl_s
+        budget_s = BUDGET_S if is_running else END_BUDGET_S
         try:
             return await self._store.put(
                 f"response/{call_id}",
                 value,
                 ttl_s=ttl_s,
                 expect=ANY if expect is None else expect,
-                budget_s=BUDGET_S,
+                budget_s=budget_s,
             )
         except (Conflict, ValueError):
             return None

@@ -116,12 +116,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_error(404)
 
+    do_HEAD = do_GET  # `_answer` and `send_error` leave the body out
+
     def _answer(self, status: int, content_type: str, text: bytes) -> None:
         self.send_response(status)
         self.send_header("content-type", content_type)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: there is a scrape every few seconds."""

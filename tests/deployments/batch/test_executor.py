@@ -12,7 +12,7 @@ import time
 import openai
 import pytest
 
-from tests.deployments.batch.engine_server import EngineServer
+from tests.deployments.batch.processes.engine_server import EngineServer
 from tests.deployments.batch.requests import errors_of, write_input
 from tests.deployments.batch.stopping import stop_outside_its_lock
 from tests.deployments.ports import free_port

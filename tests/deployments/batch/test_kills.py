@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.batch.engine_server import EngineServer
+from tests.deployments.batch.processes.engine_server import EngineServer
 from tests.deployments.batch.requests import check_complete, write_input
 from tests.deployments.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)  # each start of a server loads torch
 BATCH = [sys.executable, "-m", "penstock.deployments.cli", "batch"]
-QUICK = [sys.executable, "-m", "tests.deployments.batch.quick_lease", "batch"]
+QUICK = [sys.executable, "-m", "tests.deployments.batch.processes.quick_lease", "batch"]
 NUM_LINES = 120
 SEED = ("--seed", "11")
 

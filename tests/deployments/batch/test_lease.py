@@ -34,7 +34,13 @@ class Contender:
     """A process of lease_owner.py, and what it prints."""
 
     def __init__(self, folder, polls=POLLS):
-        command = [sys.executable, "-m", "tests.deployments.batch.lease_owner", folder, str(polls)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.deployments.batch.processes.lease_owner",
+            folder,
+            str(polls),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)

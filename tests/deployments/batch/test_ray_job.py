@@ -20,7 +20,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from penstock.deployments.supervision.processes import descendants, end
-from tests.deployments.batch.engine_server import EngineServer
+from tests.deployments.batch.processes.engine_server import EngineServer
 from tests.deployments.batch.requests import check_complete, write_input
 from tests.deployments.ports import free_port
 
@@ -36,7 +36,13 @@ def dashboard() -> Iterator[str]:
     # Short, for Ray puts sockets below it, whose paths have a limit of 107 characters.
     folder = Path(f"/tmp/pst-job-{os.getpid()}")
     port = free_port()
-    command = [sys.executable, "-m", "tests.deployments.batch.ray_head", str(port), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.deployments.batch.processes.ray_head",
+        str(port),
+        str(folder),
+    ]
     head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert head.stdin is not None
     assert head.stdout is not None

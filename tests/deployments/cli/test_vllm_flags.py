@@ -196,6 +196,14 @@ def test_a_file_may_have_the_names_of_vllm(tmp_path, capsys):
     assert "gpu_memory_utilization 0.9: say with --kv-cache-gb" in capsys.readouterr().err
 
 
+def test_a_mapping_in_a_file_is_answered_as_the_flag_is(tmp_path, capsys):
+    file = tmp_path / "vllm.yaml"
+    file.write_text("speculative-config:\n  method: ngram\n")
+    assert main(["serve", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert 'speculative_config {"method": "ngram"}: ' in error and "no speculative" in error
+
+
 def test_names_of_a_file_that_nobody_knows_stay_for_the_error():
     assert translated({"num_worker": 2}, frozenset(KNOWN), BY_NAME) == {"num_worker": 2}
     with pytest.raises(ConfigError, match="port needs a value"):

@@ -31,7 +31,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.request import FinishReason, Request, SamplingParams
 from tests.deployments.gate.test_controller import ask, certain, gate_with
 from tests.deployments.gate.test_with_workers import Node
-from tests.deployments.ingress.dispatch.scripted_gate import ScriptedGate, serving
+from tests.deployments.ingress.dispatch.peers.scripted_gate import ScriptedGate, serving
 from tests.deployments.serving import MODEL, EngineBackend, Serving, generated, tokenizer
 from tests.deployments.serving import model as served_model
 from tests.deployments.waiting import until

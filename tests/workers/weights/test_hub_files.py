@@ -347,10 +347,16 @@ def test_two_processes_of_a_machine_fetch_each_file_once(hub, tmp_path):
     assert hub.fetched().count("model.safetensors") == 1
 
 
-def test_files_that_are_here_suffice_without_a_network(hub, monkeypatch, cache):
+def test_files_that_are_here_suffice_without_a_network(hub, monkeypatch, cache, caplog):
     folder = resolve_model(NAME)
     use_hub(monkeypatch, f"http://127.0.0.1:{free_port()}", cache)
     assert commit_of(NAME, None) == folder.name
+    (warning,) = [each for each in caplog.records if each.name == "penstock.worker"]
+    assert f"this is {folder.name}, which is on this machine" in warning.message
+    caplog.clear()
+    with pytest.raises(HubUnreachable):  # the error says it all
+        commit_of("org/nowhere", None)
+    assert not [each for each in caplog.records if each.name == "penstock.worker"]
     assert resolve_model(NAME) == folder == resolve_model(NAME, text_only=True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert commit_of(NAME, None) == folder.name

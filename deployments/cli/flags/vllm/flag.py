@@ -5,6 +5,7 @@ table.py has them all. The parser of `serve` and config files use them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,8 @@ def translated(
             result[name] = value
             continue
         text = None if isinstance(value, bool) or value is None else str(value)
+        if isinstance(value, Mapping):  # a flag of vLLM takes it as JSON
+            text = json.dumps(value, default=str)
         if text is None and flag.setting is not None:
             raise ConfigError(f"{name} needs a value")
         add_given(result, flag, name, text)

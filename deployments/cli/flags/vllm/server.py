@@ -13,7 +13,7 @@ _NO_EXPERT_GROUPS = (
     "Penstock does not divide experts over GPUs; leave it out, or use --expert-cache-gb X for a "
     "model whose experts do not fit on the device (docs/guide/experts.md)"
 )
-_CORS = "--allowed-origins is enough: GET, POST, DELETE and any header pass, without cookies"
+_CORS = "--allowed-origins is enough: GET, HEAD, POST, DELETE and any header pass, without cookies"
 
 CLUSTER = (
     only(

@@ -23,8 +23,8 @@ INLINE vf look_up(const float* table, vi codes) {
 #endif
 }
 
-struct Nibbles {
-    static constexpr int RUN = 8;  // inputs that lie in one word
+// Codes of which RUN, of successive inputs, lie in one word.
+struct Words {
     static constexpr int64_t RUN_BYTES = WORD_BYTES;
     const float* table;
     vi words[2];
@@ -35,22 +35,16 @@ struct Nibbles {
         words[0] = load_bits(from);
         words[1] = load_bits(from + VECTOR_BYTES);
     }
+};
+
+struct Nibbles : Words {
+    static constexpr int RUN = 8;
     INLINE vf value(int j, int n) const { return look_up(table, (vi)((vu)words[n] >> (4 * j))); }
 };
 
 // Codes of 8 bits, 128 more than they stand for.
-struct Bytes {
+struct Bytes : Words {
     static constexpr int RUN = 4;
-    static constexpr int64_t RUN_BYTES = WORD_BYTES;
-    const float* table;
-    vi words[2];
-
-    INLINE void take(const uint8_t* from) {
-        prefetch_ahead(from);
-        prefetch_ahead(from + VECTOR_BYTES);
-        words[0] = load_bits(from);
-        words[1] = load_bits(from + VECTOR_BYTES);
-    }
     INLINE vf value(int j, int n) const {
         const vi code = (vi)((vu)words[n] >> (8 * j)) & 255;
         return __builtin_convertvector(code - 128, vf);

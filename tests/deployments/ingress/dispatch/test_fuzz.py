@@ -19,7 +19,7 @@ from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.framing import MessageConnection, listening
 from penstock.workers.channel.proof import Proof
 from penstock.workers.stats import WorkerInfo
-from tests.deployments.ingress.dispatch.raw_ingress import framed
+from tests.deployments.ingress.dispatch.peers.raw_ingress import framed
 from tests.deployments.ingress.dispatch.test_pool import (
     Node,
     alone,

@@ -22,7 +22,7 @@ from penstock.deployments.ingress.dispatch.local_queue import (
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.prediction.features import Features
 from penstock.workers.request import FinishReason, Request, SamplingParams
-from tests.deployments.ingress.dispatch.scripted_gate import ScriptedGate, serving
+from tests.deployments.ingress.dispatch.peers.scripted_gate import ScriptedGate, serving
 from tests.deployments.ingress.dispatch.test_pool import CONFIG, Node
 from tests.deployments.waiting import until
 

@@ -13,7 +13,7 @@ import pytest
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.request import FinishReason
-from tests.deployments.ingress.dispatch.relay import Relay
+from tests.deployments.ingress.dispatch.peers.relay import Relay
 from tests.deployments.ingress.dispatch.test_pool import Node, alone, collect, request
 from tests.deployments.waiting import until
 

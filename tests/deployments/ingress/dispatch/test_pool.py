@@ -40,7 +40,7 @@ from penstock.workers.request import (
     TokenLogprob,
 )
 from penstock.workers.stats import WorkerInfo
-from tests.deployments.ingress.dispatch.raw_ingress import (
+from tests.deployments.ingress.dispatch.peers.raw_ingress import (
     challenged,
     framed,
     greeted,

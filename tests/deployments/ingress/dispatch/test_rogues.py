@@ -20,8 +20,8 @@ from penstock.workers.channel.framing import HEADER, connected
 from penstock.workers.channel.unproven import MAX_UNPROVEN
 from penstock.workers.request import FinishReason
 from penstock.workers.stats import WorkerInfo
-from tests.deployments.ingress.dispatch.raw_ingress import challenged, framed, heard, hello
-from tests.deployments.ingress.dispatch.relay import Relay
+from tests.deployments.ingress.dispatch.peers.raw_ingress import challenged, framed, heard, hello
+from tests.deployments.ingress.dispatch.peers.relay import Relay
 from tests.deployments.ingress.dispatch.test_pool import Node, alone, collect, pool_of, request
 from tests.deployments.waiting import until
 

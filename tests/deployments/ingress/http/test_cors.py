@@ -52,7 +52,7 @@ def keyless() -> Iterator[Serving]:
 @pytest.mark.parametrize("kind", ["keyed", "keyless"])
 def test_a_preflight_needs_no_key(kind: str, request: pytest.FixtureRequest) -> None:
     server: Serving = request.getfixturevalue(kind)
-    for method in ("GET", "POST", "DELETE"):
+    for method in ("GET", "HEAD", "POST", "DELETE"):
         answer = preflight(server, APP, method)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == APP

@@ -76,7 +76,8 @@ async def told(core: RequestCore, journals: Journals, num: int | None = None) ->
             ids += piece.token_ids
             if num is not None and len(ids) >= num:
                 break
-    await journals.flush()
+    while journals._changed:  # a store that is late takes it at a later flush
+        await journals.flush()
     return ids
 
 

@@ -19,7 +19,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.workers.request import SamplingParams
 from tests.deployments.gate.test_with_workers import Node
 from tests.deployments.ingress import test_continuation as continuation
-from tests.deployments.ingress.dispatch.scripted_gate import ScriptedGate
+from tests.deployments.ingress.dispatch.peers.scripted_gate import ScriptedGate
 from tests.deployments.ingress.test_longest_wait import ONE_SLOT, connected, core_over
 from tests.deployments.ingress.tracing.spans import PHASES, Kept, about, below, check_order, one
 from tests.deployments.serving import generated

@@ -1,4 +1,5 @@
-"""Tokenizers with other chat templates and further tokens, for tests of how answers are read."""
+"""For tests of how answers are read: tokenizers with other chat templates and further tokens, and
+the calls that a parser finds."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from penstock.deployments.ingress.core.answers.tool_forms.form_parser import ToolParser
 from penstock.workers.text.tokenizer import Tokenizer
 from tests.deployments.serving import tokenizer
 
@@ -26,3 +28,21 @@ def model_of(template: str | None, *tokens: AddedToken, **options: Any) -> Token
         chat_template=template,
         **options,
     )
+
+
+def read_calls(parser: ToolParser, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Text, and name and arguments of each call, of an answer that comes in these parts."""
+    found = [*map(parser.feed, parts), parser.finish()]
+    calls: list[tuple[str, str]] = []
+    ids = set()
+    for _, pieces in found:
+        for piece in pieces:
+            if piece.name is not None:
+                assert piece.index == len(calls) and piece.call_id not in ids
+                ids.add(piece.call_id)
+                calls.append((piece.name, piece.arguments))
+            else:
+                assert piece.call_id is None
+                name, arguments = calls[piece.index]
+                calls[piece.index] = (name, arguments + piece.arguments)
+    return "".join(text for text, _ in found), calls

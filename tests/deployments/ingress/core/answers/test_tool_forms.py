@@ -24,7 +24,7 @@ from penstock.deployments.ingress.core.tools import Tool, Toolset
 from penstock.workers.text.harmony import HarmonyReader
 from penstock.workers.text.reasoning import Start
 from penstock.workers.text.tool_forms import FORMS, TEMPLATE, form_named
-from tests.deployments.ingress.core.answers.models import RENDERS, model_of
+from tests.deployments.ingress.core.answers.models import RENDERS, model_of, read_calls
 
 PLACES = {
     "type": "object",
@@ -246,20 +246,7 @@ Calls = list[tuple[str, str]]
 def read(name: str, parts: list[str]) -> tuple[str, Calls, ToolParser]:
     """Text, and name and arguments of each call."""
     parser = form(name).parser(TOOLS, "answer")
-    found = [*map(parser.feed, parts), parser.finish()]
-    calls: Calls = []
-    ids = set()
-    for _, pieces in found:
-        for piece in pieces:
-            if piece.name is not None:
-                assert piece.index == len(calls) and piece.call_id not in ids
-                ids.add(piece.call_id)
-                calls.append((piece.name, piece.arguments))
-            else:
-                assert piece.call_id is None
-                known, arguments = calls[piece.index]
-                calls[piece.index] = (known, arguments + piece.arguments)
-    return "".join(text for text, _ in found), calls, parser
+    return *read_calls(parser, parts), parser
 
 
 def given_calls(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:

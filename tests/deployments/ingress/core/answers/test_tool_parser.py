@@ -12,6 +12,7 @@ from penstock.deployments.ingress.core.answers.tool_forms.form_parser import MAX
 from penstock.deployments.ingress.core.answers.tool_forms.json_forms import HermesParser
 from penstock.deployments.ingress.core.tools import Tool, Toolset, as_plain_messages, describe
 from penstock.workers.request import RequestError
+from tests.deployments.ingress.core.answers.models import read_calls
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "}\\"]</tool_call>", "at": [1, {}]}}\n'
 CALL += "</tool_call>"
@@ -47,21 +48,7 @@ CALLS = {
 
 def read(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Text, and name and arguments of each call."""
-    parser = HermesParser(["look"], "answer")
-    found = [*map(parser.feed, parts), parser.finish()]
-    calls: list[tuple[str, str]] = []
-    ids = set()
-    for _, pieces in found:
-        for piece in pieces:
-            if piece.name is not None:
-                assert piece.index == len(calls) and piece.call_id not in ids
-                ids.add(piece.call_id)
-                calls.append((piece.name, piece.arguments))
-            else:
-                assert piece.call_id is None
-                name, arguments = calls[piece.index]
-                calls[piece.index] = (name, arguments + piece.arguments)
-    return "".join(text for text, _ in found), calls
+    return read_calls(HermesParser(["look"], "answer"), parts)
 
 
 @pytest.mark.parametrize("name", TEXTS)

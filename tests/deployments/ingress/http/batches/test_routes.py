@@ -104,6 +104,22 @@ def test_lists_come_in_pages(client):
     assert {*made} <= {*seen}
 
 
+def test_lists_are_in_the_order_of_creation_within_a_second_too(client):
+    files = [upload(client).id for _ in range(8)]
+    batches = [create(client, client.files.retrieve(files[0])).id for _ in range(8)]
+    for kind, made in ((client.files, files), (client.batches, batches)):
+        newest = [each.id for each in kind.list(limit=8).data]
+        assert newest == made[::-1]
+        page = kind.list(limit=3)  # it ends and the next begins within a second
+        paged = [each.id for each in page.data]
+        while len(paged) < 8:
+            page = page.get_next_page()
+            paged += [each.id for each in page.data]
+        assert paged[:8] == newest
+    for batch in batches:
+        client.batches.cancel(batch)
+
+
 def test_an_expiry_is_kept(client):
     file = upload(client, expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at - file.created_at == 3600

@@ -16,7 +16,7 @@ import uvicorn
 
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.in_process import batch_executor
-from tests.deployments.batch.quick_lease import shorten
+from tests.deployments.batch.processes.quick_lease import shorten
 from tests.deployments.forked import Forked
 from tests.deployments.serving import EngineBackend, core_over
 

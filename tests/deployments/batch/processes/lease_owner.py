@@ -1,4 +1,4 @@
-"""A process that acquires a lease: `python -m tests.deployments.batch.lease_owner FOLDER POLLS`.
+"""A process that acquires a lease: `python -m` this module, FOLDER and POLLS.
 
 While it has the lease it appends its fence number to FOLDER/log, as one `commit` after the other,
 and prints when it gets and loses the lease. POLLS: STALE_POLLS, each 50 ms.

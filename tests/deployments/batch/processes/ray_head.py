@@ -1,4 +1,4 @@
-"""A Ray head with a dashboard, for tests: `python -m tests.deployments.batch.ray_head PORT FOLDER`.
+"""A Ray head with a dashboard, for tests: `python -m` this module, PORT and FOLDER.
 
 It ends with its standard input.
 """

@@ -1,7 +1,7 @@
 """Times for tests of processes: leases are lost two seconds after the last renewal, not twenty, and
 requests are sent again after a second, not thirty.
 
-`... -m tests.deployments.batch.quick_lease ARGUMENTS` is the `penstock` command with such times.
+`python -m` this module is the `penstock` command with such times.
 """
 
 from __future__ import annotations
