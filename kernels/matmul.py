@@ -104,8 +104,8 @@ def linear_bytes(
 def linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
     """`x` [M, K] times the packed weight, plus the bias -> [M, N] in `x.dtype`; sums in fp32.
 
-    int8 and fp8 weights quantise each row of `x` (int8 ones take `Int8Rows` as they are, so that
-    several linears share one pass), and int8 sums are exact; the others are weight-only.
+    int8 and fp8 weights quantise the rows of `x` (int8 ones take `Int8Rows` in their groups as they
+    are, so that several linears share one pass); the others are weight-only.
     `quant.linear_reference` defines the result.
 
     `out` [M, N], if given, is written and returned, and rows of `x` may have any stride: on a GPU

@@ -19,6 +19,7 @@ WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
 # int8g: 8-bit codes with scales of groups. Only files hold it; nothing here rounds a weight to it.
 CodeFormat = WeightFormat | Literal["int8g"]
+INT8_GROUP = 64  # activations that share a scale before an int8 weight
 INT4_GROUP = 128
 NF4_GROUP = 64
 FP8_MAX = 448.0
@@ -38,7 +39,8 @@ NF4_VALUES = (
 class QuantizedWeight:
     """A weight [N, K] as codes and fp32 scales.
 
-    int8, fp8: `codes` [N, K] (int8, float8_e4m3fn), `scales` [N]; w = code * scale.
+    int8, fp8: `codes` [N, K] (int8, float8_e4m3fn), `scales` [N]; w = code * scale. `group` of
+    int8: inputs whose activations share a scale (32 or a multiple of 64; None: a whole row).
     int4: `codes` uint8 [N, ceil(K / 2)], the even k in the low nibble; `scales` [N, G] of G =
     ceil(K / group) groups; w = (nibble - zero) * scale, where zero is 8, or the group's own in
     `zeros` [N, G], uint8 or fp32. nf4: the same with w = NF4_VALUES[nibble] * scale. The last
@@ -69,31 +71,42 @@ class QuantizedWeight:
 class Int8Rows:
     """Activations [M, K] that are quantised already: what `quantize_rows_int8` gives.
 
-    `codes` int8 [M, K], any stride over M; `scales` fp32 [M]. `dtype` is what they were before, and
-    what a linear makes of them.
+    `codes` int8 [M, K], any stride over M; `scales` fp32 [M, G], dense, of G groups of `group`
+    inputs each (None: one of all). `dtype` is what they were before, and what a linear makes of
+    them.
     """
 
     codes: Tensor
     scales: Tensor
+    group: int | None = None
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def inside(cls, memory: Tensor, scales: Tensor | None = None) -> Int8Rows:
+    def inside(
+        cls, memory: Tensor, group: int | None = None, scales: Tensor | None = None
+    ) -> Int8Rows:
         """Rows to be filled, whose codes lie at the start of each row of `memory` [M, K].
 
         `memory` may hold what they will be made of: `rowwise` reads a value before it writes there.
-        `scales` fp32, M elements in a row; by default they are new.
+        `scales` fp32, at least M * G elements in a row; by default they are new.
         """
-        codes = memory.view(torch.int8)[:, : memory.shape[1]]
+        num_rows, depth = memory.shape
+        shape = num_rows, num_groups(depth, group)
         if scales is None:
-            num_rows, fp32 = memory.shape[0], torch.float32
-            scales = torch.empty(num_rows, dtype=fp32, device=memory.device)
-        return cls(codes, scales.view(-1), memory.dtype)
+            scales = torch.empty(shape, dtype=torch.float32, device=memory.device)
+        else:
+            scales = scales.view(-1)[: shape[0] * shape[1]].view(shape)
+        return cls(memory.view(torch.int8)[:, :depth], scales, group, memory.dtype)
 
     @property
     def shape(self) -> torch.Size:
         """(M, K)."""
         return self.codes.shape
+
+
+def num_groups(depth: int, group: int | None) -> int:
+    """Groups of `depth` inputs, at least one; the last may be short. None: one of all."""
+    return 1 if group is None else max(1, -(-depth // group))
 
 
 def quantize_weight(
@@ -106,7 +119,7 @@ def quantize_weight(
     wide = weight.float()
     if format == "int8":
         codes, scales = quantize_rows_int8(wide)
-        return QuantizedWeight("int8", codes, scales, weight.shape[1])
+        return QuantizedWeight("int8", codes, scales[:, 0], weight.shape[1], INT8_GROUP)
     if format == "fp8":
         codes, scales = quantize_rows_fp8(wide)
         return QuantizedWeight("fp8", codes, scales, weight.shape[1])
@@ -133,15 +146,15 @@ def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
     return values * quantized.scales[:, columns]
 
 
-def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` [M, K] -> int8 [M, K] in [-127, 127] and fp32 scales [M]; half goes to even.
+def quantize_rows_int8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """`x` [M, K] -> int8 [M, K] in [-127, 127], half to even, and fp32 scales [M, G] of groups.
 
-    A row that holds NaN or an infinity has the scale NaN, so that all made of it is NaN.
+    A group that holds NaN or an infinity has the scale NaN, so that all made of it is NaN.
     """
-    wide = x.float()
-    largest = _row_max(wide)
-    scales = (largest / 127.0).clamp(min=MIN_SCALE)
-    codes = (wide / scales[:, None]).round().clamp(-127, 127)
+    depth = x.shape[1]
+    groups = _groups(x.float(), group) if group and depth else x.float().unsqueeze(1)
+    scales = (_row_max(groups) / 127.0).clamp(min=MIN_SCALE)
+    codes = (groups / scales[..., None]).round().clamp(-127, 127).flatten(1)[:, :depth]
     return codes.nan_to_num(0.0).to(torch.int8), scales
 
 
@@ -156,13 +169,14 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear_reference(x: Tensor, quantized: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """The reference of a quantised linear: `x` [M, K] -> [M, N] in `x.dtype`, rounded once.
 
-    int8 and fp8 quantise each row of x too (W8A8); the others are weight-only. The sums are
-    exact for int8 and in fp64 for the others.
+    int8 and fp8 quantise x too (W8A8), in groups and in rows; the others are weight-only. The sums
+    are in fp64.
     """
     if quantized.format == "int8":
-        rows, scales = quantize_rows_int8(x)
-        total = rows.double() @ quantized.codes.double().T
-        y = total * scales.double()[:, None] * quantized.scales.double()
+        rows, scales = quantize_rows_int8(x, quantized.group)
+        columns = torch.arange(x.shape[1], device=x.device) // (quantized.group or x.shape[1] or 1)
+        scaled = rows.double() * scales.double()[:, columns]
+        y = scaled @ quantized.codes.double().T * quantized.scales.double()
     elif quantized.format == "fp8":
         rows, scales = quantize_rows_fp8(x)
         total = rows.double() @ quantized.codes.double().T

@@ -252,7 +252,8 @@ class PackedLinear:
     """A weight [N, K] in the form that `linear` reads fastest, and its bias [N] or None.
 
     `payload` is that form, and `layout` names the kernels that read it. `num_bytes` is read in one
-    pass over the weight: codes, scales and zeros, or plain elements.
+    pass over the weight: codes, scales and zeros, or plain elements. `group` of int8: inputs whose
+    activations share a scale; None: a whole row.
     """
 
     payload: Any
@@ -262,6 +263,7 @@ class PackedLinear:
     num_bytes: int
     format: LinearFormat
     layout: Layout
+    group: int | None = None
 
     @classmethod
     def of_floats(

@@ -31,7 +31,9 @@ FORMATS = ("fp32", "bf16", "int8", "int4", "nf4", "fp8")
 
 def format_quality(result: Result) -> str:
     """Change of the perplexity against fp32, in percent, with its standard error."""
-    kv = ("auto", "int8-32", "fp8")
+    heads = {"auto": "KV plain", "int8-32": "KV int8 (groups of 32)", "fp8": "KV fp8"}
+    found = {name for row in result.figures["rows"] for name in row["change_percent"]}
+    kv = [name for name in heads if name in found]
     rows = [
         (row["weights"], *(_change(row, name) for name in kv)) for row in result.figures["rows"]
     ]
@@ -39,7 +41,7 @@ def format_quality(result: Result) -> str:
     for row in before["rows"] if before else ():
         text = f"{row['change_percent']:+.2f} ± {row['error_percent']:.2f} %"
         rows.append((f"{row['weights']}, before the training for rounding", text, "", ""))
-    head = (f"weights ({result.figures['model']})", "KV plain", "KV int8 (groups of 32)", "KV fp8")
+    head = (f"weights ({result.figures['model']})", *(heads[name] for name in kv))
     return markdown(head, rows)
 
 

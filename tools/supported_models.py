@@ -7,7 +7,7 @@ Architectures come from the code that loads them, sizes from the arithmetic of `
 from __future__ import annotations
 
 from penstock.workers.config import DEFAULT_KV_GROUP
-from penstock.workers.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
+from penstock.workers.gguf.metadata import ARCHITECTURES as GGUF_ARCHITECTURES
 from penstock.workers.model_config import MODEL_TYPES, ModelConfig
 from penstock.workers.planning.hardware import device_named
 from penstock.workers.planning.parameters import count_parameters
@@ -59,7 +59,8 @@ TOKENS = 1000
 def architectures() -> Rows:
     """Each architecture that loads: its name, kind, name in GGUF files, and models."""
     in_gguf = {architecture: name for name, architecture in GGUF_ARCHITECTURES.items()}
-    in_gguf.setdefault("MistralForCausalLM", in_gguf["LlamaForCausalLM"])  # files call it llama
+    for name in ("MistralForCausalLM", "MixtralForCausalLM"):  # files call them llama
+        in_gguf.setdefault(name, in_gguf["LlamaForCausalLM"])
     rows: Rows = []
     for architecture in MODEL_TYPES:
         kind, models = FAMILIES[architecture]

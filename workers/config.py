@@ -18,6 +18,7 @@ WeightFormat = Literal["auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 KvFormat = Literal["auto", "int8", "fp8"]
 KvGroup = Literal["auto", "8", "32", "64", "head"]
+Int8Group = Literal["32", "64", "128", "row"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
 MoeMode = Literal["exact", "quantized", "sparse"]
@@ -29,7 +30,7 @@ MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
 # Settings that change the numbers of a step, beside the model and the format of its weights.
 NUMERICS = (
-    *("quantize_o", "quantize_lm_head", "kv", "kv_group"),
+    *("quantize_o", "quantize_lm_head", "int8_group", "kv", "kv_group"),
     *("expert_cache_gb", "moe_mode", "moe_keep", "moe_score"),
 )
 DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
@@ -66,6 +67,12 @@ class ModelOptions:
         "auto",
         "number format of the linear layers' weights, quantised while loading where necessary; "
         "auto: the checkpoint's own (docs/guide/quantisation.md)",
+    )
+    int8_group: Int8Group = option(
+        "64",
+        "with int8 weights, inputs of a linear layer whose activations share one scale; row: all "
+        "of them, one scale a token, which is faster for many rows and loses more quality "
+        "(docs/guide/quantisation.md)",
     )
     quantize_o: bool = option(True, "apply weights to the attention output projections too")
     quantize_lm_head: bool = option(

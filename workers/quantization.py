@@ -57,12 +57,14 @@ class StoredScheme:
 class WeightPlan:
     """Which weights are quantised at load, and how. `format` None: none.
 
-    Embeddings, norms, biases and routers are never quantised.
+    Embeddings, norms, biases and routers are never quantised. `int8_group`: inputs of int8 weights,
+    stored ones too, whose activations share a scale; None: a whole row.
     """
 
     format: QuantizedFormat | None = None
     quantize_o: bool = True
     quantize_lm_head: bool = False
+    int8_group: int | None = 64  # as kernels.quant.INT8_GROUP
 
     def of_o(self) -> QuantizedFormat | None:
         """The format of attention's output projections."""

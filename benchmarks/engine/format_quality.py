@@ -1,8 +1,9 @@
-"""What each number format costs: held-out perplexity of the built-in models, weights by KV.
+"""What each number format costs: held-out perplexity of a model, weights by KV.
 
     python -m benchmarks.engine.format_quality --tokens tokens.json  everything, in minutes
     python -m benchmarks.engine.format_quality --weights fp32,int8 --kv auto,int8-64     some of it
     python -m benchmarks.engine.format_quality --tokens tokens.json --table  what is there so far
+    python -m benchmarks.engine.format_quality --models smollm2 --windows 16     of another model
 
 Windows of held-out books go through the production engine as prompts; it tells the log-probability
 of each of their tokens. Formats see the same tokens, so the difference of two is taken token by
@@ -28,25 +29,35 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import record
 from benchmarks.common.prompt_nll import prompt_nll
+from benchmarks.engine.gguf_quality import books, stretches
+from penstock.kernels.quant import INT8_GROUP
 from penstock.workers.config import EngineConfig, KvFormat, KvGroup
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
+from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 from tools.builtin_models import data
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("builtin", "builtin-moe")
 WEIGHTS = ("fp32", "bf16", "int8", "fp8", "int4", "nf4")
-# The recipe's two switches: without attention's output projections, and with the head; and
-# activations in bf16.
-VARIANTS = ("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head", "int4-bf16")
+# The recipe's two switches: without attention's output projections, and with the head; activations
+# in bf16; and of int8 activations other groups than 64, or one scale a row.
+VARIANTS = (
+    *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head", "int4-bf16"),
+    *("int8-32", "int8-128", "int8-row"),
+)
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
 WINDOW = 1024
 
 
-def windows(corpus: Path, num_windows: int) -> list[list[int]]:
-    """`num_windows` stretches of WINDOW + 1 tokens, evenly from both books, each after the token
-    that texts begin with."""
+def windows(model: str, corpus: Path, num_windows: int) -> list[list[int]]:
+    """`num_windows` stretches of WINDOW + 1 tokens, evenly from both books; for the built-in models
+    each after the token that texts begin with."""
+    if model not in MODELS:
+        ours = Tokenizer.load(resolve_model(model))
+        texts = [ours.encode(text, add_special_tokens=False) for text in books(corpus)]
+        return stretches(texts, num_windows, WINDOW + 1)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin"), local_files_only=True)
     found = []
     for book in data.HELDOUT_BOOKS:
@@ -60,9 +71,11 @@ def windows(corpus: Path, num_windows: int) -> list[list[int]]:
 def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list[float]:
     """-log p of each token of the texts but their first ones."""
     format, _, variant = weights.partition("-")
+    groups = {"row": None, "32": 32, "128": 128}
     decoder = load_model(
         model,
         weights=format,
+        int8_group=groups.get(variant, INT8_GROUP),
         quantize_o=variant != "no-o",
         quantize_lm_head=variant == "head",
         dtype="bf16" if "bf16" in (format, variant) else "fp32",
@@ -82,7 +95,7 @@ def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list
 def table(runs: dict[str, list[float]]) -> str:
     """Perplexity of each run, and its change against fp32 over the same tokens, in percent."""
     lines = []
-    for model in MODELS:
+    for model in dict.fromkeys(name.split()[0] for name in runs):
         base = torch.tensor(runs.get(f"{model} fp32 auto", ()), dtype=torch.float64)
         rows = [w for w in (*WEIGHTS, *VARIANTS) if any(f"{model} {w} {k}" in runs for k in KV)]
         if not len(base) or not rows:
@@ -159,10 +172,10 @@ def main() -> int:
     runs: dict[str, list[float]] = {}
     if args.tokens and args.tokens.exists():
         runs = json.loads(args.tokens.read_text())
-    texts = [] if args.table else windows(args.corpus, args.windows)
     wanted = [(w, kv) for w in args.weights.split(",") for kv in args.kv.split(",")]
     wanted += [(w, "auto") for w in args.variants.split(",") if w]
     for model in args.models.split(","):
+        texts = [] if args.table else windows(model, args.corpus, args.windows)
         for weights, kv in wanted:
             name = f"{model} {weights} {kv}"
             if args.table or name in runs:

@@ -47,7 +47,8 @@ def random_weight(format: WeightFormat, num_outputs: int, num_inputs: int) -> Qu
     if format == "fp8":
         codes = (codes.to(HALF) * 3).to(torch.float8_e4m3fn)
         scales /= 3
-    return QuantizedWeight(format, codes, scales, num_inputs)
+    rows_of = quant.INT8_GROUP if format == "int8" else None
+    return QuantizedWeight(format, codes, scales, num_inputs, rows_of)
 
 
 def check_linear(dtype: torch.dtype) -> Triples:
@@ -81,19 +82,24 @@ def check_rows(dtype: torch.dtype) -> Triples:
         x, residual = torch.randn(2, rows, dim).to(DEVICE, dtype)
         weight = torch.randn(dim).to(DEVICE, dtype)
         codes = torch.empty(rows, dim, dtype=torch.int8, device=DEVICE)
-        scales = torch.empty(rows, device=DEVICE)
+        scales = torch.empty(rows, 1, device=DEVICE)
         rowwise_quant_triton.quantize_rows(x, codes, scales)
         want = quant.quantize_rows_int8(x.cpu())
+        yield f"int8 rows {rows} x {dim}", (codes.cpu() != want[0]).sum().to(DEVICE), none
+        group = quant.INT8_GROUP
+        by_group = torch.empty(rows, quant.num_groups(dim, group), device=DEVICE)
+        rowwise_quant_triton.quantize_rows(x, codes, by_group, group)
+        want = quant.quantize_rows_int8(x.cpu(), group)
         yield f"int8 {rows} x {dim}", (codes.cpu() != want[0]).sum().to(DEVICE), none
         bits = codes.view(torch.uint8)
         rowwise_quant_triton.quantize_rows(x, bits, scales)
         want = quant.quantize_rows_fp8(x.cpu())
         yield f"fp8 {rows} x {dim}", (bits.cpu() != want[0].view(torch.uint8)).sum(), none.cpu()
         y, _ = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
-        made = quant.Int8Rows(codes, scales, dtype)
+        made = quant.Int8Rows(codes, by_group, group, dtype)
         total = torch.empty_like(x)
         rowwise_quant_triton.rms_norm_int8(x, weight, 1e-5, residual, made, total)
-        want = quant.quantize_rows_int8(y.cpu())
+        want = quant.quantize_rows_int8(y.cpu(), group)
         yield f"norm {rows} x {dim}", (codes.cpu() != want[0]).sum().to(DEVICE), none
 
 
@@ -148,7 +154,8 @@ def _norm_work(rows: int, hidden: int) -> Work:
     x, residual = torch.randn(2, rows, hidden, device=DEVICE).to(HALF)
     weight = torch.ones(hidden, device=DEVICE, dtype=HALF)
     codes = torch.empty(rows, hidden, dtype=torch.int8, device=DEVICE)
-    made = quant.Int8Rows(codes, torch.empty(rows, device=DEVICE), HALF)
+    scales = torch.empty(rows, quant.num_groups(hidden, quant.INT8_GROUP), device=DEVICE)
+    made = quant.Int8Rows(codes, scales, quant.INT8_GROUP, HALF)
     return Work(
         "norm + residual + int8",
         f"{rows} x {hidden}",

@@ -20,6 +20,7 @@ from benchmarks.gpu.kv import FP8, INT8, NAMES, quantise, roll_cache, with_scrat
 from benchmarks.gpu.linear import WITH_PLAIN, GpuFormat, random_packed
 from benchmarks.gpu.moe import packed
 from benchmarks.gpu.sampling import FILTERS
+from penstock.kernels import quant
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import kv_write as kv_triton
@@ -221,7 +222,8 @@ def _parts(num_rows: int) -> list[slice]:
 def _rowwise(x: Tensor, residual: Tensor, weight: Tensor) -> dict[str, Tensor]:
     y, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
     codes = torch.empty(x.shape, dtype=torch.int8, device=DEVICE)
-    rows = Int8Rows(codes, torch.empty(len(x), device=DEVICE), x.dtype)
+    scales = torch.empty(len(x), quant.num_groups(x.shape[1], quant.INT8_GROUP), device=DEVICE)
+    rows = Int8Rows(codes, scales, quant.INT8_GROUP, x.dtype)
     rowwise_quant_triton.rms_norm_int8(x, weight, 1e-5, residual, rows, torch.empty_like(x))
     gate_up = torch.cat((x, residual), 1)
     gated = rowwise_triton.silu_mul(gate_up, torch.empty_like(x))

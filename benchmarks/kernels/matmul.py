@@ -123,6 +123,7 @@ def theirs(weight: Tensor, format: str) -> list[Contender]:
 def int8_operators(weight: Tensor) -> list[Contender]:
     torch.backends.quantized.engine = "fbgemm"
     codes, scales = quant.quantize_rows_int8(weight)
+    scales = scales[:, 0]
     num_outputs, size = weight.shape[0], weight.numel()
     zeros = torch.zeros(num_outputs, dtype=torch.int32)
     affine = torch.quantize_per_channel(weight, scales.double(), zeros.long(), 0, torch.qint8)

@@ -52,14 +52,14 @@ def _prefixed(name: str, fields: str) -> str:
     return " ".join(f"{name}.{field}" for field in fields.split())
 
 
-_INT8 = "int8.codes int8.stride int8.scales"
+_INT8 = "int8.codes int8.stride int8.scales int8.group"
 _WRITE = f"dtype k k_stride v v_stride {_cache('cache')} slots tokens threads"
 
 PACK = Arguments("dtype weight weight_stride packed columns depth threads")
 LINEAR = Arguments("dtype x x_stride packed bias out out_stride rows columns depth threads")
 PACK_INT8 = Arguments("codes stride packed columns depth threads")
 LINEAR_INT8 = Arguments(
-    "dtype x x_stride x_scales packed scales bias out out_stride rows columns depth threads"
+    "dtype x x_stride x_scales packed scales bias out out_stride rows columns depth group threads"
 )
 PACK_CODES = Arguments("run codes stride packed columns depth group threads")
 LINEAR_CODES = Arguments(

@@ -24,7 +24,7 @@ from penstock.kernels.cpu.arguments import (
 from penstock.kernels.quant import NF4_VALUES, CodeFormat, Int8Rows, QuantizedWeight
 from penstock.kernels.types import PackedLinear
 
-_MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds
+_MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds, in one group
 
 _TABLES = {"int4": torch.arange(-8.0, 8.0), "nf4": torch.tensor(NF4_VALUES)}
 _RUNS = {"int4": 8, "nf4": 8, "int8g": 4, "fp8": 1}  # codes that lie in one word of a panel
@@ -36,7 +36,7 @@ class NativeWeight:
     """A quantised weight [N, K] as the native library reads it; `bias` fp32 [N] or None.
 
     `scales` fp32 [N], or, of groups, [panels, G, panel] like `shifts`, which are 8 - zero of int4,
-    - zero of int8g.
+    - zero of int8g. `group` of int8 is of the activations.
     """
 
     format: CodeFormat
@@ -53,7 +53,7 @@ def suits(weight: Tensor | QuantizedWeight) -> bool:
     """Whether the library is available for the dtype of `weight`; int8 sums must fit into int32."""
     if isinstance(weight, Tensor):
         return native.usable(weight) is not None
-    fits = weight.format != "int8" or weight.in_features <= _MAX_DEPTH
+    fits = weight.format != "int8" or (weight.group or weight.in_features) <= _MAX_DEPTH
     return fits and weight.codes.is_cpu and native.bound.library is not None
 
 
@@ -62,6 +62,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
         return PackedLinear(
             _pack_codes(weight, bias), bias, weight.in_features, weight.out_features,
             weight.num_bytes, weight.format, "native",
+            weight.group if weight.format == "int8" else None,
         )  # fmt: skip
     num_outputs, num_inputs = weight.shape
     if weight.stride(1) != 1:
@@ -140,7 +141,7 @@ def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | 
     """fp16 rows are computed in fp32."""
     if x.dtype not in native.DTYPES:
         if isinstance(x, Int8Rows):
-            y = _quantised_linear(Int8Rows(x.codes, x.scales), weight, None)
+            y = _quantised_linear(Int8Rows(x.codes, x.scales, x.group), weight, None)
         else:
             y = _quantised_linear(x.float(), weight, None)
         return y.to(x.dtype) if out is None else out.copy_(y)
@@ -156,10 +157,12 @@ def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | 
     bias, threads = 0 if weight.bias is None else weight.bias.data_ptr(), torch.get_num_threads()
     target = (out.data_ptr(), out.stride(0), *out.shape, weight.in_features)
     if weight.format == "int8":
-        assert not isinstance(x, Int8Rows) or x.scales.stride(0) == 1
+        if isinstance(x, Int8Rows):
+            assert (x.group or weight.in_features) == weight.group and x.scales.is_contiguous()
         lib.pk_linear_int8(LINEAR_INT8.pack(
             *source, x.scales.data_ptr() if isinstance(x, Int8Rows) else 0,
-            weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target, threads,
+            weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target,
+            max(1, weight.group), threads,
         ))  # fmt: skip
     else:
         assert isinstance(x, Tensor), f"{weight.format} weights take plain activations"

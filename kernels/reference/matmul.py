@@ -26,7 +26,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
     if isinstance(weight, QuantizedWeight):
         return PackedLinear(
             weight, bias, weight.in_features, weight.out_features, weight.num_bytes, weight.format,
-            "plain",
+            "plain", weight.group if weight.format == "int8" else None,
         )  # fmt: skip
     if not onednn_packs(weight):
         return PackedLinear.of_floats(weight, weight, bias, "plain")
@@ -67,9 +67,17 @@ def _quantised_linear(
 ) -> Tensor:
     """With the weight unpacked at every call."""
     if quantized.format == "int8":
-        rows = x if isinstance(x, Int8Rows) else Int8Rows(*quantize_rows_int8(x), x.dtype)
-        y = _exact_product(rows.codes, quantized.codes).float()
-        y *= rows.scales[:, None] * quantized.scales
+        group = quantized.group
+        rows = x
+        if isinstance(rows, Tensor):
+            rows = Int8Rows(*quantize_rows_int8(rows, group), group, rows.dtype)
+        step = group or max(1, quantized.in_features)
+        y = torch.zeros(rows.shape[0], quantized.out_features, device=rows.codes.device)
+        for g, (some, others) in enumerate(
+            zip(rows.codes.split(step, dim=1), quantized.codes.split(step, dim=1), strict=True)
+        ):
+            y += _exact_product(some, others).float() * rows.scales[:, g, None]
+        y *= quantized.scales
     else:
         assert isinstance(x, Tensor), f"{quantized.format} weights take plain activations"
         if quantized.format == "fp8":

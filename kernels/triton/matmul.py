@@ -13,7 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock.kernels.quant import NF4_VALUES, Int8Rows, QuantizedWeight, unpack_nibbles
+from penstock.kernels.quant import (
+    NF4_VALUES,
+    Int8Rows,
+    QuantizedWeight,
+    num_groups,
+    unpack_nibbles,
+)
 from penstock.kernels.triton import matmul_kernels as programs
 from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton.matmul_tiles import GpuFormat, Tiles, choose_tiles
@@ -31,7 +37,7 @@ class GpuWeight:
     padded with zeros to 16 bytes. int4, nf4: `codes` uint8 [slabs, N, step / 2], in which a tile is
     one run of bytes; byte j of a slab holds its input j, and j + step / 2 in the high nibble.
     int8g: `codes` int8 [N, K], rows padded with zeros to whole steps. `scales` fp32 [N], or [G, N]
-    of groups; `zeros` [G, N], uint8 or fp32.
+    of groups; `zeros` [G, N], uint8 or fp32. `group` of int8 is of the activations.
     """
 
     format: GpuFormat
@@ -61,6 +67,9 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
         kind = torch.int8 if quantized.format == "int8" else torch.uint8
         codes = _padded(quantized.codes.view(kind), -num_inputs % 16)
         scales, group, step = quantized.scales.float().contiguous(), num_inputs, SLAB
+        if quantized.format == "int8" and quantized.group is not None:
+            group = min(quantized.group, num_inputs)
+            step = _step(group, num_inputs, SLAB // 4)
         return GpuWeight(
             quantized.format, codes, scales, None, bias, num_inputs, num_outputs, group, step
         )
@@ -87,7 +96,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
         return PackedLinear.of_floats(pack_plain(weight, bias), weight, bias, "triton")
     return PackedLinear(
         pack(weight, bias), bias, weight.in_features, weight.out_features, weight.num_bytes,
-        weight.format, "triton",
+        weight.format, "triton", weight.group if weight.format == "int8" else None,
     )  # fmt: skip
 
 
@@ -128,18 +137,21 @@ def linear(
 
 
 def activations(x: Tensor | Int8Rows, weight: GpuWeight) -> tuple[Tensor, Tensor | None]:
-    """What the kernel multiplies: values or codes [M, K], and the codes' scales [M]."""
+    """What the kernel multiplies: values or codes [M, K], and the codes' scales [M, G]."""
     assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
     if isinstance(x, Int8Rows):
         if weight.format != "int8":
             raise ValueError(f"int8 rows for {weight.format} weights: give them plain activations")
+        assert min(x.group or weight.in_features, weight.in_features) == weight.group
         return x.codes, x.scales
     x = x if x.stride(1) == 1 else x.contiguous()
     if weight.format not in ("int8", "fp8"):
         return x, None
     codes = torch.empty(x.shape, dtype=weight.codes.dtype, device=x.device)
-    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    return rowwise_quant_triton.quantize_rows(x, codes, scales)
+    group = weight.group if _has_groups(weight) else None
+    shape = x.shape[0], num_groups(x.shape[1], group)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return rowwise_quant_triton.quantize_rows(x, codes, scales, group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,8 +193,10 @@ def launch(
     format: str = weight.format
     if format == "fp8" and not (_has_fp8_units(x.device) if fp8_units is None else fp8_units):
         format = "fp8_upcast"
+    if _has_groups(weight):
+        format = "int8_groups"
     steps = triton.cdiv(weight.in_features, tiles.inputs)
-    # int8 sums are exact: one program takes all its inputs as one piece.
+    # Sums of one scale a row are exact: one program takes all its inputs as one piece.
     pieces = 1 if format == "int8" and not tiles.apart else tiles.pieces
     inputs_a_piece = triton.cdiv(steps, pieces) * tiles.inputs
     pieces = triton.cdiv(weight.in_features, inputs_a_piece)
@@ -232,6 +246,11 @@ def _step(group: int, num_inputs: int, least: int) -> int:
         f"groups of {group} weights: on a GPU they are multiples of {least}, or whole rows; "
         "quantise the weight anew"
     )
+
+
+def _has_groups(weight: GpuWeight) -> bool:
+    """Whether the activations of an int8 weight have more than one scale a row."""
+    return weight.format == "int8" and weight.group < weight.in_features
 
 
 def _padded(rows: Tensor, spare: int) -> Tensor:

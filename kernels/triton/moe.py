@@ -107,7 +107,9 @@ def moe_mlp(
         gate, _ = both.chunk(2, dim=1)
         product: Tensor | Int8Rows
         if down.first.format == "int8":
-            product = rowwise_quant_triton.silu_mul_int8(both, Int8Rows.inside(gate))
+            product = rowwise_quant_triton.silu_mul_int8(
+                both, Int8Rows.inside(gate, down.first.group)
+            )
         else:
             product = rowwise_triton.silu_mul(both, gate)
         rows = grouped[first : first + tokens.shape[0]]

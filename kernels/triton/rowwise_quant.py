@@ -33,7 +33,7 @@ def rms_norm_int8(
         _rms_norm_int8_kernel[(num_rows,)](
             x, added, weight, out.codes, out.scales, added if total is None else total,
             x.stride(0), added.stride(0), out.codes.stride(0), eps,
-            DIM=dim, ADD=residual is not None, **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, out.group), ADD=residual is not None, **_row_tile(dim),
         )  # fmt: skip
     return out
 
@@ -43,29 +43,40 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
     if num_rows:
         _silu_mul_int8_kernel[(num_rows,)](
             gate_up, out.codes, out.scales, gate_up.stride(0), out.codes.stride(0),
-            DIM=dim, **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, out.group), **_row_tile(dim),
         )  # fmt: skip
     return out
 
 
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
-    quantize_rows(x, out.codes, out.scales)
+    quantize_rows(x, out.codes, out.scales, out.group)
     return out
 
 
-def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Fills `codes` [M, K], int8, or uint8 for the bits of E4M3, and `scales` fp32 [M].
+def quantize_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, group: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Fills `codes` [M, K], int8, or uint8 for the bits of E4M3, and `scales` fp32 [M, G], dense.
 
-    `quant.quantize_rows_int8` and `quantize_rows_fp8` in one launch. Any stride over rows.
+    `quant.quantize_rows_int8` and `quantize_rows_fp8`, whose rows are one group, in one launch. Any
+    stride over rows.
     """
-    assert x.stride(1) == 1 and codes.stride(1) == 1
+    assert x.stride(1) == 1 and codes.stride(1) == 1 and scales.is_contiguous()
     num_rows, dim = x.shape
     if num_rows:
         _quantize_kernel[(num_rows,)](
             x, codes, scales, x.stride(0), codes.stride(0),
-            DIM=dim, FP8=codes.dtype == torch.uint8, **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, group), FP8=codes.dtype == torch.uint8, **_row_tile(dim),
         )  # fmt: skip
     return codes, scales
+
+
+def _group(dim: int, group: int | None) -> int:
+    """Inputs that share a scale, a power of two; 0: all."""
+    if group is None or group >= dim:
+        return 0
+    assert group & (group - 1) == 0, group
+    return group
 
 
 def _row_tile(dim: int) -> dict[str, int]:
@@ -75,11 +86,11 @@ def _row_tile(dim: int) -> dict[str, int]:
 
 
 @triton.jit
-def _row_scale(y, largest_code):
-    """The scale of a row of fp32 values; NaN where one is not finite."""
+def _row_scale(y, largest_code, AXIS: tl.constexpr = 0):
+    """The scale of a row, or of each row, of fp32 values; NaN where one is not finite."""
     size = tl.abs(y)
-    finite = tl.min((size < float("inf")).to(tl.int32), 0)  # of a NaN this is false, too
-    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
+    finite = tl.min((size < float("inf")).to(tl.int32), AXIS)  # of a NaN this is false, too
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), AXIS)
     scale = tl.maximum(tl.div_rn(largest, largest_code), _MIN_SCALE)
     return tl.where(finite == 1, scale, float("nan"))
 
@@ -107,16 +118,31 @@ def _fp8_codes(y, scale):
 
 
 @triton.jit
-def _store_int8(y, codes_ptr, scales_ptr, row, stride, i, keep):
-    scale = _row_scale(y, _INT8_MAX)
-    tl.store(codes_ptr + row * stride + i, _int8_codes(y, scale), mask=keep)
-    tl.store(scales_ptr + row, scale)
+def _store_int8(
+    y, codes_ptr, scales_ptr, row, stride, i, keep,
+    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if GROUP == 0:
+        scale = _row_scale(y, _INT8_MAX)
+        tl.store(codes_ptr + row * stride + i, _int8_codes(y, scale), mask=keep)
+        tl.store(scales_ptr + row, scale)
+    else:
+        groups = tl.reshape(y, [TILE // GROUP, GROUP])
+        scale = _row_scale(groups, _INT8_MAX, 1)
+        codes = tl.reshape(_int8_codes(groups, scale[:, None]), [TILE])
+        # A row's scale waits for the whole row; of groups, one warp may be through before another
+        # has read what the codes of the first are written over.
+        tl.debug_barrier()
+        tl.store(codes_ptr + row * stride + i, codes, mask=keep)
+        g = tl.arange(0, TILE // GROUP)
+        num_groups: tl.constexpr = (DIM + GROUP - 1) // GROUP
+        tl.store(scales_ptr + row * num_groups + g, scale, mask=g < num_groups)
 
 
 @triton.jit
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, stride, codes_stride,
-    DIM: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Not yet run on a GPU."""
     row = tl.program_id(0).to(tl.int64)
@@ -128,14 +154,14 @@ def _quantize_kernel(
         tl.store(codes_ptr + row * codes_stride + i, _fp8_codes(y, scale), mask=keep)
         tl.store(scales_ptr + row, scale)
     else:
-        _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep)
+        _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, TILE)
 
 
 @triton.jit
 def _rms_norm_int8_kernel(
     x_ptr, added_ptr, weight_ptr, codes_ptr, scales_ptr, total_ptr,
     x_stride, added_stride, codes_stride, eps,
-    DIM: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """`_rms_norm_kernel`, and the row quantised where it is. Not yet run on a GPU."""
     row = tl.program_id(0).to(tl.int64)
@@ -150,13 +176,13 @@ def _rms_norm_int8_kernel(
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
     y = _normed(x, weight, eps, DIM, dtype).to(tl.float32)
-    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep)
+    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, TILE)
 
 
 @triton.jit
 def _silu_mul_int8_kernel(
     gate_up_ptr, codes_ptr, scales_ptr, stride, codes_stride,
-    DIM: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a row, rounded as `_silu_mul_kernel` does. Not yet run on a GPU."""
     row = tl.program_id(0).to(tl.int64)
@@ -165,4 +191,4 @@ def _silu_mul_int8_kernel(
     gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + DIM + i, mask=keep, other=0.0).to(tl.float32)
     y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
-    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep)
+    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, TILE)

@@ -1,4 +1,5 @@
-"""Norm, product and quantisation in one pass: the codes of the passes one after the other."""
+"""Norm, product and quantisation in one pass: the codes of the passes one after the other, with a
+scale for each row or group."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from penstock.kernels.quant import Int8Rows, quantize_rows_int8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 63), (9, 500), (70, 896)]
+GROUPS = [None, 32, 64, 128]
 
 
-def assert_rows(actual: Int8Rows, unfused: Tensor) -> None:
-    codes, scales = quantize_rows_int8(unfused)
+def assert_rows(actual: Int8Rows, unfused: Tensor, group: int | None) -> None:
+    codes, scales = quantize_rows_int8(unfused, group)
+    assert actual.group == group
     assert actual.dtype == unfused.dtype
     assert torch.equal(actual.codes, codes)
     assert torch.equal(actual.scales.nan_to_num(-1.0), scales.nan_to_num(-1.0))
@@ -33,35 +36,39 @@ def trapped(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize(cpu_path, dtype, shape):
+@pytest.mark.parametrize("group", GROUPS)
+def test_quantize(cpu_path, dtype, shape, group):
     x = trapped(torch.randn(shape).to(dtype))
-    assert_rows(rowwise.quantize_int8(x), x)
+    assert_rows(rowwise.quantize_int8(x, group=group), x, group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(cpu_path, dtype, shape):
+@pytest.mark.parametrize("group", GROUPS)
+def test_rms_norm(cpu_path, dtype, shape, group):
     x, weight = trapped(torch.randn(shape).to(dtype)), torch.randn(shape[1]).to(dtype)
-    assert_rows(rowwise.rms_norm_int8(x, weight, 1e-6), rowwise.rms_norm(x, weight, 1e-6))
+    normed = rowwise.rms_norm(x, weight, 1e-6)
+    assert_rows(rowwise.rms_norm_int8(x, weight, 1e-6, group=group), normed, group)
     stream = torch.randn(shape).to(dtype)
     y, h = rowwise.rms_norm(x, weight, 1e-6, residual=stream)
     rows = rowwise.rms_norm_int8(
-        x, weight, 1e-6, residual=stream, total=stream, out=Int8Rows.inside(x)
+        x, weight, 1e-6, residual=stream, total=stream, out=Int8Rows.inside(x, group)
     )
-    assert_rows(rows, y)
+    assert_rows(rows, y, group)
     assert torch.equal(stream.nan_to_num(), h.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_silu_mul(cpu_path, dtype, shape):
+@pytest.mark.parametrize("group", GROUPS)
+def test_silu_mul(cpu_path, dtype, shape, group):
     half = shape[1]
     gate_up = trapped(torch.randn(shape[0], 2 * half).to(dtype))
     product = rowwise.silu_mul(gate_up)
-    assert_rows(rowwise.silu_mul_int8(gate_up), product)
+    assert_rows(rowwise.silu_mul_int8(gate_up, group=group), product, group)
     up = gate_up[:, half:].clone()
-    in_place = rowwise.silu_mul_int8(gate_up, out=Int8Rows.inside(gate_up[:, :half]))
-    assert_rows(in_place, product)
+    in_place = rowwise.silu_mul_int8(gate_up, out=Int8Rows.inside(gate_up[:, :half], group))
+    assert_rows(in_place, product, group)
     assert in_place.codes.data_ptr() == gate_up.data_ptr()
     assert torch.equal(gate_up[:, half:].nan_to_num(), up.nan_to_num())
 
@@ -69,3 +76,12 @@ def test_silu_mul(cpu_path, dtype, shape):
 def test_no_rows(cpu_path):
     assert rowwise.rms_norm_int8(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
     assert rowwise.silu_mul_int8(torch.empty(0, 8)).shape == (0, 4)
+
+
+def test_scales_lie_in_given_memory(cpu_path):
+    """As the workspace has it: more elements than these rows need, which stay as they are."""
+    x, memory = torch.randn(3, 200), torch.full((3, 9), 7.0)
+    rows = rowwise.quantize_int8(x.clone(), out=Int8Rows.inside(x.clone(), 64, memory))
+    assert rows.scales.data_ptr() == memory.data_ptr() and rows.scales.shape == (3, 4)
+    assert torch.equal(rows.scales, quantize_rows_int8(x, 64)[1])
+    assert (memory.view(-1)[12:] == 7.0).all()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels.quant import INT8_GROUP
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.cache import ExpertCache
@@ -77,19 +78,21 @@ def build_experts(
     tensors: dict[str, StoredTensor],
     device: torch.device,
     weights: str = "auto",
+    int8_group: int | None = INT8_GROUP,
 ) -> tuple[RoutedExperts, set[str]]:
     """The experts of the checkpoint in `folder` with a cache, and the names of their tensors.
 
-    `weights` is the format that they are served in; the model computes in `config.dtype`. Raises
-    ConfigError for a dense model, a budget that is too small or a mode that the format does not
-    support, and LoadError if the store's expert file belongs to another checkpoint.
+    `weights` is the format that they are served in, `int8_group` as for `load_model`; the model
+    computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too small or
+    a mode that the format does not support, and LoadError if the store's expert file belongs to
+    another checkpoint.
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors, weights, device.type)
     if settings.mode != "exact" or settings.thresholds is not None:
         who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
         check_neurons(config.stored_scheme, weights, who)
-    packed = PackedExperts(experts, compute) if experts.is_packed else None
+    packed = PackedExperts(experts, compute, int8_group) if experts.is_packed else None
     expert_file = _row_source(settings, experts, compute)
     layout: ExpertLayout
     if packed is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_image import ExpertImage, pack_for
 from penstock.kernels.moe import Expert
-from penstock.kernels.quant import QuantizedWeight
+from penstock.kernels.quant import INT8_GROUP, QuantizedWeight
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import PIECE_BYTES, Bytes, Manifest, digest_of
@@ -32,6 +32,7 @@ class PackedExperts:
 
     experts: CheckpointExperts
     compute: torch.dtype
+    int8_group: int | None = INT8_GROUP  # of the activations: no matter of the bytes
     # Byte layouts, the same for every expert of a layer, and which one each layer has.
     images: tuple[ExpertImage, ...] = field(init=False)
     kinds: dict[int, int] = field(init=False)
@@ -62,10 +63,13 @@ class PackedExperts:
         """One expert, packed as the loader would."""
         device = torch.device(self.experts.device)
         gate_up, down = (
-            pack_for(self._uniform(planned(weight, self._format, self.compute)), device)
+            pack_for(self._uniform(self._planned(weight)), device)
             for weight in self._weights(layer, expert)
         )
         return gate_up, down
+
+    def _planned(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        return planned(weight, self._format, self.compute, self.int8_group)
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """The bytes of an expert in pieces, [num_rows, PIECE_BYTES], padded with zeros. Raises

@@ -85,14 +85,14 @@ def _region_bytes(region: Region, num_rows: int) -> int:
     return max(sum(_array_bytes(array, num_rows) for array in phase) for phase in region)
 
 
-def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
+def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1) -> BufferPlan:
     """The arrays that `Decoder.forward` writes besides K and V, with a row for each token.
 
     R1 is the residual stream; R2 the output of a norm, of attention or of an MLP; R3 the wide
     arrays: the fused projection with the queries for the sinks, the output projection, gate and up,
     the arrays of routed experts, and before the first layer the angles. In addition cos and sin,
-    for absolute positions and for those relative to the sinks, and one scale a row: the codes of
-    int8 rows overwrite the values that they are made from.
+    for absolute positions and for those relative to the sinks, and `num_scales` of int8 rows, whose
+    codes overwrite the values that they are made from.
     """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
@@ -116,7 +116,7 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype) -> BufferPlan:
         ),
     )
     tables = tuple(Array(name, half, fp32) for name in ("cos", "sin", "sink_cos", "sink_sin"))
-    tables += (Array("row_scales", 1, fp32),)
+    tables += (Array("row_scales", num_scales, fp32),)
     return BufferPlan(
         (
             ((Array("residual", hidden, dtype),),),
@@ -160,7 +160,7 @@ class Workspace:
     sin: Tensor
     sink_cos: Tensor
     sink_sin: Tensor
-    row_scales: Tensor  # [T, 1], of the int8 rows of the moment
+    row_scales: Tensor  # [T, most groups], of the int8 rows of the moment
 
     @classmethod
     def allocate(cls, plan: BufferPlan, num_rows: int, device: torch.device) -> Workspace:

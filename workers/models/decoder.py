@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
-from penstock.kernels.quant import Int8Rows
+from penstock.kernels.quant import Int8Rows, num_groups
 from penstock.kernels.rowwise import rms_norm, rms_norm_int8
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
@@ -18,7 +18,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.rope import Rope
-from penstock.workers.models.weight_summary import weight_facts
+from penstock.workers.models.weight_summary import linears_of, weight_facts
 
 
 class Decoder:
@@ -41,7 +41,12 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
-        self.plan = activation_plan(config, self.dtype)
+        int8 = [packed for packed in linears_of(layers) if packed.format == "int8"]
+        self.int8_group = int8[0].group if int8 else None
+        num_scales = max(
+            (num_groups(packed.in_features, packed.group) for packed in int8), default=1
+        )
+        self.plan = activation_plan(config, self.dtype, num_scales)
         slots = () if routed is None else routed.cache.table
         cached = [packed for slot in slots for packed in slot.widest]
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
@@ -96,7 +101,7 @@ class Decoder:
     ) -> Tensor:
         """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
         eps, hidden = self.config.rms_norm_eps, ws.residual
-        first, rows = self.layers[0], Int8Rows.inside(ws.normed, ws.row_scales)
+        first, rows = self.layers[0], Int8Rows.inside(ws.normed, self.int8_group, ws.row_scales)
         rolled = None
         if inputs.rolling is not None:
             q_sink = ws.q_sink.unflatten(1, (-1, self.config.head_dim))

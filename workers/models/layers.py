@@ -122,7 +122,8 @@ class Attention:
         attended = workspace.attended
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
         if self.o.format == "int8":
-            rows = quantize_int8(attended, out=Int8Rows.inside(attended, workspace.row_scales))
+            rows = Int8Rows.inside(attended, self.o.group, workspace.row_scales)
+            rows = quantize_int8(attended, out=rows)
             return linear(rows, self.o, out=workspace.projected)
         return linear(attended, self.o, out=workspace.projected)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import pack_linear
-from penstock.kernels.quant import QuantizedWeight
+from penstock.kernels.quant import INT8_GROUP, QuantizedWeight
 from penstock.kernels.types import PackedLinear
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, build_experts
@@ -50,6 +50,7 @@ def load_model(
     weights: str = "auto",
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
+    int8_group: int | None = INT8_GROUP,
     dtype: str = "auto",
     device: str = "cpu",
     progress: bool | Report = True,
@@ -60,6 +61,7 @@ def load_model(
     `weights`: "auto" (as the checkpoint), "fp32", "bf16", or int8, int4, nf4 or fp8: linear layers
     are quantised while they load, o_proj with `quantize_o` and the head with `quantize_lm_head`. A
     checkpoint that is already quantised is served as stored, or dequantised with "fp32" and "bf16".
+    `int8_group`: inputs of int8 weights whose activations share a scale; None: a whole row.
     `dtype`: of activations and of weights that are not quantised: "auto" is the checkpoint's (fp16
     becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
     of it; True: a bar if stderr is a terminal; False: nobody. With `experts`, routed experts stay
@@ -71,10 +73,11 @@ def load_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
+    plan = dataclasses.replace(plan, int8_group=int8_group)
     routed, in_expert_file = None, set[str]()
     if experts is not None:
         routed, in_expert_file = build_experts(
-            experts, folder, config, tensors, torch.device(device), weights
+            experts, folder, config, tensors, torch.device(device), weights, int8_group
         )
     total = sum(each.num_bytes for name, each in tensors.items() if name not in in_expert_file)
     with showing(told(progress)) as report:
@@ -117,11 +120,13 @@ def build_random(
     *,
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
+    int8_group: int | None = INT8_GROUP,
 ) -> Decoder:
     """A decoder with random weights (normal, standard deviation 0.02), for benchmarks."""
     config = dataclasses.replace(config, dtype="fp32") if config.dtype == "auto" else config
     config = dataclasses.replace(config, stored_scheme=None)
     plan = weight_plan(None, weights, quantize_o, quantize_lm_head)
+    plan = dataclasses.replace(plan, int8_group=int8_group)
     config = _with_dtype(config, weights, torch.device(device))
     return build_decoder(config, RandomWeights(config, seed, device), plan)
 
@@ -269,7 +274,7 @@ class _Builder:
     def _packed(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, format: QuantizedFormat | None
     ) -> PackedLinear:
-        return pack_linear(planned(weight, format, self.dtype), bias)
+        return pack_linear(planned(weight, format, self.dtype, self.plan.int8_group), bias)
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:

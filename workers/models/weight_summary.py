@@ -43,7 +43,7 @@ def weight_facts(
 
     `cached_experts`: the slots of the expert cache, if there is one.
     """
-    all_linears = [*_linears(layers), *cached_experts]
+    all_linears = [*linears_of(layers), *cached_experts]
     total, linears = Counter[str](), Counter[str]()
     for packed in all_linears:
         total[packed.format] += packed.num_bytes
@@ -56,7 +56,8 @@ def weight_facts(
     return WeightFacts(format, dict(total.most_common()))
 
 
-def _linears(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
+def linears_of(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
+    """All packed linears of `layers`, but experts that a cache holds."""
     for layer in layers:
         yield from (layer.attention.qkv, layer.attention.o)
         if isinstance(layer.mlp, Mlp):

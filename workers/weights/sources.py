@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import QuantizedWeight, WeightFormat, dequantize_weight, quantize_weight
+from penstock.kernels.quant import (
+    INT8_GROUP,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize_weight,
+    quantize_weight,
+)
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import StoredScheme
@@ -26,13 +33,19 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_e
 
 
 def planned(
-    weight: Tensor | QuantizedWeight, format: WeightFormat | None, dtype: torch.dtype
+    weight: Tensor | QuantizedWeight,
+    format: WeightFormat | None,
+    dtype: torch.dtype,
+    int8_group: int | None = INT8_GROUP,
 ) -> Tensor | QuantizedWeight:
     """A weight as it will be packed: quantised in `format` unless it already is quantised; in the
-    model's `dtype` if `format` is None."""
-    if isinstance(weight, QuantizedWeight):
-        return weight
-    return weight.to(dtype) if format is None else quantize_weight(weight, format)
+    model's `dtype` if `format` is None. `int8_group`: the activations of int8 weights that share a
+    scale; None: a whole row."""
+    if isinstance(weight, Tensor):
+        if format is None:
+            return weight.to(dtype)
+        weight = quantize_weight(weight, format)
+    return replace(weight, group=int8_group) if weight.format == "int8" else weight
 
 
 class WeightSource(Protocol):

@@ -1,9 +1,9 @@
 // Products with packed weights, with the C interface of operators.cpp, whose rules apply here too.
 
+#include "matmul/amx_int8.h"
 #include "matmul/amx_integers.h"
 #include "matmul/linear.h"
 #include "matmul/linear_lut.h"
-#include "matmul/linear_int8.h"
 #include "matmul/pack_codes.h"
 #include "export.h"
 

@@ -17,9 +17,9 @@ INLINE void with_constant(int n, Body&& body) {
     }
 }
 
-// Cut `count` into equal pieces of at most MAX_ROWS: 16 is 8 + 8, not 12 + 4.
-INLINE int rows_per_tile(int64_t count) {
-    const int64_t tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+// Cut `count` into equal pieces of at most `most`: 16 is 8 + 8, not 12 + 4.
+INLINE int rows_per_tile(int64_t count, int most = MAX_ROWS) {
+    const int64_t tiles = (count + most - 1) / most;
     return (int)((count + tiles - 1) / tiles);
 }
 

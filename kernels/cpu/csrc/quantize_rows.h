@@ -1,4 +1,4 @@
-// Rows of activations as int8 codes and a scale, as kernels/quant.py defines them, bit for bit.
+// Rows of activations as int8 codes and scales of groups, as kernels/quant.py defines them, bit for bit.
 
 #pragma once
 
@@ -40,11 +40,18 @@ INLINE void write_codes(const T* from, int64_t n, float scale, int8_t* to) {
     }
 }
 
+// The codes of a row, and a scale for each `group` inputs, which is a multiple of W or
+// the whole row.
 template <class T>
-INLINE float quantize_row(const T* x, int64_t n, int8_t* codes) {
-    vi top = {};
-    for (int64_t i = 0; i < n; i += W) top = max_bits(top, load_up_to(x + i, n - i));
-    const float scale = scale_of(top, 127.0f);
-    write_codes(x, n, scale, codes);
-    return scale;
+INLINE void quantize_row(const T* x, int64_t n, int64_t group, int8_t* codes, float* scales) {
+    int64_t start = 0;
+    do {  // a row of nothing has a scale, too
+        const int64_t some = std::min(group, n - start);
+        vi top = {};
+        for (int64_t i = 0; i < some; i += W) top = max_bits(top, load_up_to(x + start + i, some - i));
+        const float scale = scale_of(top, 127.0f);
+        write_codes(x + start, some, scale, codes + start);
+        *scales++ = scale;
+        start += group;
+    } while (start < n);
 }

@@ -10,10 +10,12 @@
 struct CodesArgs {
     int8_t* codes;  // [tokens, dim]; null if rows of T are wanted
     int64_t stride;
-    float* scales;  // [tokens]
+    float* scales;  // [tokens, groups], dense
+    int64_t group;  // inputs that share a scale: a multiple of W, or dim
 };
-#define CODES_FIELDS(codes_args) \
-    FIELD(codes_args.codes) FIELD(codes_args.stride) FIELD(codes_args.scales)
+#define CODES_FIELDS(codes_args)                                             \
+    FIELD(codes_args.codes) FIELD(codes_args.stride) FIELD(codes_args.scales) \
+    FIELD(codes_args.group)
 
 struct RmsNormArgs {
     int64_t dtype;
@@ -104,18 +106,16 @@ INLINE T* row_of(void* out, int64_t offset, const CodesArgs& int8, int64_t dim) 
 }
 
 template <class T>
-INLINE void write_row(const CodesArgs& int8, int64_t t, const T* row, int64_t dim, vi top) {
+INLINE void write_row(const CodesArgs& int8, int64_t t, const T* row, int64_t dim) {
     if (!int8.codes) return;
-    int8.scales[t] = scale_of(top, 127.0f);
-    write_codes(row, dim, int8.scales[t], int8.codes + t * int8.stride);
+    const int64_t groups = (dim + int8.group - 1) / int8.group;
+    quantize_row(row, dim, int8.group, int8.codes + t * int8.stride, int8.scales + t * groups);
 }
 
 template <class T>
 void quantize(const QuantizeArgs& a) {
 #pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN)
-    for (int64_t t = 0; t < a.rows; ++t)
-        a.int8.scales[t] = quantize_row((const T*)a.x + t * a.stride, a.dim,
-                                        a.int8.codes + t * a.int8.stride);
+    for (int64_t t = 0; t < a.rows; ++t) write_row(a.int8, t, (const T*)a.x + t * a.stride, a.dim);
 }
 
 template <class T>
@@ -146,14 +146,11 @@ void rms_norm(const RmsNormArgs& a) {
             }
         }
         const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)dim + (float)a.eps);
-        vi top = {};
         for (int64_t d = 0; d < dim; d += W) {
             const vf normed = rounded_to<T>(load_up_to(from + d, dim - d) * scale);
-            const vf y = rounded_to<T>(normed * load_up_to(weight + d, dim - d));
-            store_up_to(to + d, y, dim - d);
-            top = max_bits(top, y);
+            store_up_to(to + d, normed * load_up_to(weight + d, dim - d), dim - d);
         }
-        write_row(a.int8, t, to, dim, top);
+        write_row(a.int8, t, to, dim);
     }
 }
 
@@ -199,14 +196,11 @@ void silu_mul(const SiluMulArgs& a) {
     for (int64_t row = 0; row < a.rows; ++row) {
         const T *gate = (const T*)a.gate_up + row * a.stride, *up = gate + dim;
         T* out = row_of<T>(a.out, row * a.out_stride, a.int8, dim);
-        vi top = {};
         for (int64_t d = 0; d < dim; d += W) {
             const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
-            const vf y = g / (1.0f + vexp(-g)) * u;
-            store_up_to(out + d, y, dim - d);
-            if (a.int8.codes) top = max_bits(top, rounded_to<T>(y));
+            store_up_to(out + d, g / (1.0f + vexp(-g)) * u, dim - d);
         }
-        write_row(a.int8, row, out, dim, top);
+        write_row(a.int8, row, out, dim);
     }
 }
 

@@ -167,9 +167,39 @@ def test_int8_rows_are_taken_as_they_are(cpu_path, dtype):
     quantized = quantized_weight("int8", 50, 129)
     packed = pack_as(cpu_path, quantized, torch.randn(50))
     x = rows_of(19, 129, dtype)
-    rows = rowwise.quantize_int8(x, out=quant.Int8Rows.inside(rows_of(19, 129, dtype)))
+    memory = rows_of(19, 129, dtype)
+    rows = rowwise.quantize_int8(x, out=quant.Int8Rows.inside(memory, packed.group))
     y = linear(rows, packed)
     assert y.dtype == dtype and torch.equal(y, linear(x, packed))
+
+
+@pytest.mark.parametrize("group", [None, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_int8_with_groups_of_activations(cpu_path, group, dtype):
+    """Of rows with an outlier: only its group is coarse. Numbers of rows around those of a tile."""
+    for num_outputs, num_inputs in ((1, 1), (33, 65), (70, 576), (31, 1000)):
+        quantized = replace(quantized_weight("int8", num_outputs, num_inputs), group=group)
+        packed = pack_as(cpu_path, quantized, torch.randn(num_outputs))
+        assert packed.group == group
+        x = rows_of(130, num_inputs, dtype)
+        x[3, 0], x[5] = 1e3, 0
+        truth = quant.linear_reference(x, quantized, packed.bias)
+        together = linear(x, packed)
+        assert_linear(together, truth)
+        for num_rows in (1, 2, 4, 6, 7, 8, 9, 13, 97) if cpu_path == "native" else ():
+            assert torch.equal(linear(x[:num_rows], packed), together[:num_rows])
+            assert torch.equal(linear(x[-num_rows:], packed), together[-num_rows:])
+
+
+def test_a_group_that_is_not_finite_leaves_no_number(native_path):
+    """One group of one row: that row is NaN, the others keep their bits."""
+    packed = pack_linear(quantized_weight("int8", 33, 200))
+    x = torch.randn(14, 200)
+    clean = linear(x, packed)
+    x[5, 130] = float("inf")
+    y = linear(x, packed)
+    others = [row for row in range(14) if row != 5]
+    assert y[5].isnan().all() and torch.equal(y[others], clean[others])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -180,7 +210,7 @@ def test_fp16(cpu_path, format):
     truth = quant.linear_reference(x, quantized, bias)
     torch.testing.assert_close(linear(x, packed), truth, rtol=2e-3, atol=2e-3)
     if format == "int8":
-        rows = rowwise.quantize_int8(x)
+        rows = rowwise.quantize_int8(x, group=packed.group)
         out = torch.empty(5, 40, dtype=torch.float16)
         assert linear(rows, packed, out=out) is out
         assert torch.equal(out, linear(x, packed))
@@ -202,8 +232,8 @@ def test_int8_sums_are_exact(cpu_path):
     """Every code at its end with one sign: the most that K products can come to."""
     depth = 6000
     ones = torch.ones(1, depth)
-    packed = pack_as(cpu_path, quant.quantize_weight(torch.cat([ones, -ones]), "int8"), None)
-    assert linear(ones, packed).tolist() == [[depth, -depth]]
+    quantized = replace(quant.quantize_weight(torch.cat([ones, -ones]), "int8"), group=None)
+    assert linear(ones, pack_as(cpu_path, quantized, None)).tolist() == [[depth, -depth]]
 
 
 def test_the_codes_of_fp8_rows_are_torchs(native_path):

@@ -19,7 +19,7 @@ ROWS, DIM = 3, 70
 
 def a_pass(memory):
     """Norm, quantised linear, SiLU * mul: from `memory.x` to `memory.y`, and nothing else."""
-    rows = quant.Int8Rows.inside(memory["normed"], memory["scales"])
+    rows = quant.Int8Rows.inside(memory["normed"], quant.INT8_GROUP, memory["scales"])
     x = rms_norm_int8(memory["x"], memory["weight"], 1e-6, out=rows)
     wide = linear(x, memory["linear"], out=memory["wide"])
     silu_mul(wide, out=memory["y"])
@@ -31,7 +31,7 @@ def memory():
         "x": torch.randn(ROWS, DIM),
         "weight": torch.randn(DIM),
         "normed": torch.empty(ROWS, DIM),
-        "scales": torch.empty(ROWS, 1),
+        "scales": torch.empty(ROWS, 2),
         "linear": pack_linear(quant.quantize_weight(torch.randn(2 * DIM, DIM), "int8")),
         "wide": torch.empty(ROWS, 2 * DIM),
         "y": torch.empty(ROWS, DIM),

@@ -60,27 +60,37 @@ def test_quantised_rows_have_the_bits_of_the_reference(dtype):
         (torch.int8, quant.quantize_rows_int8), (torch.uint8, quant.quantize_rows_fp8),
     ):  # fmt: skip
         codes = torch.empty(8, 77, dtype=kind, device=DEVICE)
-        scales = torch.empty(8, device=DEVICE)
+        want = reference(x.cpu())
+        scales = torch.empty(want[1].shape, device=DEVICE)
         rowwise_quant_triton.quantize_rows(poisoned(x), codes, scales)
-        assert_same_rows(codes, scales, reference(x.cpu()))
+        assert_same_rows(codes, scales, want)
 
 
 @pytest.mark.parametrize("dtype", [FP32, HALF])
-def test_fused_rows_are_those_of_two_steps(dtype):
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rows_with_scales_of_groups(dtype, group):
+    x = traps(dtype)
+    rows = rowwise_quant_triton.quantize_int8(x.clone(), Int8Rows.inside(poisoned(x), group))
+    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(x.cpu(), group))
+
+
+@pytest.mark.parametrize("dtype", [FP32, HALF])
+@pytest.mark.parametrize("group", [None, 32])
+def test_fused_rows_are_those_of_two_steps(dtype, group):
     """Over their own input, too: the codes lie where x, or the gate, was."""
     x, residual = traps(dtype), torch.randn(8, 77).to(DEVICE, dtype)
     weight = torch.randn(77).to(DEVICE, dtype)
     y, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
     rows = rowwise_quant_triton.rms_norm_int8(
-        x, weight, 1e-5, residual, Int8Rows.inside(x), residual
+        x, weight, 1e-5, residual, Int8Rows.inside(x, group), residual
     )
-    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu()))
+    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu(), group))
     torch.testing.assert_close(residual, total, rtol=0, atol=0, equal_nan=True)
     gate_up = torch.cat((traps(dtype), torch.randn(8, 77).to(DEVICE, dtype)), dim=1)
     y = rowwise_triton.silu_mul(gate_up, torch.empty(8, 77, dtype=dtype, device=DEVICE))
-    rows = Int8Rows.inside(gate_up[:, :77])
+    rows = Int8Rows.inside(gate_up[:, :77], group)
     rowwise_quant_triton.silu_mul_int8(gate_up, rows)
-    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu()))
+    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu(), group))
 
 
 GROUPED: dict[str, tuple[Literal["int8g", "int4"], int, bool]] = {
@@ -101,13 +111,17 @@ def make_grouped(format: str, num_outputs: int, num_inputs: int) -> QuantizedWei
 
 
 def make_weight(
-    format: WeightFormat | Literal["int4 zeros"], num_outputs: int, num_inputs: int
+    format: WeightFormat | Literal["int4 zeros", "int8 rows", "int8 32"],
+    num_outputs: int,
+    num_inputs: int,
 ) -> QuantizedWeight:
     """With a group, or a row, of zeros and one extreme value."""
     weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
     weight[0, : min(128, num_inputs)] = 0
     weight[1, 0] = 100.0
-    made = quant.quantize_weight(weight, "int4" if format == "int4 zeros" else format)
+    made = quant.quantize_weight(weight, cast(WeightFormat, format.split()[0]))
+    if format == "int8 rows" or format == "int8 32":
+        made = replace(made, group=None if format == "int8 rows" else 32)
     codes, scales, zeros, group = made.codes, made.scales, made.zeros, made.group
     if format == "int4 zeros":  # as AWQ has them; groups of 32
         group, groups = 32, -(-num_inputs // 32)
@@ -122,6 +136,10 @@ def make_weight(
 LINEARS = [
     ("int8", HALF, 17, 70, 200, 1),
     ("int8", FP32, 1, 33, 300, 2),
+    ("int8", FP32, 70, 20, 64, 1),
+    ("int8 32", HALF, 3, 33, 100, 1),
+    ("int8 rows", HALF, 17, 70, 200, 1),
+    ("int8 rows", FP32, 1, 33, 300, 2),
     ("int4", FP32, 3, 70, 129, 1),
     ("int4", HALF, 257, 20, 384, 1),
     ("int4 zeros", HALF, 3, 33, 100, 1),
@@ -178,9 +196,9 @@ def test_plain_linear(dtype, rows):
 def test_rows_that_are_quantised_already():
     quantized, x = make_weight("int8", 20, 96), torch.randn(3, 96).to(DEVICE, HALF)
     packed = matmul_triton.pack(quantized)
-    codes, scales = quant.quantize_rows_int8(x.cpu())
-    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), x.dtype)
-    outer = PackedLinear(packed, None, 96, 20, packed.num_bytes, "int8", "triton")
+    codes, scales = quant.quantize_rows_int8(x.cpu(), quantized.group)
+    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), quantized.group, x.dtype)
+    outer = PackedLinear(packed, None, 96, 20, packed.num_bytes, "int8", "triton", packed.group)
     assert torch.equal(matmul.linear(rows, outer), matmul_triton.linear(x, packed))
     with pytest.raises(ValueError, match="nf4 weights"):
         matmul_triton.linear(rows, matmul_triton.pack(make_weight("nf4", 20, 96)))

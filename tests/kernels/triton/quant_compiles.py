@@ -19,7 +19,7 @@ ROUTED = {"row_ids_ptr": "i32", "starts_ptr": "i32", "offsets_ptr": "i64"}
 BF16 = dict.fromkeys(("x_ptr", "codes_ptr", "out_ptr", "bias_ptr"), "bf16")
 NORM = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "total_ptr"), "bf16")
 QUANTIZED = {"codes_ptr": "i8", "scales_ptr": "fp32"}
-SIZES = {"DIM": 4096, "TILE": 4096}
+SIZES = {"DIM": 4096, "GROUP": 64, "TILE": 4096}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
 
@@ -38,12 +38,16 @@ def linear(format: str, num_rows: int, pointers: dict[str, str], group: int = 12
 
 
 GROUPED = LINEAR | {"codes_ptr": "i8"}
-INT8 = CODES | {"x_ptr": "i8", "codes_ptr": "i8"}
+INT8 = CODES | {"x_ptr": "i8", "codes_ptr": "i8"}  # one scale a row
 KERNELS = {
     "int8 decode": linear("int8", 1, INT8),
     "int8 prefill": linear("int8", 4096, INT8),
     "int8 routed prefill": linear("int8", 64, INT8 | ROUTED),
     "int8 routed": linear("int8", 16, INT8 | ROUTED),
+    "int8 groups decode": linear("int8_groups", 1, INT8, 64),
+    "int8 groups prefill": linear("int8_groups", 4096, INT8, 64),
+    "int8 groups routed": linear("int8_groups", 16, INT8 | ROUTED, 64),
+    "int8 groups of 32": linear("int8_groups", 16, INT8, 32),
     "fp8 decode": linear("fp8", 1, CODES),
     "fp8 prefill": linear("fp8", 4096, CODES),
     "fp8 without units": linear("fp8_upcast", 16, CODES),
@@ -78,19 +82,30 @@ KERNELS = {
     "norm": (rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | {"ADD": True}, 8, 3),
     "silu_mul": (
         rows._silu_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
-        {"DIM": 14336, "TILE": 16384}, 32, 3,
+        {"DIM": 14336, "GROUP": 64, "TILE": 16384}, 32, 3,
     ),
     "quantize": (
         rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"}, SIZES | {"FP8": False}, 8, 3,
     ),
+    "quantize rows": (
+        rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"},
+        SIZES | {"GROUP": 0, "FP8": False}, 8, 3,
+    ),
     "quantize fp8": (
         rows._quantize_kernel, {"x_ptr": "bf16", "codes_ptr": "u8", "scales_ptr": "fp32"},
-        SIZES | {"FP8": True}, 8, 3,
+        SIZES | {"GROUP": 0, "FP8": True}, 8, 3,
     ),
 }  # fmt: skip
 
 
-AMPERE = {"int8 routed", "fp8 without units", "int4 decode", "reduce", "quantize"}
+AMPERE = {
+    "int8 routed",
+    "int8 groups routed",
+    "fp8 without units",
+    "int4 decode",
+    "reduce",
+    "quantize",
+}
 ON_REQUEST = ("prefill", "64 rows", "fp16", "int4 routed")  # they take seconds each
 
 

@@ -1,7 +1,7 @@
 """Models quantised at load: the naive model with the same codes, however a batch is cut; the tool.
 
 The oracle is transformers' model in fp32 whose linear layers multiply dequantised weights, and for
-int8 and fp8 activations that were rounded a row at a time; each expert sees every token.
+int8 and fp8 activations that were rounded in groups and rows; each expert sees every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.deployments.cli.main import main
 from penstock.kernels.matmul import linear
-from penstock.kernels.quant import dequantize_weight, quantize_weight
+from penstock.kernels.quant import INT8_GROUP, dequantize_weight, quantize_weight
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
@@ -43,8 +43,9 @@ CASES = [(name, f) for name in ("llama", "mixtral") for f in QUANTIZED_FORMATS] 
 
 
 @functools.cache
-def decoder_of(name: str, weights: str) -> Decoder:
-    return load_model(make_checkpoint(name), weights=weights, progress=False)
+def decoder_of(name: str, weights: str, int8_group: int | None = INT8_GROUP) -> Decoder:
+    folder = make_checkpoint(name)
+    return load_model(folder, weights=weights, int8_group=int8_group, progress=False)
 
 
 def greedy(model: Decoder, prompts: list[list[int]], **settings) -> list[list[int]]:
@@ -57,15 +58,23 @@ def greedy(model: Decoder, prompts: list[list[int]], **settings) -> list[list[in
     return [ids_of(deltas) for deltas in answers(engine, requests).values()]
 
 
-def rounded_rows(x: Tensor, format: str) -> Tensor:
-    """Each row on the grid of its own scale, where the format rounds activations."""
-    if format not in ("int8", "fp8"):
-        return x
-    top = 127.0 if format == "int8" else 448.0
-    scale = (x.abs().amax(-1, keepdim=True) / top).clamp(min=1e-7)
-    codes = (x / scale).clamp(-top, top)
-    codes = codes.round() if format == "int8" else codes.to(torch.float8_e4m3fn).float()
-    return codes * scale
+def rounded_rows(x: Tensor, format: str, group: int | None = INT8_GROUP) -> Tensor:
+    """Each row, or of int8 each group, on the grid of its own scale, where the format rounds
+    activations."""
+    if format == "int8":
+        parts = x.split(group or x.shape[-1], dim=-1)
+        return torch.cat([on_grid(part, 127.0).round() * grid(part, 127.0) for part in parts], -1)
+    if format == "fp8":
+        return on_grid(x, 448.0).to(torch.float8_e4m3fn).float() * grid(x, 448.0)
+    return x
+
+
+def grid(x: Tensor, top: float) -> Tensor:
+    return (x.abs().amax(-1, keepdim=True) / top).clamp(min=1e-7)
+
+
+def on_grid(x: Tensor, top: float) -> Tensor:
+    return (x / grid(x, top)).clamp(-top, top)
 
 
 def rounded_weight(weight: Tensor, format: QuantizedFormat) -> Tensor:
@@ -75,9 +84,10 @@ def rounded_weight(weight: Tensor, format: QuantizedFormat) -> Tensor:
 class NaiveExperts(torch.nn.Module):
     """A layer's routed experts: all of them for all tokens, weighted by the router's choice."""
 
-    def __init__(self, block, top_k: int, format: QuantizedFormat, norm: bool):
+    def __init__(self, block, top_k: int, format: QuantizedFormat, norm: bool, group: int | None):
         super().__init__()
         self.block, self.top_k, self.format, self.norm = block, top_k, format, norm
+        self.group = group
         self.gate_ups = [rounded_weight(w, format) for w in block.experts.gate_up_proj]
         self.downs = [rounded_weight(w, format) for w in block.experts.down_proj]
 
@@ -86,10 +96,10 @@ class NaiveExperts(torch.nn.Module):
         chances, ids = (rows @ self.block.gate.weight.T).softmax(-1).topk(self.top_k)
         if self.norm:
             chances = chances / chances.sum(-1, keepdim=True)
-        out, rounded = torch.zeros_like(rows), rounded_rows(rows, self.format)
+        out, rounded = torch.zeros_like(rows), rounded_rows(rows, self.format, self.group)
         for expert, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs)):
             gate, up = (rounded @ gate_up.T).chunk(2, dim=1)
-            inner = rounded_rows(torch.nn.functional.silu(gate) * up, self.format)
+            inner = rounded_rows(torch.nn.functional.silu(gate) * up, self.format, self.group)
             share = torch.where(ids == expert, chances, 0.0).sum(1, keepdim=True)
             out += share * (inner @ down.T)
         if hasattr(self.block, "shared_expert"):
@@ -100,18 +110,25 @@ class NaiveExperts(torch.nn.Module):
 
 @functools.cache
 @torch.inference_mode()
-def oracle(name: str, format: QuantizedFormat, prompt: tuple[int, ...]) -> list[int]:
+def oracle(
+    name: str,
+    format: QuantizedFormat,
+    prompt: tuple[int, ...],
+    group: int | None = INT8_GROUP,
+) -> list[int]:
     """Greedy ids of the naive model, the whole sequence computed anew for each."""
     model = random_model(*ALL[name])
     facts = model.config
     for path, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and path.split(".")[-1] in LINEARS:
             module.weight.copy_(rounded_weight(module.weight, format))
-            module.register_forward_pre_hook(lambda _, given: (rounded_rows(given[0], format),))
+            module.register_forward_pre_hook(
+                lambda _, given: (rounded_rows(given[0], format, group),)
+            )
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             norm = name == "mixtral" or facts.norm_topk_prob
-            layer.mlp = NaiveExperts(layer.mlp, facts.num_experts_per_tok, format, norm)
+            layer.mlp = NaiveExperts(layer.mlp, facts.num_experts_per_tok, format, norm, group)
     ids = list(prompt)
     for _ in range(NUM_NEW):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -133,6 +150,18 @@ def test_ids_are_the_naive_models_however_the_batch_is_cut(name: str, format: Qu
         model, [others[0], prompt, *others[1:]], max_num_seqs=4, max_num_batched_tokens=16
     )
     assert together[1] == expected
+
+
+@pytest.mark.parametrize("group", [32, None])
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe"])
+def test_other_groups_of_int8_activations(name: str, group: int | None):
+    prompt = random_prompt(19)
+    model = decoder_of(name, "int8", group)
+    assert model.int8_group == group
+    expected = oracle(name, "int8", tuple(prompt), group)
+    assert greedy(model, [prompt], max_num_seqs=1, max_num_batched_tokens=7) == [expected]
+    if name == "llama":
+        assert expected != oracle(name, "int8", tuple(prompt)), "a group that makes no difference"
 
 
 def test_formats_give_different_models():

@@ -1,4 +1,5 @@
-// int8 rows times an int8 weight: exact sums of s8 x s8 in int32, scaled in the end.
+// int8 rows times an int8 weight: exact sums of s8 x s8 in int32 over the inputs that share a scale of
+// the row (a group, or all); each is scaled in fp32 and added to the total, group after group.
 //
 // A panel holds 2 W output features as [K / 4][2 W][4] bytes, code + 128: the instructions multiply
 // unsigned by signed, and 128 times the sum of a row's codes is taken off again. int32 wraps, so that
@@ -10,26 +11,33 @@
 
 #pragma once
 
-#include "matmul/amx.h"
 #include "export.h"
+#include "matmul/tiling.h"
 #include "quantize_rows.h"
 
 constexpr int PANEL8 = 2 * W;
-constexpr int64_t AMX_FROM = 4;  // rows; the sums are exact, so that both ways give the same bits
+// Rows of a tile. With groups, 6 x 2 sums and as many totals fit 32 registers: faster from two tiles on
+// than 12 rows with totals in memory; 7 and 8 rows are best served by one tile.
+INLINE int int8_rows(int64_t rows, int64_t groups) {
+    return groups == 1 ? MAX_ROWS : std::min(MAX_ROWS, rows <= 8 ? 8 : 6);
+}
 
 struct Int8LinearArgs {
     int64_t dtype;
     const void* x;  // rows of dtype, or codes if there are scales of x
     int64_t x_stride;
-    const float* x_scales;  // [rows], or null
+    const float* x_scales;  // [rows, groups], or null
     const uint8_t* packed;
     const float *scales, *bias;  // [columns]; bias may be null
     void* out;
-    int64_t out_stride, rows, columns, depth, threads;
+    int64_t out_stride, rows, columns, depth;
+    int64_t group;  // inputs that share a scale of x: 16, 32, a multiple of 64, or depth
+    int64_t threads;
 };
 LAYOUT(Int8LinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(x_scales) FIELD(packed) FIELD(scales) FIELD(bias)
-       FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(threads))
+       FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
+       FIELD(threads))
 
 struct Int8PackArgs {
     const int8_t* codes;
@@ -76,26 +84,41 @@ struct Quad {
     int32_t at, codes;  // four codes of a row from input feature 4 * at on
 };
 
-// The rows of a block as the tiles read them: [K / 4][rows of the tile] quads, tile after tile.
+// The rows of a block as the tiles read them, tile after tile: [K / 4][rows of the tile] quads, and
+// [groups][rows of the tile] scales and first sums.
 struct Int8Block {
-    int64_t quads;  // K / 4, rounded up
-    std::vector<int32_t> tiles;
-    std::vector<float> scales;
-    std::vector<int32_t> sums, num_rest;
+    int64_t quads;          // K / 4, rounded up
+    int64_t group, groups;  // quads of a group; groups of a row
+    std::vector<int32_t> tiles, tile_sums;
+    std::vector<float> tile_scales;
+    std::vector<float> scales;  // [rows][groups]
+    std::vector<int32_t> sums;  // of the codes of a group
+    std::vector<int32_t> num_rest;
     std::vector<Quad> rest;  // [rows][quads], of which num_rest[row] are set
 
-    void reserve(int64_t rows, int64_t depth) {
-        quads = (depth + 3) / 4;
-        const size_t many = (size_t)std::min(rows, BLOCK);
+    void reserve(const Int8LinearArgs& a) {
+        const size_t many = (size_t)std::min(a.rows, BLOCK);
+        reserve_rows(a, many);
         grow(tiles, (many + 1) * quads);  // the last tile may have a row that is not needed
+        grow(tile_sums, (many + 1) * groups);
+        grow(tile_scales, (many + 1) * groups);
         if (SPLITS) grow(rest, many * quads);
         grow(num_rest, many);
-        reserve_rows(many, depth);
     }
-    void reserve_rows(int64_t rows, int64_t depth) {
-        quads = (depth + 3) / 4;
-        grow(scales, rows);
-        grow(sums, rows);
+    void reserve_rows(const Int8LinearArgs& a, int64_t rows) {
+        quads = (a.depth + 3) / 4;
+        group = std::max<int64_t>(1, (a.group + 3) / 4);
+        groups = std::max<int64_t>(1, (quads + group - 1) / group);
+        grow(scales, rows * groups);
+        grow(sums, rows * groups);
+    }
+    void add_up(int64_t row, const int8_t* codes) {
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t end = 4 * std::min(quads, (g + 1) * group);
+            int32_t sum = 0;
+            for (int64_t i = 4 * g * group; i < end; ++i) sum += codes[i];
+            sums[row * groups + g] = sum;
+        }
     }
 };
 
@@ -121,8 +144,7 @@ INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Ti
     const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
     int32_t* to = block.tiles.data() + first * block.quads + (row - first);
     Quad* rest = block.rest.data() + row * block.quads;
-    int32_t sum = 0, count = 0;
-    for (int64_t i = 0; i < 4 * block.quads; ++i) sum += codes[i];
+    int32_t count = 0;
     for (int64_t at = 0; at < block.quads; ++at) {
         int32_t quad;
         std::memcpy(&quad, codes + 4 * at, 4);
@@ -130,113 +152,115 @@ INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Ti
             if (const int32_t over = split_pairs(quad)) rest[count++] = {(int32_t)at, over};
         to[at * step] = quad;
     }
-    block.sums[row] = sum;
+    block.add_up(row, codes);
     block.num_rest[row] = count;
+    const int64_t at = first * block.groups + (row - first);
+    for (int64_t g = 0; g < block.groups; ++g) {
+        const int64_t place = row * block.groups + g;
+        block.tile_scales[at + g * step] = block.scales[place];
+        block.tile_sums[at + g * step] = (int32_t)(-128u * (uint32_t)block.sums[place]);
+    }
 }
 
-// The codes of a row, zeros past K; its scale goes into the block.
+// The codes of a row, zeros past K; its scales go into the block.
 template <class T>
 INLINE const int8_t* codes_of(const Int8LinearArgs& a, Int8Block& block, int64_t start, int64_t row) {
     static thread_local std::vector<int8_t> codes;
     grow(codes, 4 * block.quads);
     std::memset(codes.data() + a.depth, 0, 4 * block.quads - a.depth);
     const int64_t from = (start + row) * a.x_stride;
+    float* scales = block.scales.data() + row * block.groups;
     if (a.x_scales) {
         std::memcpy(codes.data(), (const int8_t*)a.x + from, a.depth);
-        block.scales[row] = a.x_scales[start + row];
+        std::memcpy(scales, a.x_scales + (start + row) * block.groups, block.groups * sizeof(float));
     } else {
-        block.scales[row] = quantize_row((const T*)a.x + from, a.depth, codes.data());
+        quantize_row((const T*)a.x + from, a.depth, a.group, codes.data(), scales);
     }
     return codes.data();
 }
 
-// The sums of R rows and one panel into out[R][PANEL8]; `rest` in its first `rows` rows.
-template <int R>
-void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t* weights,
-               int32_t* out) {
-    const int32_t* x = block.tiles.data() + row * block.quads;
-    vi acc[R][2] = {};
-    for (int64_t at = 0; at < block.quads; ++at) {
-        const uint8_t* pair = weights + at * 4 * PANEL8;
-        prefetch_ahead(pair);
-        prefetch_ahead(pair + VECTOR_BYTES);
-        const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
-        UNROLL for (int r = 0; r < R; ++r) {
-            const vi codes = x[at * R + r] - vi{};
-            acc[r][0] = add_products(acc[r][0], w[0], codes);
-            acc[r][1] = add_products(acc[r][1], w[1], codes);
+// sums + what split_pairs has taken from the quads of a row before `end`; `next` is the first of them.
+INLINE void add_rest(const Int8Block& block, int64_t row, int64_t end, const uint8_t* weights,
+                     int32_t& next, vi (&sums)[2]) {
+    const Quad* rest = block.rest.data() + row * block.quads;
+    for (; next < block.num_rest[row] && rest[next].at < end; ++next)
+        UNROLL for (int n = 0; n < 2; ++n) {
+            const int64_t at = (int64_t)rest[next].at * 4 * PANEL8 + n * VECTOR_BYTES;
+            sums[n] = add_products(sums[n], load_bits(weights + at), rest[next].codes - vi{});
         }
-    }
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int n = 0; n < 2; ++n)
-            std::memcpy(out + r * PANEL8 + n * W, &acc[r][n], sizeof(vi));
-    for (int64_t r = 0; SPLITS && r < rows; ++r) {
-        const Quad* rest = block.rest.data() + (row + r) * block.quads;
-        for (int n = 0; n < 2; ++n) {
-            vi sum = load_bits(out + r * PANEL8 + n * W);
-            for (int i = 0; i < block.num_rest[row + r]; ++i) {
-                const int64_t at = (int64_t)rest[i].at * 4 * PANEL8 + n * VECTOR_BYTES;
-                sum = add_products(sum, load_bits(weights + at), rest[i].codes - vi{});
-            }
-            std::memcpy(out + r * PANEL8 + n * W, &sum, sizeof sum);
-        }
-    }
 }
 
-// y = sum * (scale of the row * scale of the column) + bias, for one row and one panel.
+// out[R][PANEL8] = the totals of R rows, of which `rows` count, and one panel: each group's sum times
+// its scale, added up in one chain of fused multiply-adds, group after group.
+template <int R>
+void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t* weights, float* out) {
+    const int32_t* x = block.tiles.data() + row * block.quads;
+    const int32_t* sums = block.tile_sums.data() + row * block.groups;
+    const float* scales = block.tile_scales.data() + row * block.groups;
+    int32_t next[R] = {};
+    constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
+    vf totals[R][2] = {};
+    if constexpr (!IN_REGISTERS) std::memset(out, 0, R * PANEL8 * sizeof(float));
+    for (int64_t g = 0; g < block.groups; ++g) {
+        const int64_t end = std::min(block.quads, (g + 1) * block.group);
+        vi acc[R][2];
+        UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = sums[g * R + r] - vi{};
+        for (int64_t at = g * block.group; at < end; ++at) {
+            const uint8_t* pair = weights + at * 4 * PANEL8;
+            prefetch_ahead(pair);
+            prefetch_ahead(pair + VECTOR_BYTES);
+            const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
+            UNROLL for (int r = 0; r < R; ++r) {
+                const vi codes = x[at * R + r] - vi{};
+                acc[r][0] = add_products(acc[r][0], w[0], codes);
+                acc[r][1] = add_products(acc[r][1], w[1], codes);
+            }
+        }
+        UNROLL for (int r = 0; r < R; ++r) {
+            if constexpr (SPLITS)
+                if (r < rows) add_rest(block, row + r, end, weights, next[r], acc[r]);
+            const float scale = scales[g * R + r];
+            UNROLL for (int n = 0; n < 2; ++n) {
+                float* to = out + r * PANEL8 + n * W;
+                if constexpr (IN_REGISTERS)
+                    totals[r][n] =
+                        multiply_add(scale, __builtin_convertvector(acc[r][n], vf), totals[r][n]);
+                else
+                    store(to, multiply_add(scale, __builtin_convertvector(acc[r][n], vf), load(to)));
+            }
+        }
+    }
+    if constexpr (IN_REGISTERS)
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < 2; ++n) store(out + r * PANEL8 + n * W, totals[r][n]);
+}
+
+// y = total * scale of the column + bias, for one row and one panel.
 template <class T>
-INLINE void finish_int8(const Int8LinearArgs& a, const Int8Block& block, int64_t start, int64_t row,
-                        int64_t panel, const void* sums) {
-    T* out = (T*)a.out + (start + row) * a.out_stride;
-    const int32_t shift = (int32_t)(128u * (uint32_t)block.sums[row]);
+INLINE void finish_int8(const Int8LinearArgs& a, int64_t row, int64_t panel, const float* totals) {
+    T* out = (T*)a.out + row * a.out_stride;
     for (int n = 0; n < 2; ++n) {
         const int64_t at = panel * PANEL8 + n * W, left = a.columns - at;
         if (left <= 0) break;
-        vf y = __builtin_convertvector(load_bits((const int32_t*)sums + n * W) - shift, vf) *
-               (block.scales[row] * load_up_to(a.scales + at, left));
+        vf y = load(totals + n * W) * load_up_to(a.scales + at, left);
         if (a.bias) y += load_up_to(a.bias + at, left);
         store_up_to(out + at, y, left);
     }
 }
 
-#if HAVE_AMX
 template <class T>
-void linear_int8_amx(const Int8LinearArgs& a) {
-    static thread_local Int8Block own;
-    Int8Block& block = own;  // the caller's, for all threads
-    block.reserve_rows(std::min(a.rows, AMX_BLOCK), a.depth);
-    const int64_t steps = (block.quads + TILE_ROWS - 1) / TILE_ROWS;
-    const auto prepare = [&](int64_t start, int64_t row, uint8_t* x) {
-        const int8_t* codes = codes_of<T>(a, block, start, row);
-        int32_t sum = 0;
-        for (int64_t i = 0; i < 4 * block.quads; ++i) sum += codes[i];
-        block.sums[row] = sum;
-        amx_lay_out(x, row, steps, codes, 4 * block.quads);
-    };
-    const auto finish = [&](int64_t start, int64_t row, int64_t panel, const uint8_t* sums) {
-        finish_int8<T>(a, block, start, row, panel, sums);
-    };
-    amx_linear<SignedProducts>(a.rows, a.columns, a.depth, block.quads, (int)a.threads, a.packed,
-                               AmxRows{nullptr}, prepare, finish);
-}
-#endif
-
-template <class T>
-void linear_int8(const Int8LinearArgs& a) {
-    if (!a.rows || !a.columns) return;
-#if HAVE_AMX
-    if (a.rows >= AMX_FROM && amx_usable()) return linear_int8_amx<T>(a);
-#endif
+void linear_int8_vectors(const Int8LinearArgs& a) {
     static thread_local Int8Block own;
     static thread_local Shares own_shares;
     Int8Block& block = own;  // the caller's, for all threads
     Shares& shares = own_shares;
-    block.reserve(a.rows, a.depth);
+    block.reserve(a);
     const int threads = (int)a.threads;
     const int64_t panels = (a.columns + PANEL8 - 1) / PANEL8;
 #pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
     for (int64_t start = 0; start < a.rows; start += BLOCK) {
-        const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads);
+        const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads,
+                            int8_rows(a.rows, block.groups));
 #pragma omp single nowait
         shares.cut(tiling.parts, panels, threads);
 #pragma omp for schedule(static)
@@ -244,11 +268,11 @@ void linear_int8(const Int8LinearArgs& a) {
             lay_out(block, row, codes_of<T>(a, block, start, row), tiling);
         shares.take([&](int64_t part, int64_t p) {
             tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
-                int32_t sums[width.value * PANEL8];
+                float totals[width.value * PANEL8];
                 int8_tile<width.value>(block, row, rows, a.packed + p * block.quads * 4 * PANEL8,
-                                       sums);
+                                       totals);
                 for (int64_t r = 0; r < rows; ++r)
-                    finish_int8<T>(a, block, start, row + r, p, sums + r * PANEL8);
+                    finish_int8<T>(a, start + row + r, p, totals + r * PANEL8);
             });
         });
         if (start + BLOCK < a.rows) {

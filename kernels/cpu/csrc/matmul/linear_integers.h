@@ -200,9 +200,9 @@ INLINE void add_integers_scaled(const SegmentScales& by, const IntegersBlock& bl
     const float scale = block.scales[place], sum = (float)block.sums[place];
     UNROLL for (int n = 0; n < 2; ++n) {
         vf y = __builtin_convertvector(acc[n], vf);
-        if (by.has_shifts) y += sum * by.shifts[n];
+        if (by.has_shifts) y = multiply_add(sum, by.shifts[n], y);
         float* to = totals + n * W;
-        store(to, load(to) + y * (scale * by.scales[n]));
+        store(to, multiply_add(y, scale * by.scales[n], load(to)));
     }
 }
 

@@ -72,7 +72,8 @@ INLINE void with_width(int64_t n, Body&& body) {
 struct Tiling {
     int64_t rows, tile, parts, part_rows;
 
-    Tiling(int64_t rows, int64_t panels, int threads) : rows(rows), tile(even(rows_per_tile(rows))) {
+    Tiling(int64_t rows, int64_t panels, int threads, int most = MAX_ROWS)
+        : rows(rows), tile(even(rows_per_tile(rows, most))) {
         // Rows are cut, too, where there are fewer panels than threads could share evenly.
         const int64_t tiles = (rows + tile - 1) / tile;
         parts = std::clamp<int64_t>(4 * threads / panels, 1, tiles);
