@@ -208,8 +208,9 @@ def _architecture(stated: dict[str, Any]) -> str:
         name for name, known in MODEL_TYPES.items() if known == model_type
     ]
     name = names[0] if isinstance(names, list) and names else model_type
-    if isinstance(name, str) and name.endswith("Model"):  # saved without the LM head
-        name = f"{name.removesuffix('Model')}ForCausalLM"
+    whole = f"{str(name).removesuffix('Model')}ForCausalLM"
+    if whole in MODEL_TYPES:  # it was saved without its LM head
+        name = whole
     if name not in MODEL_TYPES:
         raise ConfigError(
             f"architecture {name!r} is not supported; supported are {', '.join(MODEL_TYPES)}"

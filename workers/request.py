@@ -337,7 +337,7 @@ def check_input_length(num_tokens: int, most: int) -> None:
     `most`: no answer follows it."""
     if num_tokens > most:
         raise RequestError(
-            f"input has {num_tokens} tokens, and this model takes at most {most}: send it in "
+            f"the text has {num_tokens} tokens, and this model takes at most {most}: send it in "
             "parts, or keep its end with truncate_prompt_tokens",
             param="input",
             code="context_length_exceeded",

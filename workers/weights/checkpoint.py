@@ -80,8 +80,8 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder`, single or sharded, by name.
 
     Of a model that was saved without its LM head, the names are given the `model.` that they lack:
-    see `is_headless`. Raises LoadError if there is no safetensors file, or if the headers, the index and the file
-    sizes contradict each other.
+    see `is_headless`. Raises LoadError if there is no safetensors file, or if the headers, the
+    index and the file sizes contradict each other.
     """
     tensors = _open(folder)
     if "embed_tokens.weight" not in tensors:

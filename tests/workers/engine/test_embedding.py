@@ -1,11 +1,10 @@
-"""An embedding is transformers' own pooled hidden state, whatever the schedule, beside any answers."""
+"""An embedding is transformers' own pooled hidden state, whatever the schedule, beside answers."""
 
 from __future__ import annotations
 
 import functools
 import json
 import shutil
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -221,12 +220,11 @@ def saved_as(tmp_path, name, *, headless=False, pooling=None, modules=(), **sett
         bare.pop("lm_head.weight", None)
         save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
     if pooling is not None:
-        listed = [("Transformer", ""), ("Pooling", "1_Pooling"), *modules]
-        (folder / "modules.json").write_text(
-            json.dumps(
-                [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in listed]
-            )
-        )
+        kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), *modules]
+        listed = [
+            {"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds
+        ]
+        (folder / "modules.json").write_text(json.dumps(listed))
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     return folder
@@ -253,7 +251,7 @@ def test_without_any_head_generation_is_refused_by_name(tmp_path):
     engine = loaded(folder)
     found = answers(engine, [embeds(PROMPTS[6])])
     np.testing.assert_allclose(vector(found["e"]), pooled(folder, PROMPTS[6], LAST), **CLOSE)
-    with pytest.raises(RequestError, match="no LM head .* ask it for embeddings") as caught:
+    with pytest.raises(RequestError, match=r"no LM head .* ask it for embeddings") as caught:
         engine.add(generates(PROMPTS[6], "g", 8))
     assert caught.value.param == "model"
 

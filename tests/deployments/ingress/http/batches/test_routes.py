@@ -267,7 +267,7 @@ def test_an_id_is_never_a_path(serving, file_id):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/score"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "8d"}, "completion_window"),
         ({"metadata": {"a" * 65: "b"}}, "metadata"),
