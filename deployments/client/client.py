@@ -268,7 +268,9 @@ class AsyncClient(BaseClient):
     ) -> list[list[float]]:
         """As `Client.embed`."""
         request = self._embed(inputs, dimensions, normalize, add_special_tokens)
-        return [list(each.values) for each in (await self._unary(self._stub.Embed, request)).embeddings]
+        return [
+            list(each.values) for each in (await self._unary(self._stub.Embed, request)).embeddings
+        ]
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(

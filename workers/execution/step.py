@@ -82,8 +82,8 @@ class PreparedStep:
     row_of: dict[Sequence, int]  # sequence -> its index in last_rows
     rows: list[RowSampling]
     prompts: list[PromptRows]
-    pooled: list[PooledRows]
     chunks: list[Chunk]
+    pooled: list[PooledRows] = field(default_factory=list)
 
     @property
     def moe_spans(self) -> list[Span]:
@@ -162,7 +162,7 @@ def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> Prepare
             sampling.append(chunk.seq)
     row_of = {seq: i for i, seq in enumerate(sampling)}
     rows = [row_sampling(seq) for seq in sampling]
-    return PreparedStep(batch, last_rows, row_of, rows, prompts, pooled, plan.chunks)
+    return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks, pooled)
 
 
 def _reports_prompt(seq: Sequence) -> bool:
