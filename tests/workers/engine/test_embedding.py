@@ -21,6 +21,7 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.pooling import LAST, MEAN, Pooling, read_pooling
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
+from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_greedy
 
@@ -254,6 +255,21 @@ def test_without_any_head_generation_is_refused_by_name(tmp_path):
     with pytest.raises(RequestError, match=r"no LM head .* ask it for embeddings") as caught:
         engine.add(generates(PROMPTS[6], "g", 8))
     assert caught.value.param == "model"
+
+
+def test_a_quantised_copy_has_the_names_of_a_whole_model_and_needs_a_head(tmp_path):
+    folder = saved_as(tmp_path, "llama-tied", headless=True)
+    plan = plan_quantize(folder, "int8", quantize_o=True, quantize_lm_head=False)
+    write_quantized(plan, tmp_path / "out", lambda _: None)
+    request = embeds(PROMPTS[6])
+    (one,) = answers(make_engine(load_model(folder, weights="int8", progress=False)), [request])[
+        "e"
+    ]
+    (other,) = answers(make_engine(load_model(tmp_path / "out", progress=False)), [request])["e"]
+    np.testing.assert_allclose(vector([one]), vector([other]), **CLOSE)
+    other_folder = saved_as(tmp_path / "untied", "qwen3", headless=True)
+    with pytest.raises(ConfigError, match="saved without an LM head"):
+        plan_quantize(other_folder, "int8", quantize_o=True, quantize_lm_head=False)
 
 
 def test_a_whole_checkpoint_that_lacks_its_head_is_damaged(tmp_path):
