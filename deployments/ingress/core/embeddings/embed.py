@@ -46,6 +46,11 @@ class EmbeddingCall:
     dimensions: int | None = None  # the first of a vector; None: all
     normalize: bool = True  # each vector has length 1
 
+    @property
+    def field(self) -> str:
+        """The field of the request that may have many inputs."""
+        return _field_of(self.names[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
@@ -67,7 +72,7 @@ def embedding_call(
     """A call within its caps. Raises RequestError."""
     named = tuple(names)
     if len(inputs) > MAX_INPUTS:
-        field = named[-1].partition("[")[0]
+        field = _field_of(named[-1])
         raise RequestError(f"{field} takes at most {MAX_INPUTS} texts in one call", param=field)
     if dimensions is not None and dimensions < 1:
         raise RequestError("dimensions must be at least 1", param="dimensions")
@@ -75,9 +80,11 @@ def embedding_call(
     return EmbeddingCall(tuple(inputs), named, options, context, dimensions, normalize)
 
 
-async def embed(core: RequestCore, call: EmbeddingCall) -> Embeddings:
-    """The vectors of all texts of `call`. Raises RequestError or ServiceError; cancelling it drops
-    what has not ended."""
+async def embed(
+    core: RequestCore, call: EmbeddingCall, most_running: int = MAX_RUNNING
+) -> Embeddings:
+    """The vectors of all texts of `call`; `most_running` of them run at a time. Cancelling this
+    drops what has not ended. Raises RequestError or ServiceError."""
     generations = []
     for index in range(len(call.inputs)):
         if index:
@@ -85,7 +92,7 @@ async def embed(core: RequestCore, call: EmbeddingCall) -> Embeddings:
         generations.append(await _prepared(core, call, index))
     raw: dict[int, bytes] = {}
     with core.open_calls.holding() as hold:
-        async with _billed(core, call.context, generations, raw):
+        async with _billed(core, call, generations, raw):
             left = iter(enumerate(generations))
 
             async def run_next() -> None:
@@ -95,11 +102,15 @@ async def embed(core: RequestCore, call: EmbeddingCall) -> Embeddings:
                         raw[index] = await _vector(core, generation)
                     hold(NUMBER_BYTES * len(raw[index]) // 4)
 
-            await _all([run_next() for _ in range(min(MAX_RUNNING, len(generations)))])
+            await _all([run_next() for _ in range(min(most_running, len(generations)))])
         usage = TokenUsage.total(each.usage for each in generations)
         size = sum(map(len, raw.values()))
         vectors = await run_off_loop_if_large(size, _finished, raw, call)
         return Embeddings(vectors, usage)
+
+
+def _field_of(name: str) -> str:
+    return name.partition("[")[0]
 
 
 def _finished(raw: dict[int, bytes], call: EmbeddingCall) -> Vectors:
@@ -144,7 +155,7 @@ async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 @asynccontextmanager
 async def _billed(
     core: RequestCore,
-    context: CallContext,
+    call: EmbeddingCall,
     generations: Sequence[Generation],
     done: Collection[int],
 ) -> AsyncIterator[None]:
@@ -152,11 +163,19 @@ async def _billed(
     in the end."""
     num_tokens = sum(len(each.request.prompt_ids) for each in generations)
     billing = core.billing
-    bill = None if billing is None else billing.bill(context.principal, num_tokens, 0, 1)
+    bill = None if billing is None else billing.bill(call.context.principal, num_tokens, 0, 1)
     if bill is None:
         yield
         return
-    await bill.begin()
+    try:
+        await bill.begin()
+    except RequestError as refusal:
+        raise RequestError(
+            f"these texts have {num_tokens} tokens together, more than the whole quota of their "
+            "tenant: send fewer in one call",
+            param=call.field,
+            code=refusal.code,
+        ) from None
     try:
         yield
     finally:

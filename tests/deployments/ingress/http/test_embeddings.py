@@ -274,6 +274,11 @@ def test_it_asks_for_the_role_infer_and_costs_the_tenants_quota() -> None:
         assert post({}).status_code == 401
         assert post(bearer(watcher)).status_code == 403
         answers = [post(bearer(writer)) for _ in range(3)]
+        body = {"input": [[5, 6]] * num * 2}
+        url = f"{servers.base_url}/v1/embeddings"
+        larger = httpx.post(url, json=body, headers=bearer(writer)).json()["error"]
+    assert (larger["code"], larger["param"]) == ("quota_too_small", "input")
+    assert f"{4 * num} tokens together" in larger["message"]
     assert [each.status_code for each in answers] == [200, 200, 429]
     left = [each.headers["x-ratelimit-remaining-tokens"] for each in answers]
     assert left == [str(num), "0", "0"]
