@@ -1,20 +1,24 @@
 """How the hidden states of a prompt become one embedding: as sentence-transformers' files say.
 
 A checkpoint made for sentence-transformers lists its modules in modules.json, and says in
-1_Pooling/config.json which hidden states are taken. engine/load.py reads that for a model.
+1_Pooling/config.json which hidden states are taken; a GGUF file says it in its metadata.
+engine/load.py reads that for a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.model_config import read_json, read_json_list
 
 LAST, MEAN = "last", "mean"
 _KINDS = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}
+_GGUF_KINDS = {None: LAST, -1: LAST, 0: LAST, 1: MEAN, 2: "cls", 3: LAST, 4: "rank"}
 _PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -41,14 +45,27 @@ def read_pooling(folder: Path, asked: str) -> Pooling:
     A module that Penstock does not have makes other embeddings than the model's own, so these are
     refused. Raises ConfigError for damaged files.
     """
-    if asked != "auto" or not (folder / "modules.json").is_file():
+    if asked != "auto":
         return pooling_of(asked)
+    if (gguf := find_gguf(folder)) is not None:
+        return _of_gguf(read_header(gguf).metadata)
+    if not (folder / "modules.json").is_file():
+        return Pooling()
     modules = _modules(folder / "modules.json")
     unknown = [kind for kind, _ in modules if kind not in _PLAIN_MODULES]
     if unknown:
         return Pooling(refusal=_refusal(f"its modules.json has a module {unknown[0]}"))
     stated = [folder / path / "config.json" for kind, path in modules if kind == "Pooling"]
     return _stated(read_json(stated[0])) if stated and stated[0].is_file() else Pooling()
+
+
+def _of_gguf(metadata: Mapping[str, Any]) -> Pooling:
+    """As llama.cpp writes it; most files do not say."""
+    number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    name = _GGUF_KINDS.get(number, str(number))
+    if name in (LAST, MEAN):
+        return Pooling(name)
+    return Pooling(refusal=_refusal(f"its pooling_type is {name}"))
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

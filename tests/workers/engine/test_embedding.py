@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import struct
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from penstock.workers.request import FinishReason, Request, RequestError, Sampli
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_greedy
+from tests.workers.gguf_files import file_of, pair, text
 
 LENGTHS = [1, 2, 15, 16, 17, 33, 50, 64, 7, 40, 23, 130]
 PROMPTS = [tuple(random_prompt(length, seed)) for seed, length in enumerate(LENGTHS)]
@@ -322,6 +324,23 @@ def test_what_we_cannot_pool_is_refused_and_answers_go_on(tmp_path, stated, modu
     assert ids_of(answers(engine, [generates(PROMPTS[6], "g", 4)])["g"]) == reference_greedy(
         make_checkpoint("qwen3"), PROMPTS[6], 4
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(None, LAST), (0, LAST), (1, MEAN), (3, LAST), (2, "cls"), (4, "rank")]
+)
+def test_a_gguf_file_says_it_in_its_metadata(tmp_path, number, kind):
+    pairs = [pair("general.architecture", 8, text("qwen3"))]
+    if number is not None:
+        pairs.append(pair("qwen3.pooling_type", 4, struct.pack("<I", number)))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(file_of(pairs, [], b""))
+    found = read_pooling(file, "auto")
+    if kind in (LAST, MEAN):
+        assert found == Pooling(kind)
+    else:
+        assert f"its pooling_type is {kind}" in found.refusal
+    assert read_pooling(file, "mean") == Pooling(MEAN)
 
 
 def test_a_damaged_list_of_modules_is_named(tmp_path):
