@@ -68,6 +68,16 @@ def test_long_answers_page(live, index):
     assert int(num_tokens) == 300 > int(num_evicted) > 150
 
 
+def test_embeddings_page(live):
+    code = on_ports_of(live, blocks("docs/guide/embeddings.md", "python")[0])
+    found = {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = code.replace("Qwen3-Embedding-0.6B", "builtin")
+        exec(compile(code, "docs/guide/embeddings.md", "exec"), found)
+    assert [len(each.embedding) for each in found["answer"].data] == [64, 64]
+
+
 def test_engine_page():
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

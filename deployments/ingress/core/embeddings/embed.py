@@ -104,6 +104,10 @@ async def embed(
 
             await _all([run_next() for _ in range(min(most_running, len(generations)))])
         usage = TokenUsage.total(each.usage for each in generations)
+        if len({len(each) for each in raw.values()}) > 1:  # an update, while it ran
+            raise ServiceError(
+                "model_changed", "the model was changed while it embedded these texts"
+            )
         size = sum(map(len, raw.values()))
         vectors = await run_off_loop_if_large(size, _finished, raw, call)
         return Embeddings(vectors, usage)
