@@ -1,5 +1,5 @@
 """Write the generated parts of docs/reference: settings, command line, vLLM's flags,
-metrics, errors, fields of bodies, clients.
+metrics, errors, fields of bodies, clients, supported models.
 
     python -m tools.generate_reference [--check]
 
@@ -35,6 +35,7 @@ from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.security.roles import ROUTES, RPCS
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
+from tools import supported_models
 from tools.client_recordings import table as client_table
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -203,6 +204,25 @@ def clients_table() -> str:
     return _table(client_table.HEAD, client_table.rows())
 
 
+def architectures_table() -> str:
+    """The architectures that load."""
+    head = ("architecture in `config.json`", "kind", "in GGUF files", "models")
+    return _table(head, supported_models.architectures())
+
+
+def absent_table() -> str:
+    """Known architectures that do not load."""
+    return _table(("architecture", "models", "not there yet"), supported_models.absent())
+
+
+def memory_table() -> str:
+    """Memory of known models by number format."""
+    weights = [f"weights {each}, GB" for each in supported_models.FORMATS]
+    kv = [f"KV {each}, MB" for each in supported_models.KV_FORMATS]
+    head = ("model", "parameters", *weights, *kv, "context")
+    return _table(head, supported_models.memory())
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "fields": field_tables,
     "access": access_tables,
@@ -212,6 +232,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": errors_table,
     "vllm": vllm_tables,
     "clients": clients_table,
+    "architectures": architectures_table,
+    "absent": absent_table,
+    "memory": memory_table,
 }
 
 

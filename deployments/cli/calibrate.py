@@ -108,10 +108,10 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from penstock.workers.calibrate import calibrate
-    from penstock.workers.experts.thresholds import FILE_NAME
+    from penstock.workers.experts.thresholds import thresholds_path
     from penstock.workers.text.tokenizer import Tokenizer
 
-    out = folder / FILE_NAME if args.out is None else Path(args.out).expanduser()
+    out = thresholds_path(folder) if args.out is None else Path(args.out).expanduser()
     ids = None if text is None else Tokenizer.load(folder).encode(text)[: args.tokens]
     with tqdm(
         total=args.tokens if ids is None else len(ids),

@@ -17,6 +17,7 @@ PAGES = {
     "vllm.md": "vllm",
     "metrics.md": "metrics",
     "clients.md": "clients",
+    "supported-models.md": "memory",
 }
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from penstock.workers.errors import LoadError
 from penstock.workers.weights.hub import SMOLLM2, resolve_model
@@ -35,6 +37,30 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+_OF_EXPERTS = {
+    **{"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"},
+    **{"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+# Types that the package reads and does not write: where a block has numbers in fp16, and how large
+# they are, so that the weights of random blocks have a deviation of about 0.2.
+_K_TYPES = {
+    "Q4_K": {0: 8e-4, 2: 6e-3},
+    "Q5_K": {0: 4e-4, 2: 6e-3},
+    "Q6_K": {208: 1.5e-4},
 }
 
 
@@ -51,6 +77,8 @@ def gguf_name(name: str) -> str:
     module, _, kind = name.rpartition(".")
     if module in _NAMES:
         return f"{_NAMES[module]}.{kind}"
+    if (match := _EXPERT.fullmatch(name)) is not None:
+        return f"blk.{match[1]}.{_OF_EXPERTS[match[3]]}.weight"
     _, _, layer, part = module.split(".", 3)
     return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
@@ -66,16 +94,19 @@ def adjacent(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def write_gguf(
     folder: Path,
     file: Path,
-    matrices: str = "F32",
+    matrices: str | Callable[[str], str] = "F32",
     table: str | None = None,
     tokenizer: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The checkpoint in `folder` as a GGUF file, matrices of layers and the head in one type, the
-    embedding in `table`; norms and biases in F32. `tokenizer`: values of tokenizer.ggml."""
+    """The checkpoint in `folder` as a GGUF file, matrices of layers and the head in one type, or in
+    that of their name; the embedding in `table`; norms, biases and routers in F32. Matrices in a K
+    type are random instead (`decoded_copy`). `tokenizer`: values of tokenizer.ggml; `metadata`:
+    further ones of the architecture; None: what the file leaves out."""
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
-    name = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    name = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(str(file), name)
@@ -92,29 +123,111 @@ def write_gguf(
     _write_rope(writer, name, config.get("rope_parameters") or {}, head_dim)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    for key, value in (_of_experts(config) | dict(metadata or {})).items():
+        if value is not None:
+            _add(writer, f"{name}.{key}", value)
     for key, value in (tokenizer or {}).items():
-        add: dict[type, Any] = {
-            bool: writer.add_bool,
-            str: writer.add_string,
-            int: writer.add_uint32,
-        }
-        add.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
-    for key, tensor in load_file(folder / "model.safetensors").items():
-        known = gguf_name(key)
+        _add(writer, f"tokenizer.ggml.{key}", value)
+    for known, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         if name == "llama" and ".attn_q." in known:
             tensor = adjacent(tensor, heads)
         if name == "llama" and ".attn_k." in known:
             tensor = adjacent(tensor, kv_heads)
-        stored = "F32" if tensor.ndim == 1 else matrices
+        stored = matrices if isinstance(matrices, str) else matrices(known)
+        if tensor.ndim == 1 or "ffn_gate_inp" in known:
+            stored = "F32"
         if known == "token_embd.weight" and table is not None:
             stored = table
         kind = gguf.GGMLQuantizationType[stored]
-        writer.add_tensor(known, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        data = (
+            _random_blocks(known, tensor.shape, kind)
+            if stored in _K_TYPES
+            else gguf.quants.quantize(tensor, kind)
+        )
+        writer.add_tensor(known, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def decoded_copy(folder: Path, file: Path, out: Path) -> Path:
+    """The checkpoint in `folder` with the weights of `file`, made of it, as the package decodes
+    them: in `out`, fp32."""
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    heads = {".attn_q.": config["num_attention_heads"], ".attn_k.": config["num_key_value_heads"]}
+    is_adjacent = _ARCHITECTURES.get(config["model_type"], config["model_type"]) == "llama"
+    found = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
+    decoded = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored = found[gguf_name(name)]
+        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            values = values[int(match[2])]
+        for part, num in heads.items():
+            if is_adjacent and part in stored.name:
+                order = adjacent(np.arange(len(values))[:, None], num)[:, 0]
+                values = values[np.argsort(order)]
+        decoded[name] = np.ascontiguousarray(values.reshape(tensor.shape), dtype=np.float32)
+    out.mkdir(exist_ok=True)
+    save_file(decoded, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return out
+
+
+def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By their names in a GGUF file, the experts of a layer in one tensor."""
+    found: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            stacks.setdefault(gguf_name(name), {})[int(match[2])] = tensor
+        else:  # the shared expert's gate has one row, which files have as a vector
+            found[gguf_name(name)] = tensor[0] if "shared_expert_gate" in name else tensor
+    for name, experts in stacks.items():
+        found[name] = np.stack([experts[index] for index in range(len(experts))])
+    return found
+
+
+def _of_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of routed experts, by keys without the architecture; none of a dense model."""
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if not count:
+        return {}
+    return {
+        "expert_count": count,
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "expert_weights_norm": config.get("norm_topk_prob"),
+    }
+
+
+def _random_blocks(name: str, shape: Sequence[int], kind: Any) -> np.ndarray:
+    """Valid blocks of a K type for a tensor of `shape`: rows of bytes, the same for a name."""
+    import gguf
+
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    places = (*shape[:-1], shape[-1] // elements)
+    blocks = generator.integers(0, 256, (*places, num_bytes), dtype=np.uint8)
+    for at, size in _K_TYPES[kind.name].items():
+        halves = (size * generator.uniform(0.8, 1.2, (*places, 1))).astype(np.float16)
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    add = {
+        bool: writer.add_bool,
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+    }
+    add.get(type(value), writer.add_array)(key, value)
 
 
 def _write_rope(writer: Any, name: str, rope: Mapping[str, Any], head_dim: int) -> None:

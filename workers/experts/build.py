@@ -23,7 +23,7 @@ from penstock.workers.experts.layouts import ExpertLayout, NeuronLayout, PackedL
 from penstock.workers.experts.neurons import NeuronScores, NeuronSelector
 from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.experts.thresholds import FILE_NAME, Calibration
+from penstock.workers.experts.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import check_neurons
@@ -96,7 +96,7 @@ def build_experts(
         layout = NeuronLayout(expert_file.manifest, compute, device)
     else:
         packed.check(expert_file.manifest)
-        layout = PackedLayout(packed.image, device)
+        layout = PackedLayout(packed.images, packed.kinds, device)
     cache = _cache_of(settings, expert_file, layout)
     selector = None
     if settings.mode == "sparse" or settings.thresholds is not None:
@@ -163,7 +163,7 @@ def _neuron_selector(
 ) -> NeuronSelector:
     """A selector with the model's own thresholds. Raises LoadError if there are none, ConfigError
     for a checkpoint without routers."""
-    path = experts.folder / FILE_NAME
+    path = thresholds_path(experts.folder)
     if settings.thresholds is not None:
         path = Path(settings.thresholds).expanduser()
     if not path.is_file():

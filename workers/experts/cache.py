@@ -104,7 +104,7 @@ class ExpertCache:
         while waiting or pinned:
             with self._changed:
                 expert, slot = self._next_ready(layer, waiting, pinned, needed_rows)
-            yield expert, slot.expert
+            yield expert, slot.experts[self.layout.kind_of(layer)]
             with self._changed:
                 self._release(slot)
                 self._claim_misses(layer, waiting, pinned, needed_rows)

@@ -16,6 +16,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
 from penstock.workers.weights.sources import DTYPES
+from penstock.workers.weights.stored import stored_blocks
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -79,6 +80,15 @@ class CheckpointExperts:
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         name = self._prefix(layer)
         return {f"{name}.{expert}.{part}": shape for part, shape in zip(names, shapes)}
+
+    def blocks(self, layer: int) -> tuple[str | None, ...]:
+        """The types of blocks in which a GGUF file has gate, up and down of `layer`; elsewhere
+        None for each."""
+
+        def of(module: str) -> str | None:
+            return stored_blocks(lambda mark: f"{module}.{mark}" in self.tensors)
+
+        return tuple(map(of, self.modules(layer, 0)))
 
     def names(self) -> set[str]:
         """All tensors that belong to routed experts."""

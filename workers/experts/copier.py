@@ -262,4 +262,4 @@ class StagingBuffers:
 
     def _write(self, arrived: Tensor, row_indices: Tensor, load: SlotLoad) -> None:
         slot, is_int8_copy = load.slot, self._copier.facts.is_int8_copy(load.key[1])
-        self._copier.layout.write(slot.memory, slot.expert, arrived, row_indices, is_int8_copy)
+        self._copier.layout.write(slot.memory, slot.experts[0], arrived, row_indices, is_int8_copy)

@@ -6,6 +6,7 @@ Rows of plain experts are neurons: each can be copied alone, and is unpacked int
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,8 +35,12 @@ class ExpertLayout(Protocol):
     def num_bytes(self) -> int:
         """Device memory of one expert."""
 
-    def place(self, memory: Tensor) -> Expert:
-        """The expert in zeroed `memory`, uint8 [num_bytes], to be filled by `write`."""
+    def place(self, memory: Tensor) -> tuple[Expert, ...]:
+        """The expert in zeroed `memory`, uint8 [num_bytes], to be filled by `write`: once for each
+        kind of layer."""
+
+    def kind_of(self, layer: int) -> int:
+        """Which of them an expert of `layer` is."""
 
     def write(
         self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
@@ -56,8 +61,11 @@ class NeuronLayout:
     def num_bytes(self) -> int:
         return expert_bytes(self.facts.hidden, self.facts.inner, self.dtype, self.device)
 
-    def place(self, memory: Tensor) -> Expert:
-        return empty_expert(self.facts.hidden, self.facts.inner, self.dtype, memory)
+    def place(self, memory: Tensor) -> tuple[Expert, ...]:
+        return (empty_expert(self.facts.hidden, self.facts.inner, self.dtype, memory),)
+
+    def kind_of(self, layer: int) -> int:
+        return 0
 
     def write(
         self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
@@ -71,17 +79,25 @@ class NeuronLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Quantised experts, packed in the file as the device reads them."""
+    """Quantised experts, packed in the file as the device reads them.
 
-    image: ExpertImage
+    `images`: by kind of layer. `kinds`: the kind of each layer that has experts.
+    """
+
+    images: tuple[ExpertImage, ...]
+    kinds: Mapping[int, int]
     device: torch.device
 
     @property
     def num_bytes(self) -> int:
-        return -(-self.image.num_bytes // PIECE_BYTES) * PIECE_BYTES
+        widest = max(image.num_bytes for image in self.images)
+        return -(-widest // PIECE_BYTES) * PIECE_BYTES
 
-    def place(self, memory: Tensor) -> Expert:
-        return self.image.view(memory)
+    def place(self, memory: Tensor) -> tuple[Expert, ...]:
+        return tuple(image.view(memory) for image in self.images)
+
+    def kind_of(self, layer: int) -> int:
+        return self.kinds[layer]
 
     def write(
         self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool

@@ -20,7 +20,7 @@ from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import PIECE_BYTES, Bytes, Manifest, digest_of
 from penstock.workers.quantization import weight_plan
 from penstock.workers.weights.joined import joined
-from penstock.workers.weights.sources import DTYPES, CheckpointWeights, planned
+from penstock.workers.weights.sources import CheckpointWeights, planned
 
 ZEROS = (".qzeros", ".weight_zero_point")  # stored next to the codes of an int4 weight
 
@@ -32,11 +32,14 @@ class PackedExperts:
 
     experts: CheckpointExperts
     compute: torch.dtype
-    image: ExpertImage = field(init=False)  # the byte layout, the same for every expert
+    # Byte layouts, the same for every expert of a layer, and which one each layer has.
+    images: tuple[ExpertImage, ...] = field(init=False)
+    kinds: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         experts, config = self.experts, self.experts.config
-        self._format = weight_plan(config.stored_scheme, experts.weights).format
+        scheme = config.stored_scheme
+        self._format = weight_plan(scheme, experts.weights).format
         self._has_zeros = any(name.endswith(ZEROS) for name in experts.names())
         self._source = CheckpointWeights(
             experts.folder,
@@ -44,11 +47,16 @@ class PackedExperts:
             config.dtype,
             "cpu",
             lambda _: None,
-            scheme=config.stored_scheme,
-            dequantize=experts.weights in DTYPES,
+            scheme=scheme,
+            dequantize=scheme is not None and scheme.is_opened(experts.weights),
         )
         self._first = self.packed(experts.layers[0], 0)
-        self.image = ExpertImage(self._first)
+        self._find_kinds()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of an expert in the expert file: as many as the widest takes."""
+        return max(image.num_bytes for image in self.images)
 
     def packed(self, layer: int, expert: int) -> Expert:
         """One expert, packed as the loader would."""
@@ -61,31 +69,45 @@ class PackedExperts:
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """The bytes of an expert in pieces, [num_rows, PIECE_BYTES], padded with zeros. Raises
-        LoadError for an expert that is stored in another format than the first one."""
+        LoadError for an expert that is stored in another format than the first one of its kind."""
         packed = self._first
         if (layer, expert) != (self.experts.layers[0], 0):
             packed = self.packed(layer, expert)
         try:
-            image = self.image.bytes_of(packed)
+            image = self.images[self.kinds[layer]].bytes_of(packed)
         except ValueError as error:
             raise LoadError(
                 f"{self.experts.folder}: layer {layer}, expert {expert} is {error}; an expert "
                 "cache needs experts that are all stored in the same format: leave expert_cache_gb "
                 "out, or quantise the original checkpoint with penstock quantize"
             ) from error
-        spare = -self.image.num_bytes % PIECE_BYTES
+        spare = -(-self.num_bytes // PIECE_BYTES) * PIECE_BYTES - len(image)
         return torch.nn.functional.pad(image, (0, spare)).view(-1, PIECE_BYTES).numpy()
 
     def check(self, manifest: Manifest) -> None:
         """Raise LoadError unless the expert file holds the bytes that would be packed here."""
         layer = self.experts.layers[0]
         known = manifest.digests().get((layer, 0))
-        if manifest.packed_bytes != self.image.num_bytes or digest_of(self.rows(layer, 0)) != known:
+        if manifest.packed_bytes != self.num_bytes or digest_of(self.rows(layer, 0)) != known:
             raise LoadError(
                 f"the expert store {manifest.path} packed its experts for another CPU or another "
-                f"release: this worker reads {self.image}; restart the cluster, with "
+                f"release: this worker reads {self.images[0]}; restart the cluster, with "
                 "expert_store each if its nodes differ"
             )
+
+    def _find_kinds(self) -> None:
+        """GGUF files have some layers in more bits than others; elsewhere all are alike."""
+        images = [ExpertImage(self._first)]
+        self.kinds, known = {}, {self.experts.blocks(self.experts.layers[0]): 0}
+        for layer in self.experts.layers:
+            blocks = self.experts.blocks(layer)
+            if blocks not in known:
+                image = ExpertImage(self.packed(layer, 0))
+                if image not in images:
+                    images.append(image)
+                known[blocks] = images.index(image)
+            self.kinds[layer] = known[blocks]
+        self.images = tuple(images)
 
     def _weights(self, layer: int, expert: int) -> tuple[Tensor | QuantizedWeight, ...]:
         """gate_up [2 * inner, hidden] and down [hidden, inner], as stored."""

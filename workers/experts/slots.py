@@ -34,7 +34,8 @@ class Slot:
     """Device memory of one expert. It may be given to another expert only while it `is_idle`."""
 
     memory: torch.Tensor  # uint8
-    expert: Expert  # the packed weights in it, always in the same place
+    # The packed weights in it, always in the same place; by kind of layer (layouts.py).
+    experts: tuple[Expert, ...]
     has: npt.NDArray[np.bool_]  # which rows are present: neurons, or pieces of a packed expert
     key: Key | None = None
     num_has: int = 0
@@ -43,6 +44,11 @@ class Slot:
     was_prefetched: bool = False  # and not used yet
     error: Exception | None = None  # of the last load
     last_use: torch.cuda.Event | None = None  # kernels launched before it may read the slot
+
+    @property
+    def widest(self) -> Expert:
+        """Of `experts`, the one with the most bytes."""
+        return max(self.experts, key=lambda expert: sum(packed.num_bytes for packed in expert))
 
     @property
     def is_whole(self) -> bool:

@@ -29,6 +29,11 @@ LOWEST, BINS_PER_OCTAVE, NUM_BINS = -24, 32, 40 * 32  # scores from 2^-24 to 2^1
 Table = tuple[tuple[tuple[float, ...], ...], ...]  # [layers][experts][len(KEEPS)]
 
 
+def thresholds_path(model: Path) -> Path:
+    """Where a model's thresholds lie: in its folder, or in that of its GGUF file."""
+    return (model.parent if model.is_file() else model) / FILE_NAME
+
+
 class ScoreHistograms:
     """Histograms of each expert's scores, by kind of score and by index among the MoE layers.
 

@@ -62,7 +62,7 @@ def write_expert_file(
         entries=(),
         has_int8_copies=has_int8_copies,
         routers=experts.routers(),
-        packed_bytes=0 if packed is None else packed.image.num_bytes,
+        packed_bytes=0 if packed is None else packed.num_bytes,
     )
     layer_bytes = sum(
         block_bytes(blank.num_rows, blank.row_bytes_of(expert)) for expert in range(blank.num_known)

@@ -12,14 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.experts import routed_experts
 from penstock.workers.gguf.header import GgufHeader, TensorInfo
+from penstock.workers.gguf.metadata import (
+    ARCHITECTURES,
+    architecture_of,
+    optional_size,
+    positive_float,
+    size_of,
+)
 from penstock.workers.quantization import StoredFormat, StoredScheme
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+MIXTRAL = "MixtralForCausalLM"
 # Architectures whose files have the rows of q and k in the order of adjacent rotary pairs.
 ADJACENT_PAIRS = ("llama",)
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -29,21 +33,12 @@ KEPT_FORMATS: dict[str, tuple[StoredFormat, int]] = {
     "Q5_0": ("int8g", 32), "Q5_1": ("int8g", 32), "Q5_K": ("int8g", 32),
     "Q8_0": ("int8g", 32), "Q6_K": ("int8g", 16),
 }  # fmt: skip
+WITH_MINIMUMS = ("Q4_1", "Q4_K", "Q5_1", "Q5_K")  # which become zero points, one of each scale
+_MATRICES = (2, 3)  # dimensions: 3 of the experts' matrices in one tensor
 _ATTENTION = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"})
 _MLP = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 # token_id keys; all three end a turn.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-
-def architecture_of(header: GgufHeader) -> str:
-    """`general.architecture`, a key of ARCHITECTURES. Raises ConfigError if it is another."""
-    name = _text(header, "general.architecture")
-    if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"{header.file}: architecture {name!r} is not supported in GGUF files; supported are "
-            f"{', '.join(ARCHITECTURES)}: give the model's safetensors checkpoint"
-        )
-    return name
 
 
 def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
@@ -56,47 +51,53 @@ def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
         raise ConfigError(
             f"{header.file} is one part of several; join them: llama-gguf-split --merge"
         )
-    if header.metadata.get(f"{name}.expert_count", 0) != 0:
-        raise ConfigError(
-            f"{header.file} has routed experts, which are not supported in GGUF files; give the "
-            "model's safetensors checkpoint"
-        )
-    heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
-    head_dim = _size(header, "attention.key_length", hidden // heads)
-    if _size(header, "attention.value_length", head_dim) != head_dim:
+    heads, hidden = size_of(header, "attention.head_count"), size_of(header, "embedding_length")
+    head_dim = size_of(header, "attention.key_length", hidden // heads)
+    if size_of(header, "attention.value_length", head_dim) != head_dim:
         raise ConfigError(f"{header.file}: keys and values of different lengths are not supported")
-    window = _optional_size(header, "attention.sliding_window")
-    context = _size(header, "context_length")
-    biases = _biases(header, name)
-    num_layers = _size(header, "block_count")
+    window = optional_size(header, "attention.sliding_window")
+    context = size_of(header, "context_length")
+    num_layers = size_of(header, "block_count")
     if num_layers > len(header.tensors):
         raise ConfigError(
             f"{header.file}: {name}.block_count is {num_layers}, and the file has "
             f"{len(header.tensors)} tensors"
         )
-    architecture = ARCHITECTURES[name]
-    if name == "llama" and window is not None and window < context:
-        architecture = "MistralForCausalLM"
-    return architecture, SimpleNamespace(
+    experts = routed_experts(header, name)
+    if experts is None:
+        experts = {"intermediate_size": size_of(header, "feed_forward_length")}
+    is_routed = "num_experts" in experts
+    biases = _biases(header, name, is_routed)
+    return _transformers_name(name, is_routed, window, context), SimpleNamespace(
+        **experts,
         hidden_act="silu",
         vocab_size=_vocab_size(header),
         hidden_size=hidden,
-        intermediate_size=_size(header, "feed_forward_length"),
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=_size(header, "attention.head_count_kv", heads),
+        num_key_value_heads=size_of(header, "attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=_float(header, f"{name}.attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=positive_float(header, f"{name}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in header.tensors,
         max_position_embeddings=context,
         rope_parameters=_rope(header, name, head_dim),
         sliding_window=window,
         attention_bias=bool(biases & _ATTENTION),
+        qkv_bias=bool(biases & _ATTENTION),  # as qwen2_moe calls it
         mlp_bias=bool(biases & _MLP),
         eos_token_id=list(end_ids(header)),
         bos_token_id=token_id(header, "bos_token_id"),
-        dtype=_dtype(header),
+        dtype=dtype_of(header),
     )
+
+
+def _transformers_name(name: str, is_routed: bool, window: int | None, context: int) -> str:
+    """Files of Mistral and Mixtral say llama."""
+    if name == "llama" and is_routed:
+        return MIXTRAL
+    if name == "llama" and window is not None and window < context:
+        return "MistralForCausalLM"
+    return ARCHITECTURES[name]
 
 
 def stored_scheme(header: GgufHeader) -> StoredScheme | None:
@@ -104,7 +105,7 @@ def stored_scheme(header: GgufHeader) -> StoredScheme | None:
     file of plain numbers."""
     totals: dict[tuple[StoredFormat, int], int] = {}
     for info in header.tensors.values():
-        if info.type.name in KEPT_FORMATS and len(info.shape) == 2:
+        if is_kept(info):
             kept = KEPT_FORMATS[info.type.name]
             totals[kept] = totals.get(kept, 0) + math.prod(info.shape)
     if not totals:
@@ -112,6 +113,11 @@ def stored_scheme(header: GgufHeader) -> StoredScheme | None:
     ordered = sorted(totals, key=lambda kept: -totals[kept])
     formats = tuple(dict.fromkeys(format for format, _ in ordered))
     return StoredScheme("gguf", formats, tuple(dict.fromkeys(group for _, group in ordered)))
+
+
+def is_kept(info: TensorInfo) -> bool:
+    """Whether the tensor is a matrix, or one of each expert, whose codes are kept."""
+    return info.type.name in KEPT_FORMATS and len(info.shape) in _MATRICES
 
 
 def token_id(header: GgufHeader, name: str) -> int | None:
@@ -139,9 +145,9 @@ def _vocab_size(header: GgufHeader) -> int:
 
 def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
     """As `rope_parameters` of a config.json."""
-    theta = _float(header, f"{name}.rope.freq_base", 10000.0)
+    theta = positive_float(header, f"{name}.rope.freq_base", 10000.0)
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    rotary = _size(header, "rope.dimension_count", head_dim)
+    rotary = size_of(header, "rope.dimension_count", head_dim)
     if rotary != head_dim:
         share = rotary / head_dim
         found["partial_rotary_factor"] = (
@@ -163,15 +169,15 @@ def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
         return {**found, "rope_type": "factors", "factors": _factors(header, factors, rotary)}
     if kind == "none":
         return found
-    found |= {"rope_type": kind, "factor": _float(header, f"{name}.rope.scaling.factor")}
+    found |= {"rope_type": kind, "factor": positive_float(header, f"{name}.rope.scaling.factor")}
     if kind == "yarn":
-        found["original_max_position_embeddings"] = _size(
+        found["original_max_position_embeddings"] = size_of(
             header, "rope.scaling.original_context_length"
         )
         for key, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if f"{name}.rope.scaling.{key}" in header.metadata:
-                found[ours] = _float(header, f"{name}.rope.scaling.{key}")
-        if _float(header, f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
+                found[ours] = positive_float(header, f"{name}.rope.scaling.{key}")
+        if positive_float(header, f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
             raise ConfigError(
                 f"{header.file}: {name}.rope.scaling.attn_factor is supported as 1 only"
             )
@@ -196,7 +202,7 @@ def _factors(header: GgufHeader, info: TensorInfo, rotary_dim: int) -> tuple[flo
     return values
 
 
-def _biases(header: GgufHeader, name: str) -> frozenset[str]:
+def _biases(header: GgufHeader, name: str, is_routed: bool) -> frozenset[str]:
     """The linear layers of a block that have a bias."""
     prefix, suffix = "blk.0.", ".bias"
     found = frozenset(
@@ -207,8 +213,12 @@ def _biases(header: GgufHeader, name: str) -> frozenset[str]:
     without_o = _ATTENTION - {"attn_output"}
     if name == "qwen2":
         known = [without_o]
-    elif name == "qwen3":
+    elif name == "qwen2moe":
+        known = [frozenset(), without_o]
+    elif name in ("qwen3", "qwen3moe"):
         known = [frozenset(), _ATTENTION]
+    elif is_routed:  # Mixtral
+        known = [frozenset()]
     else:
         known = [frozenset(), _ATTENTION, _MLP, _ATTENTION | _MLP]
     if found not in known:
@@ -223,41 +233,11 @@ def _main_type(header: GgufHeader) -> str:
     """The type of most elements in the matrices of the blocks."""
     totals: dict[str, int] = {}
     for info in header.tensors.values():
-        if info.name.startswith("blk.") and len(info.shape) == 2:
+        if info.name.startswith("blk.") and len(info.shape) in _MATRICES:
             totals[info.type.name] = totals.get(info.type.name, 0) + math.prod(info.shape)
     return max(totals, key=lambda name: totals[name], default="F32")
 
 
-def _dtype(header: GgufHeader) -> str:
+def dtype_of(header: GgufHeader) -> str:
     """Of activations, and of weights that are not quantised: for block types, bf16."""
     return FLOAT_TYPES.get(_main_type(header), "bfloat16")
-
-
-def _text(header: GgufHeader, key: str) -> str:
-    value = header.metadata.get(key)
-    if not isinstance(value, str):
-        raise ConfigError(f"{header.file}: {key} is {value!r}; a text was expected")
-    return value
-
-
-def _optional_size(header: GgufHeader, name: str) -> int | None:
-    """As `_size`; None where it is absent or 0."""
-    key = f"{architecture_of(header)}.{name}"
-    return None if header.metadata.get(key, 0) == 0 else _size(header, name)
-
-
-def _size(header: GgufHeader, name: str, default: int | None = None) -> int:
-    """A positive number. `name`: of the key, without the architecture."""
-    key = f"{architecture_of(header)}.{name}"
-    value = header.metadata.get(key, default)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{header.file}: {key} is {value!r}; a positive number was expected")
-    return value
-
-
-def _float(header: GgufHeader, key: str, default: float | None = None) -> float:
-    """A positive number."""
-    value = header.metadata.get(key, default)
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{header.file}: {key} is {value!r}; a positive number was expected")
-    return float(value)

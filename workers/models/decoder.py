@@ -47,7 +47,7 @@ class Decoder:
         self.routed = routed  # None unless experts are served from a cache
         self.plan = activation_plan(config, self.dtype)
         slots = () if routed is None else routed.cache.table
-        cached = [packed for slot in slots for packed in slot.expert]
+        cached = [packed for slot in slots for packed in slot.widest]
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normalised with the next layer's norm, which writes

@@ -40,6 +40,7 @@ WEIGHT_FORMATS = {
     "fp8": WeightCost(1, "fp8", row_bytes=4),
     "int4": WeightCost(0.5 + 4 / 128, "bf16"),  # weight-only, a scale for 128
     "nf4": WeightCost(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
+    "int8g": WeightCost(1 + 4 / 32, "bf16"),  # weight-only, a scale for 32: of GGUF files
 }
 KV_FORMATS = {
     "fp32": KvCost(4),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.planning.hardware import KV_FORMATS, WEIGHT_FORMATS, Device
+from penstock.workers.planning.hardware import KV_FORMATS, WEIGHT_FORMATS, Device, WeightCost
 from penstock.workers.planning.parameters import count_parameters
 
 BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
@@ -78,9 +78,11 @@ class Roofline:
     block_size: int = 16
     batched_tokens: int = 0
     reserve_bytes: float = 0
+    stored: WeightCost | None = None  # of the weights in a file, which the format "auto" keeps
 
     def __post_init__(self) -> None:
-        for name, known in (("weights", WEIGHT_FORMATS), ("kv", KV_FORMATS)):
+        formats = [*WEIGHT_FORMATS, *(["auto"] if self.stored is not None else [])]
+        for name, known in (("weights", formats), ("kv", list(KV_FORMATS))):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
@@ -96,12 +98,19 @@ class Roofline:
                 f"{self.block_size}, {self.batched_tokens} and {self.reserve_bytes}"
             )
 
+    @property
+    def _format(self) -> WeightCost:
+        if self.weights == "auto":
+            assert self.stored is not None
+            return self.stored
+        return WEIGHT_FORMATS[self.weights]
+
     # -- bytes
 
     @property
     def weight_bytes(self) -> float:
         """All weights, as they lie in memory."""
-        n, fmt = count_parameters(self.model), WEIGHT_FORMATS[self.weights]
+        n, fmt = count_parameters(self.model), self._format
         routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
         embedding = n.embedding * (fmt.bytes if self.quantised_embedding else fmt.other_bytes)
         head = n.head * (fmt.bytes if self.quantised_head else fmt.other_bytes)
@@ -130,7 +139,7 @@ class Roofline:
         routed = 2 * m.num_experts_per_token * m.moe_intermediate_size
         shared = 2 * m.shared_expert_intermediate_size
         widest = max(qkv, dense, routed, shared)
-        return (2 * m.hidden_size + widest) * WEIGHT_FORMATS[self.weights].other_bytes
+        return (2 * m.hidden_size + widest) * self._format.other_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -192,9 +201,7 @@ class Roofline:
     def ridge_tokens(self) -> float:
         """nt. An expert reaches it only when nt rows are routed to it: at nt num_experts / k
         rows."""
-        return ridge_tokens(
-            self._linear_flops, WEIGHT_FORMATS[self.weights].bytes, self.device.bandwidth
-        )
+        return ridge_tokens(self._linear_flops, self._format.bytes, self.device.bandwidth)
 
     @property
     def read_s_per_token(self) -> float:
@@ -241,7 +248,7 @@ class Roofline:
         """Bytes of the weights that every token uses."""
         n, fmt, plain = (
             count_parameters(self.model),
-            WEIGHT_FORMATS[self.weights],
+            self._format,
             self._plain_output,
         )
         rows = n.linear_rows - n.output_rows * (plain > 0)
@@ -250,7 +257,7 @@ class Roofline:
     @property
     def _exact_flops(self) -> float:
         """FLOP/s of products with weights that are not quantised."""
-        return self.device.peak("bf16" if WEIGHT_FORMATS[self.weights].other_bytes == 2 else "fp32")
+        return self.device.peak("bf16" if self._format.other_bytes == 2 else "fp32")
 
     @property
     def _token_s(self) -> float:
@@ -260,12 +267,12 @@ class Roofline:
 
     @property
     def _linear_flops(self) -> float:
-        return self.device.peak(WEIGHT_FORMATS[self.weights].compute)
+        return self.device.peak(self._format.compute)
 
     def _step(self, rows: int, head_rows: int, read: float, looked_at: float) -> StepTime:
         """`read`: cached tokens read, over all layers; `looked_at`: pairs of a query and a key."""
         n, m = count_parameters(self.model), self.model
-        fmt = WEIGHT_FORMATS[self.weights]
+        fmt = self._format
         routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
         if routed:  # those experts that any row goes to, if each is as likely as another
             routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows

@@ -51,12 +51,27 @@ def _shape(
 
 
 _LLAMA, _QWEN, _MIXTRAL = "LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM"
+_MISTRAL = "MistralForCausalLM"
 _QWEN3, _QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 SHAPES = {
     "Llama-2-7B": _shape(_LLAMA, 32000, 4096, 32, (32, 32), 11008, context=4096, theta=1e4),
     "Llama-2-70B": _shape(_LLAMA, 32000, 8192, 80, (64, 8), 28672, context=4096, theta=1e4),
     "Llama-3-8B": _shape(_LLAMA, 128256, 4096, 32, (32, 8), 14336, context=8192, theta=5e5),
     "Llama-3.1-8B": _shape(_LLAMA, 128256, 4096, 32, (32, 8), 14336, context=131072, theta=5e5),
+    "Llama-3.1-70B": _shape(_LLAMA, 128256, 8192, 80, (64, 8), 28672, context=131072, theta=5e5),
+    "Llama-3.2-1B": _shape(
+        _LLAMA, 128256, 2048, 16, (32, 8), 8192, context=131072, head_dim=64, theta=5e5, tied=True
+    ),
+    "Llama-3.2-3B": _shape(
+        _LLAMA, 128256, 3072, 28, (24, 8), 8192, context=131072, theta=5e5, tied=True
+    ),
+    "SmolLM2-135M": _shape(
+        _LLAMA, 49152, 576, 30, (9, 3), 1536, context=8192, head_dim=64, theta=1e5, tied=True
+    ),
+    "SmolLM2-1.7B": _shape(
+        _LLAMA, 49152, 2048, 24, (32, 32), 8192, context=8192, head_dim=64, theta=1.3e5, tied=True
+    ),
+    "Mistral-7B": _shape(_MISTRAL, 32768, 4096, 32, (32, 8), 14336, context=32768),  # v0.3
     "Qwen2.5-0.5B": _shape(
         _QWEN, 151936, 896, 24, (14, 2), 4864, context=32768, head_dim=64, tied=True
     ),

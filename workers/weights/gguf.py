@@ -8,19 +8,16 @@ places as bytes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.gguf.config import (
-    ADJACENT_PAIRS,
-    KEPT_FORMATS,
-    architecture_of,
-    stated_by,
-)
+from penstock.workers.gguf.config import ADJACENT_PAIRS, MIXTRAL, is_kept, stated_by
 from penstock.workers.gguf.header import BlockType, TensorInfo, read_header
+from penstock.workers.gguf.metadata import architecture_of
 from penstock.workers.weights.checkpoint import StoredTensor
 from penstock.workers.weights.gguf_blocks import decode
 
@@ -42,6 +39,25 @@ _IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Of blocks with routed experts. A stack, whose name ends with _exps, holds a matrix of each.
+_ROUTED = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_STACK = "_exps"
+_ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 _READ_BY_CONFIG = "rope_freqs.weight"
 _HEAD = "lm_head"
@@ -68,39 +84,63 @@ class GgufTensor(StoredTensor):
 
 def open_gguf(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a GGUF file by the names of a checkpoint: of matrices in blocks
-    `weight_q8_0` and so on (`stored.py`). An embedding in blocks that is the head too has both
-    names; otherwise embeddings are always read as floats.
+    `weight_q8_0` and so on (`stored.py`), and of each expert its own. An embedding in blocks that
+    is the head too has both names; otherwise embeddings are always read as floats, as routers are.
 
     Raises LoadError for a damaged file, and for a tensor that no model here has.
     """
     try:
         header = read_header(file)
-        _, stated = stated_by(header)
+        architecture, stated = stated_by(header)
         is_adjacent = architecture_of(header) in ADJACENT_PAIRS
     except ConfigError as error:
         raise LoadError(str(error)) from error
+    num_experts = getattr(stated, "num_experts", 0)
+    in_block = _IN_BLOCK
+    if num_experts:
+        in_block = _IN_BLOCK | (_MIXTRAL if architecture == MIXTRAL else _ROUTED)
     heads = {"attn_q": stated.num_attention_heads, "attn_k": stated.num_key_value_heads}
     tensors: dict[str, StoredTensor] = {}
     for info in header.tensors.values():
         if info.name == _READ_BY_CONFIG:
             continue
         match = _NAME.fullmatch(info.name)
-        names = _OUTSIDE if match is None or match[1] is None else _IN_BLOCK
+        names = _OUTSIDE if match is None or match[1] is None else in_block
         if match is None or match[2] not in names:
             raise LoadError(f"{file}: tensor {info.name!r} is of no supported model")
-        module = names[match[2]]
+        part, kind = match[2], match[3]
+        module = names[part]
         if match[1] is not None:
             module = f"model.layers.{int(match[1])}.{module}"
-        kind = match[3]
-        if info.type.name in KEPT_FORMATS and len(info.shape) == 2:
+        if part in _ROUTERS:
+            info = replace(info, shape=(1, *info.shape)) if len(info.shape) == 1 else info
+        elif is_kept(info):
             kind = f"weight_{info.type.name.lower()}"
-        if match[2] == "token_embd":
+        if part.endswith(_STACK):
+            for index, expert in enumerate(_experts_of(file, info, num_experts)):
+                name = f"{module.format(index)}.{kind}"
+                tensors[name] = _tensor(file, name, expert, 0)
+            continue
+        if part == "token_embd":
             if stated.tie_word_embeddings and kind != "weight":
                 tensors[f"{_HEAD}.{kind}"] = _tensor(file, f"{_HEAD}.{kind}", info, 0)
             kind = "weight"
         name = f"{module}.{kind}"
-        tensors[name] = _tensor(file, name, info, heads.get(match[2], 0) if is_adjacent else 0)
+        tensors[name] = _tensor(file, name, info, heads.get(part, 0) if is_adjacent else 0)
     return tensors
+
+
+def _experts_of(file: Path, info: TensorInfo, num_experts: int) -> Iterator[TensorInfo]:
+    """The matrices of a stack, in the order of the experts."""
+    if len(info.shape) != 3 or info.shape[0] != num_experts:
+        raise LoadError(
+            f"{file}: tensor {info.name!r} has shape {list(info.shape)}; matrices of "
+            f"{num_experts} experts were expected"
+        )
+    size = info.num_bytes // num_experts
+    for index in range(num_experts):
+        begin = info.offset + index * size
+        yield replace(info, shape=info.shape[1:], offset=begin, num_bytes=size)
 
 
 def _tensor(file: Path, name: str, info: TensorInfo, num_heads: int) -> GgufTensor:

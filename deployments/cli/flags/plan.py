@@ -29,6 +29,7 @@ models:  {", ".join(SHAPES)}
 devices: {", ".join(DEVICES)}
 """
 DEFAULT_CONTEXT = 2048
+WEIGHTS = "bf16,int8,fp8,int4,nf4"
 PROMPT_LENS = (128, 1024, 8192)
 
 
@@ -60,9 +61,8 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--weights",
-        default="bf16,int8,fp8,int4,nf4",
         metavar="FORMATS",
-        help="(default: %(default)s)",
+        help=f"(default: {WEIGHTS}; for a GGUF file also auto, the formats of the file)",
     )
     group.add_argument(
         "--kv", default="bf16,int8", metavar="FORMATS", help="(default: %(default)s)"

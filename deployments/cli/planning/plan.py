@@ -11,27 +11,31 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.deployments.bench import report
-from penstock.deployments.cli.flags.plan import DEFAULT_CONTEXT, PROMPT_LENS
+from penstock.deployments.cli.flags.plan import DEFAULT_CONTEXT, PROMPT_LENS, WEIGHTS
 from penstock.deployments.cli.planning import plan_report
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.header import GgufHeader, find_gguf, read_header
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import (
     KV_FORMATS,
-    WEIGHT_FORMATS,
     Device,
     device_named,
 )
+from penstock.workers.planning.kept import kept_cost
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import shape_named
+from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.hub import is_hub_id, resolve_model
+
+FORMATS = ("fp32", "bf16", *QUANTIZED_FORMATS)  # that `penstock serve` makes of weights
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """`penstock plan`; the exit status. Raises ConfigError."""
     report.check_plot(args.plot)
-    model = _model(args.model)
+    model, header = _model(args.model)
     context = args.context or min(DEFAULT_CONTEXT, model.max_position_embeddings)
     if context > model.max_position_embeddings:
         raise ConfigError(
@@ -39,7 +43,7 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     lens = _prompt_lens(args.prompt_lens, model)
     devices = [device_named(name) for name in _names("--device", args.device)]
-    rooflines = {device.name: _rooflines(args, model, device) for device in devices}
+    rooflines = {device.name: _rooflines(args, model, header, device) for device in devices}
     rows = {
         name: [
             plan_report.row_of(each, context, lens, args.batch, args.price_per_hour)
@@ -65,7 +69,9 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rooflines(args: argparse.Namespace, model: ModelConfig, device: Device) -> list[Roofline]:
+def _rooflines(
+    args: argparse.Namespace, model: ModelConfig, header: GgufHeader | None, device: Device
+) -> list[Roofline]:
     base = Roofline(
         model,
         device.at(args.compute_share, args.bandwidth_share),
@@ -76,9 +82,27 @@ def _rooflines(args: argparse.Namespace, model: ModelConfig, device: Device) -> 
         batched_tokens=args.max_num_batched_tokens,
         reserve_bytes=args.reserve_gb * 1e9,
     )
-    weights = _names("--weights", args.weights, WEIGHT_FORMATS)
     kvs = _names("--kv", args.kv, KV_FORMATS)
-    return [replace(base, weights=w, kv=kv) for w in weights for kv in kvs]
+    rooflines = []
+    for weights in _weights(args.weights, model, is_gguf=header is not None):
+        if weights == "auto" and header is not None:
+            cost, keeps_head = kept_cost(header)
+            each = replace(base, stored=cost, quantised_head=keeps_head, quantised_output=True)
+        else:
+            each = base
+        rooflines += [replace(each, weights=weights, kv=kv) for kv in kvs]
+    return rooflines
+
+
+def _weights(text: str | None, model: ModelConfig, *, is_gguf: bool) -> list[str]:
+    """The formats to compare. For a GGUF file, `auto` is that of the file, and so is a format that
+    would leave the file's codes as they are."""
+    if not is_gguf:
+        return _names("--weights", text or WEIGHTS, FORMATS)
+    scheme = model.stored_scheme
+    names = _names("--weights", text or f"auto,{WEIGHTS}", ("auto", *FORMATS))
+    kept = [name for name in names if scheme is not None and not scheme.is_opened(name)]
+    return list(dict.fromkeys("auto" if name in kept else name for name in names))
 
 
 def _kv_group(text: str, head_dim: int) -> int:
@@ -91,12 +115,15 @@ def _kv_group(text: str, head_dim: int) -> int:
         raise ConfigError(f"--kv-group takes a number, head or auto; got {text!r}") from None
 
 
-def _model(name: str) -> ModelConfig:
-    """The configuration of a folder, a built-in model, or a published shape. No download."""
+def _model(name: str) -> tuple[ModelConfig, GgufHeader | None]:
+    """The configuration of a folder, a GGUF file, a built-in model, or a published shape; and the
+    header of such a file. No download."""
     if not is_hub_id(name):
-        return ModelConfig.from_pretrained(resolve_model(name))
+        path = resolve_model(name)
+        file = find_gguf(path)
+        return ModelConfig.from_pretrained(path), None if file is None else read_header(file)
     try:
-        return shape_named(name)
+        return shape_named(name), None
     except ConfigError as error:
         raise ConfigError(f"{name!r} is not a folder with a config.json, and {error}") from None
 

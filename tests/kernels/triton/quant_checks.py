@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -209,15 +209,18 @@ def test_routes(monkeypatch, num_tokens):
         assert routes.starts.tolist() == [int((ordered < e).sum()) for e in range(10)]
 
 
-def packed_expert(
-    format: WeightFormat | Literal["plain"], weight: torch.Tensor
-) -> tuple[PackedLinear, QuantizedWeight | None]:
+def packed_expert(format: str, weight: torch.Tensor) -> tuple[PackedLinear, QuantizedWeight | None]:
+    """`format`: "plain", a format that `quantize_weight` rounds to, or a key of GROUPED, of random
+    weights."""
     num_outputs, num_inputs = weight.shape
     if format == "plain":
         return PackedLinear(weight, None, num_inputs, num_outputs, 0, "fp32", "plain"), None
-    quantized = quant.quantize_weight(weight, format)
-    payload = matmul_triton.pack(quantized)
-    return PackedLinear(payload, None, num_inputs, num_outputs, 0, format, "triton"), quantized
+    if format in GROUPED:
+        quantized = make_grouped(format, num_outputs, num_inputs)
+    else:
+        quantized = quant.quantize_weight(weight, cast(WeightFormat, format))
+    payload, kind = matmul_triton.pack(quantized), quantized.format
+    return PackedLinear(payload, None, num_inputs, num_outputs, 0, kind, "triton"), quantized
 
 
 def one_linear(x: torch.Tensor, weight: torch.Tensor, quantized: QuantizedWeight | None):
@@ -234,6 +237,8 @@ def one_linear(x: torch.Tensor, weight: torch.Tensor, quantized: QuantizedWeight
         ("int4", FP32, 5),
         ("nf4", HALF, 14),
         ("fp8", FP32, 14),
+        ("int8g", FP32, 14),
+        (("int4 real zeros", "int8g 16"), FP32, 5),  # as files of GGUF's Q4_K_M
     ],
 )
 def test_routed_experts(monkeypatch, format, dtype, num_inner):
@@ -246,7 +251,8 @@ def test_routed_experts(monkeypatch, format, dtype, num_inner):
         [(torch.randn(s) * s[1] ** -0.5).to(DEVICE, dtype) for s in shapes]
         for _ in range(num_experts)
     ]
-    experts = [[packed_expert(format, weight) for weight in pair] for pair in weights]
+    formats = (format, format) if isinstance(format, str) else format
+    experts = [[packed_expert(*each) for each in zip(formats, pair)] for pair in weights]
     plain = moe.GroupedExperts((gate_up[0], down[0]) for gate_up, down in experts)
     if format == "plain":  # on a CPU these would stay as they are
         plain.table = moe_triton.expert_table(plain)

@@ -48,7 +48,7 @@ def poison(cache: ExpertCache) -> None:
             continue
         assert isinstance(cache.layout, NeuronLayout)
         nan = torch.full(shape, float("nan"), dtype=cache.layout.dtype)
-        write_neurons(slot.expert, nan, torch.arange(facts.inner))
+        write_neurons(slot.widest, nan, torch.arange(facts.inner))
 
 
 @functools.cache

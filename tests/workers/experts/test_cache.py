@@ -145,7 +145,7 @@ def test_only_missing_rows_are_loaded():
     assert slot is not None
     some = np.array([0, 5, 6, 30])
     rows = torch.from_numpy(shared_expert_file().rows(1, 2)[some].copy()).view(FP32)
-    write_neurons(slot.expert, rows, torch.from_numpy(some))
+    write_neurons(slot.widest, rows, torch.from_numpy(some))
     slot.arrived(some)
     visit(cache, 1, [2])
     cache.close()

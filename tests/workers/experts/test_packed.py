@@ -113,7 +113,7 @@ def test_ids_through_the_engine(name, format):
     model.routed.close()
     assert got == greedy(plain(make_checkpoint(name), format), prompts, **limits)
     assert all(
-        packed.format == format for slot in model.routed.cache.table for packed in slot.expert
+        packed.format == format for slot in model.routed.cache.table for packed in slot.widest
     )
 
 

@@ -16,6 +16,7 @@ from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.planning.hardware import DEVICES
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import SHAPES
+from tests.workers.models.test_gguf_experts import file_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -111,6 +112,22 @@ def test_a_batch_of_ones_own_and_a_checkpoint(tmp_path):
     assert plan(tmp_path, folder, "--device", "cpu")["parameters"] == rows["parameters"]
 
 
+def test_a_gguf_file_as_it_is_served(tmp_path):
+    """`auto`, the default, is the file's own codes; int4 would leave them as they are."""
+    pytest.importorskip("gguf", reason="the package gguf, which writes the file, is missing")
+    file = str(file_of("Q4_K"))
+    found = plan(tmp_path, file, "--device", "L4", "--kv", "int8")["devices"][0]["rows"]
+    assert [row["weights"] for row in found] == ["auto", "bf16", "int8", "fp8", "nf4"]
+    (same,) = plan(tmp_path, file, "--device", "L4", "--kv", "int8", "--weights", "int4")[
+        "devices"
+    ][0]["rows"]
+    assert same == found[0]
+    # With scales and zero points of 32 weights, and the head; the embedding in bf16.
+    matrices = 3 * (256 * 256 * (1 + 2 * 0.5 + 1) + 4 * 3 * 256 * 256) + 199 * 256
+    plain = 199 * 256 + 3 * (4 * 256 + 2 * 256 + 2 * 64) + 256
+    assert found[0]["weight_gb"] * 1e9 == pytest.approx(0.75 * matrices + 2 * plain)
+
+
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
@@ -148,6 +165,7 @@ def test_help_teaches_and_loads_no_torch():
         (["Llama-3-8B", "--device", "H300"], "unknown device 'H300'; did you mean 'H200'"),
         (["Llama-3-8B", "--device", ","], "--device needs at least one name"),
         (["Llama-3-8B", "--weights", "int3"], "--weights: 'int3' is none of fp32"),
+        (["Llama-3-8B", "--weights", "auto"], "--weights: 'auto' is none of fp32"),
         (["Llama-3-8B", "--kv", "int4"], "--kv: 'int4' is none of"),
         (["Llama-3-8B", "--kv-group", "48"], "kv_group must divide"),
         (["Llama-3-8B", "--kv-group", "all"], "--kv-group takes a number, head or auto"),
