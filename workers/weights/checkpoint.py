@@ -95,7 +95,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 def is_headless(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a checkpoint was saved from the decoder alone, without the LM head."""
     embedding = tensors.get(f"{PREFIX}embed_tokens.weight")
-    return embedding is not None and not embedding.name.startswith(PREFIX)
+    return embedding is not None and embedding.name == "embed_tokens.weight"
 
 
 def _open(folder: Path) -> dict[str, StoredTensor]:
