@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_long_answers_page(live, index):
 
 def test_embeddings_page(live):
     code = on_ports_of(live, blocks("docs/guide/embeddings.md", "python")[0])
-    found = {}
+    found: dict[str, Any] = {}
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = code.replace("Qwen3-Embedding-0.6B", "builtin")
