@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,16 @@ def test_long_answers_page(live, index):
         exec(compile(code, f"docs/guide/long-answers.md block {index}", "exec"), {})
     num_tokens, num_evicted = re.findall(r"\d+", said.getvalue().splitlines()[-1])
     assert int(num_tokens) == 300 > int(num_evicted) > 150
+
+
+def test_embeddings_page(live):
+    code = on_ports_of(live, blocks("docs/guide/embeddings.md", "python")[0])
+    found: dict[str, Any] = {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = code.replace("Qwen3-Embedding-0.6B", "builtin")
+        exec(compile(code, "docs/guide/embeddings.md", "exec"), found)
+    assert [len(each.embedding) for each in found["answer"].data] == [64, 64]
 
 
 def test_engine_page():

@@ -21,7 +21,7 @@ FAMILIES = {
     "LlamaForCausalLM": (DENSE, "Llama 2, 3, 3.1, 3.2 and 3.3, SmolLM2, R1-Distill-Llama"),
     "MistralForCausalLM": (DENSE, "Mistral 7B, Mistral Nemo"),
     "Qwen2ForCausalLM": (DENSE, "Qwen2, Qwen2.5, R1-Distill-Qwen"),
-    "Qwen3ForCausalLM": (DENSE, "Qwen3 0.6B to 32B"),
+    "Qwen3ForCausalLM": (DENSE, "Qwen3 0.6B to 32B, Qwen3-Embedding"),
     "MixtralForCausalLM": (EXPERTS, "Mixtral 8x7B and 8x22B"),
     "Qwen2MoeForCausalLM": (EXPERTS, "Qwen1.5-MoE, Qwen2-57B-A14B"),
     "Qwen3MoeForCausalLM": (EXPERTS, "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),

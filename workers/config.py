@@ -98,6 +98,12 @@ class ModelOptions:
         "'{\"enable_thinking\": false}'; none: the template decides",
         is_json=True,
     )
+    pooling: Literal["auto", "last", "mean"] = option(
+        "auto",
+        "which hidden states make an embedding (docs/guide/embeddings.md); last: that of the last "
+        "token; mean: the mean over all tokens; auto: as the model's 1_Pooling/config.json says, "
+        "else last",
+    )
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
     )

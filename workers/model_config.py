@@ -167,19 +167,31 @@ def read_stored_scheme(path: str | Path) -> StoredScheme | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ConfigError naming the file if it is missing or is not one."""
+    value = _json_in(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The same for a JSON list."""
+    value = _json_in(path)
+    if not isinstance(value, list):
+        raise ConfigError(f"{path} does not hold a JSON list")
+    return value
+
+
+def _json_in(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist; give a folder with a checkpoint that transformers can read"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return value
 
 
 def _scheme(folder: Path, stated: dict[str, Any]) -> StoredScheme | None:
@@ -196,6 +208,9 @@ def _architecture(stated: dict[str, Any]) -> str:
         name for name, known in MODEL_TYPES.items() if known == model_type
     ]
     name = names[0] if isinstance(names, list) and names else model_type
+    whole = f"{str(name).removesuffix('Model')}ForCausalLM"
+    if whole in MODEL_TYPES:  # it was saved without its LM head
+        name = whole
     if name not in MODEL_TYPES:
         raise ConfigError(
             f"architecture {name!r} is not supported; supported are {', '.join(MODEL_TYPES)}"

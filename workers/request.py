@@ -260,6 +260,7 @@ class Request:
     # bounded by what that worker had admitted.
     is_continued: bool = False
     num_expected: int = 0  # predicted tokens of prompt and answer; 0: no prediction
+    embeds: bool = False  # nothing is generated: its last delta has the `embedding` of the prompt
     cache_domain: bytes = b""  # cached prefixes are shared within a domain only
 
 
@@ -309,6 +310,9 @@ class Delta:
     # Of the prompt's tokens from the second on, with the first delta, if requested.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: FirstTokenTimes | None = None  # with the first delta
+    # Of a request that embeds, with its only delta: the pooled hidden state after the final norm,
+    # not normalised, as little-endian fp32.
+    embedding: bytes = b""
     engine: str = ""  # address of the worker, where there are several
     computes: str = ""  # at an ingress: WorkerInfo.computes of the worker
     is_replayed: bool = False  # at an ingress: from the journal of a stream that is continued
@@ -325,6 +329,18 @@ def check_prompt_scores(num_scores: int, param: str = "prompt_logprobs") -> None
             f"prompts, times 1 + alternatives, times n), and may name {MAX_PROMPT_SCORES}: ask for "
             "fewer alternatives, or send the prompt in parts",
             param=param,
+        )
+
+
+def check_input_length(num_tokens: int, most: int) -> None:
+    """Raise RequestError unless a text of `num_tokens` that is embedded fits a model that takes
+    `most`: no answer follows it."""
+    if num_tokens > most:
+        raise RequestError(
+            f"the text has {num_tokens} tokens, and this model takes at most {most}: send it in "
+            "parts, or keep its end with truncate_prompt_tokens",
+            param="input",
+            code="context_length_exceeded",
         )
 
 

@@ -19,7 +19,8 @@ import pydantic_core
 from penstock.deployments.options import ANY_NAME
 
 RESPONSES = "/v1/responses"
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", RESPONSES)
+EMBEDDINGS = "/v1/embeddings"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", RESPONSES, EMBEDDINGS)
 FIELDS = ("custom_id", "method", "url", "body")
 MAX_LINE_BYTES = (4 << 20) + 4096  # a body that the HTTP API takes, and the fields around it
 MAX_CUSTOM_ID_CHARS = 512

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from penstock.deployments.batch import results
-from penstock.deployments.batch.lines import RESPONSES, BatchLine, read_lines
+from penstock.deployments.batch.lines import EMBEDDINGS, RESPONSES, BatchLine, read_lines
 from penstock.deployments.batch.part_file import ERROR, OUTPUT, PartFile, TokenCounts
 from penstock.deployments.batch.retries import Retries
 from penstock.deployments.batch.target import Reply, Target
@@ -193,7 +193,7 @@ class Runner:
         body = dict(line.body)
         if line.url == RESPONSES:
             body.setdefault("store", False)
-        if body.get("seed") is None:
+        if body.get("seed") is None and line.url != EMBEDDINGS:
             body["seed"] = seed_of(self._settings.run_seed, line.number)
         if self._settings.priority is not None:
             body.pop("priority", None)  # without one it is the best that the API key permits

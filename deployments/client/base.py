@@ -95,6 +95,26 @@ class BaseClient(ABC):
             request.token_ids.SetInParent()
         return request
 
+    def _embed(
+        self,
+        inputs: Sequence[Prompt],
+        dimensions: int | None,
+        normalize: bool,
+        add_special_tokens: bool,
+    ) -> pb.EmbedRequest:
+        return pb.EmbedRequest(
+            model=self._model,
+            inputs=[
+                pb.EmbedInput(text=each)
+                if isinstance(each, str)
+                else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
+                for each in inputs
+            ],
+            dimensions=dimensions,
+            normalize=normalize,
+            add_special_tokens=add_special_tokens,
+        )
+
     def _chat(self, messages: Sequence[Message], name: str, sampling: Sampling) -> pb.ChatRequest:
         return pb.ChatRequest(
             model=self._model,

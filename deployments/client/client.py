@@ -120,6 +120,19 @@ class Client(BaseClient):
         """Answer a conversation, and wait for the whole answer."""
         return answer_of(list(self.chat(messages, idempotency_key=idempotency_key, **sampling)))
 
+    def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        add_special_tokens: bool = True,
+    ) -> list[list[float]]:
+        """The vector of each text, or list of token ids, in their order; its length is 1 with
+        `normalize`. `dimensions`: how many numbers of it are kept; None: all."""
+        request = self._embed(inputs, dimensions, normalize, add_special_tokens)
+        return [list(each.values) for each in self._unary(self._stub.Embed, request).embeddings]
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(
             model=self._model, text=text, add_special_tokens=add_special_tokens
@@ -244,6 +257,20 @@ class AsyncClient(BaseClient):
                 async for piece in self.chat(messages, idempotency_key=idempotency_key, **sampling)
             ]
         )
+
+    async def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        add_special_tokens: bool = True,
+    ) -> list[list[float]]:
+        """As `Client.embed`."""
+        request = self._embed(inputs, dimensions, normalize, add_special_tokens)
+        return [
+            list(each.values) for each in (await self._unary(self._stub.Embed, request)).embeddings
+        ]
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(

@@ -22,12 +22,22 @@ from tqdm import tqdm
 
 from penstock.deployments.config import ServeConfig, config_from
 from penstock.deployments.config import settings as server_settings
-from penstock.deployments.ingress.core.call import Call
+from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions
+from penstock.deployments.ingress.core.embeddings.embed import (
+    MAX_INPUTS,
+    EmbeddingCall,
+    embed,
+    embedding_call,
+)
 from penstock.deployments.ingress.core.errors import CATALOGUE, ServiceError
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.local_engine import LocalEngine, load_core
-from penstock.deployments.offline.outputs import RequestOutput
+from penstock.deployments.offline.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
 from penstock.deployments.offline.prompts import (
     Message,
     Prompt,
@@ -136,6 +146,51 @@ class LLM:
         made, num_choices = calls(read, sampling_params, self._model)
         names = places("conversations", is_list, len(made))
         return self._host.run(self._answer(made, num_choices, names, use_tqdm))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, in their order; its length is 1 with `normalize`.
+
+        `prompts`: as for `generate`. `dimensions`: how many numbers of it are kept; None: all.
+        Raises RequestError, which names the index of the first bad one, and ServiceError where the
+        engine fails.
+        """
+        read, is_list = prompt_list(prompts)
+        names = places("prompts", True, len(read)) if is_list else ["prompts"]
+        calls = [
+            embedding_call(
+                read[i : i + MAX_INPUTS],
+                names[i : i + MAX_INPUTS],
+                CallOptions(),
+                CallContext(),
+                dimensions=dimensions,
+                normalize=normalize,
+            )
+            for i in range(0, len(read), MAX_INPUTS)
+        ]
+        return self._host.run(self._embed(calls, len(read), use_tqdm))
+
+    async def _embed(
+        self, calls: list[EmbeddingCall], num_prompts: int, use_tqdm: bool
+    ) -> list[EmbeddingRequestOutput]:
+        engine = self._config.engine
+        most = min(STEPS_AHEAD * engine.max_num_seqs, engine.max_waiting)
+        outputs = []
+        with tqdm(total=num_prompts, desc="prompts", unit="prompt", disable=not use_tqdm) as bar:
+            for call in calls:
+                found = await embed(self._host.core, call, most)
+                for prompt, vector in zip(call.inputs, found.vectors, strict=True):
+                    text = prompt if isinstance(prompt, str) else None
+                    vector_output = EmbeddingOutput(vector.tolist())
+                    outputs.append(EmbeddingRequestOutput(text, vector_output))
+                bar.update(len(call.inputs))
+        return outputs
 
     async def _answer(
         self, made: list[Call], num_choices: list[int], names: list[str], use_tqdm: bool

@@ -22,6 +22,21 @@ class Logprob:
 Logprobs = list[dict[int, Logprob]]  # of each token: itself first, and its alternatives
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The result of one prompt that was embedded. `prompt` None: it was given as token ids."""
+
+    prompt: str | None
+    outputs: EmbeddingOutput
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer. `finish_reason`: "stop", or "length" where max_tokens or the context ended it.

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import grpc
 import httpx
+import numpy as np
 import torch
 import uvicorn
 
@@ -155,9 +156,13 @@ class EngineBackend:
 Step = Sequence[int] | float | Exception | str | FinishReason
 
 
+VECTOR = np.array([3.0, 0.0, 4.0, 0.0], dtype="<f4").tobytes()
+
+
 class ScriptedBackend:
     """Plays a script for every request: ids are a delta, a number is a pause in seconds, a text is
-    the code of an error delta, a finish reason ends the answer, an exception is raised."""
+    the code of an error delta, a finish reason ends the answer, an exception is raised. What is
+    embedded gets VECTOR, and no ids."""
 
     def __init__(self, *script: Step):
         self.script = script
@@ -177,12 +182,13 @@ class ScriptedBackend:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, FinishReason):
-                    yield Delta(request_id, [], step)
+                    vector = VECTOR if request.embeds else b""
+                    yield Delta(request_id, [], step, embedding=vector)
                 elif isinstance(step, str):
                     yield Delta(request_id, [], FinishReason.ERROR, error=step)
                 elif isinstance(step, int | float):
                     await asyncio.sleep(step)
-                else:
+                elif not request.embeds:
                     yield Delta(request_id, list(step))
         finally:
             self.num_closed += 1

@@ -59,6 +59,7 @@ def submit_message(
         priority=request.priority,
         is_continued=request.is_continued,
         cache_domain=request.cache_domain,
+        embeds=request.embeds,
     )
 
 
@@ -93,6 +94,7 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         is_continued=submit.is_continued,
         num_expected=submit.expected_tokens,
         cache_domain=submit.cache_domain,
+        embeds=submit.embeds,
     )
 
 
@@ -113,6 +115,7 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         moe_mode="" if delta.moe_mode == "exact" else delta.moe_mode,
         num_neurons=delta.num_neurons,
         num_skipped_neurons=delta.num_skipped_neurons,
+        embedding=delta.embedding,
     )
 
 
@@ -166,6 +169,7 @@ def delta_from(message: pb.Delta, request_id: str) -> Delta:
         moe_mode=message.moe_mode or "exact",
         num_neurons=message.num_neurons,
         num_skipped_neurons=message.num_skipped_neurons,
+        embedding=message.embedding,
     )
 
 

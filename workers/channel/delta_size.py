@@ -11,8 +11,8 @@ TOKEN_BYTES, LOGPROB_BYTES, ALTERNATIVE_BYTES = 36, 180, 116
 
 
 def num_bytes(delta: Delta) -> int:
-    """The memory that the tokens of `delta` take, with their logprobs."""
-    size = TOKEN_BYTES * len(delta.token_ids)
+    """The memory that the tokens of `delta` take, with their logprobs, and its embedding."""
+    size = TOKEN_BYTES * len(delta.token_ids) + len(delta.embedding)
     return size + _bytes_of(delta.logprobs) if delta.logprobs else size
 
 

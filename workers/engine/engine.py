@@ -10,6 +10,7 @@ import logging
 import random
 import time
 
+import numpy as np
 import torch
 
 from penstock.kernels.attention import backend_name
@@ -24,6 +25,7 @@ from penstock.workers.execution.step import StepInFlight, StepResult
 from penstock.workers.execution.timing import StepTimes
 from penstock.workers.memory.kv_format import KvFormat
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.pooling import Pooling, pooling_of
 from penstock.workers.request import (
     DECLINED,
     STORE_UNAVAILABLE,
@@ -52,10 +54,12 @@ class Engine:
         model: Decoder,
         commit_rule: Rule | None = None,
         capture: Capture | None = None,
+        pooling: Pooling | None = None,
     ):
         """`commit_rule` decides on deferred commit; None: the measured ridge does.
 
         `capture` makes the decode graphs; None: CUDA does, where the configuration wants them.
+        `pooling`: of prompts that are embedded; None: as `config` says, without a look at files.
         Raises ConfigError where the model or the memory does not allow what is configured.
         """
         parts = build_parts(config, model, commit_rule, capture)
@@ -72,8 +76,14 @@ class Engine:
         self._in_flight: StepInFlight | None = None  # the last step, not read yet
         contexts = ContextSettings.of(config, self.max_model_len, unsupported_reason(model.config))
         moe_mode = "exact" if model.routed is None else config.moe_mode
+        self.pooling = pooling or pooling_of(config.pooling)
         self.validator = RequestValidator(
-            model.config.vocab_size, contexts, self.pool.num_blocks, moe_mode
+            model.config.vocab_size,
+            contexts,
+            self.pool.num_blocks,
+            moe_mode,
+            generates=model.generates,
+            no_embedding=self.pooling.refusal,
         )
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
@@ -122,6 +132,7 @@ class Engine:
             matcher=matcher,
             context=checked.context,
             moe_mode=checked.moe_mode,
+            pooling=self.pooling.kind,
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
@@ -250,6 +261,10 @@ class Engine:
                 deltas.append(self._fail_row(seq))
                 continue
             self.cache.commit(seq, chunk.start + chunk.length - chunk.num_deferred)
+            if i in result.pooled:
+                seq.pool(result.pooled[i])
+            if seq.request.embeds and chunk.samples:
+                deltas.append(self._embedded(seq))
             if token is not None:
                 delta = seq.append(token.token_id, token.logprob)
                 self.totals.num_generated_tokens += 1
@@ -311,6 +326,14 @@ class Engine:
         delta = self._fail(seq, "invalid_value")
         delta.error_param = matcher.param
         delta.error_message = f"{matcher.param} became too complex in the course of the answer"
+        return delta
+
+    def _embedded(self, seq: Sequence) -> Delta:
+        """All of the prompt of `seq` is computed, and it asks for nothing else."""
+        if seq.pooled is None or not np.isfinite(seq.pooled).all():
+            return self._fail(seq, "numerical_error")
+        delta = seq.embedded()
+        self._finish(seq, FinishReason.STOP)
         return delta
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -16,6 +16,7 @@ from penstock.workers.engine.thread import EngineThread
 from penstock.workers.experts.build import settings_of
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.models.loader import load_model
+from penstock.workers.models.pooling import read_pooling
 from penstock.workers.progress import PREPARING, Progress, Report
 from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
@@ -41,8 +42,9 @@ def load_engine(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
+        folder = verified_folder(config, report)
         model = load_model(
-            str(verified_folder(config, report)),
+            str(folder),
             weights=config.weights,
             quantize_o=config.quantize_o,
             quantize_lm_head=config.quantize_lm_head,
@@ -53,7 +55,7 @@ def load_engine(
         )
         if report is not None:
             report(Progress(PREPARING))
-        return Engine(config, model)
+        return Engine(config, model, pooling=read_pooling(folder, config.pooling))
 
 
 def thread_for(

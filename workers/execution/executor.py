@@ -20,6 +20,7 @@ from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import Capture, DecodeGraphs, GraphSizes
 from penstock.workers.execution.step import (
+    PooledRows,
     PreparedStep,
     PromptRows,
     StepInFlight,
@@ -32,7 +33,7 @@ from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
-from penstock.workers.sampling.device_copy import Mark, to_device
+from penstock.workers.sampling.device_copy import Mark, to_device, to_host
 from penstock.workers.sampling.logits import LogprobRows
 from penstock.workers.sampling.sampler import sample
 from penstock.workers.scheduling.plan import Plan
@@ -89,9 +90,12 @@ class Executor:
         if moe_rows is not None and self.model.routed is not None:
             self.model.routed.count_neurons(*count_neurons(step.chunks, moe_rows))
         prompt_logprobs = {each.chunk: self._prompt_logprobs(each, hidden) for each in step.prompts}
+        pooled = {each.chunk: _pooled(each, hidden) for each in step.pooled}
         prompts_s = clock()
         if not step.rows:
-            return StepOutput(None, prompt_logprobs, hidden_s - began_s, prompts_s - hidden_s)
+            return StepOutput(
+                None, prompt_logprobs, hidden_s - began_s, prompts_s - hidden_s, pooled
+            )
         if len(step.rows) < hidden.shape[0]:
             # The residual buffer is no longer needed; reuse it.
             out = workspace.residual[: len(step.rows)]
@@ -102,7 +106,7 @@ class Executor:
         sampled = sample(logits, step.rows)
         sample_s = clock() - logits_s + prompts_s - hidden_s
         return StepOutput(
-            sampled, prompt_logprobs, logits_s - prompts_s + hidden_s - began_s, sample_s
+            sampled, prompt_logprobs, logits_s - prompts_s + hidden_s - began_s, sample_s, pooled
         )
 
     def _replay(
@@ -195,3 +199,10 @@ class Executor:
 
     def _put(self, values: NDArray[np.generic]) -> Tensor:
         return to_device(torch.from_numpy(values), self.model.device)
+
+
+def _pooled(rows: PooledRows, hidden: Tensor) -> Tensor:
+    """The sum of the hidden states of `rows`, fp32 [hidden], on its way to the host. `hidden`
+    [T, hidden] of the step."""
+    own = hidden[rows.first_row : rows.first_row + rows.num_rows]
+    return to_host(own.sum(dim=0, dtype=torch.float32))

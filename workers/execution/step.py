@@ -9,6 +9,10 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
 from penstock.workers.execution.batch import HostBatch, host_batch
 from penstock.workers.experts.modes import Span, StepRows
 from penstock.workers.request import TokenLogprob
@@ -26,10 +30,12 @@ class StepResult:
     """The result of a plan: a token for each chunk that samples, in the order of `plan.chunks`.
 
     `prompt_logprobs`: by index of the chunk, those of the prompt tokens that follow its tokens.
+    `pooled`: by index of the chunk, fp32 [hidden], the sum of the hidden states that it adds.
     """
 
     sampled: list[Sampled]
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,25 @@ class PromptRows:
         return cls(index, first_row, following, request.params.prompt_logprobs or 0)
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a step whose hidden states are part of an embedding."""
+
+    chunk: int  # its index in the plan
+    first_row: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, index: int, chunk: Chunk, first_row: int) -> PooledRows:
+        """Those of `chunk`, whose first row is `first_row`: the last row of a prompt, or with mean
+        pooling all that were not pooled before a preemption. There may be none."""
+        seq, end = chunk.seq, chunk.start + chunk.length
+        begin = max(chunk.start, seq.num_pooled_tokens)
+        if seq.pooling == "last":
+            begin = end - chunk.samples
+        return cls(index, first_row + begin - chunk.start, max(0, end - begin))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
     """A step on the host, ready to be copied to the device."""
@@ -58,6 +83,7 @@ class PreparedStep:
     rows: list[RowSampling]
     prompts: list[PromptRows]
     chunks: list[Chunk]
+    pooled: list[PooledRows] = field(default_factory=list)
 
     @property
     def moe_spans(self) -> list[Span]:
@@ -73,13 +99,14 @@ class PreparedStep:
 class StepOutput:
     """What a launch gives: tensors that may still be on their way, and host time by phase.
 
-    `prompt_logprobs`: by index of the chunk.
+    `prompt_logprobs`, and `pooled` fp32 [hidden]: by index of the chunk.
     """
 
     sampled: SampledRows | None  # None: no chunk samples
     prompt_logprobs: dict[int, list[LogprobRows]]
     model_s: float  # to launch the forward pass; on a CPU, to compute it
     sample_s: float  # the same for sampling and logprobs
+    pooled: dict[int, Tensor] = field(default_factory=dict)
 
 
 class StepInFlight:
@@ -113,7 +140,8 @@ class StepInFlight:
             }
             rows = self.output.sampled
             sampled = [] if rows is None else rows.listed()
-            self._result = StepResult(sampled, prompts)
+            pooled = {i: each.numpy() for i, each in self.output.pooled.items()}
+            self._result = StepResult(sampled, prompts, pooled)
         return self._result
 
 
@@ -121,17 +149,20 @@ def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> Prepare
     """The step of `plan`. Later changes to the plan's sequences do not affect it."""
     batch = host_batch(plan, block_size, {} if before is None else before.row_of)
     first = 0
-    last_rows, sampling, prompts = [], [], []
+    last_rows, sampling, prompts, pooled = [], [], [], []
     for i, chunk in enumerate(plan.chunks):
         if _reports_prompt(chunk.seq):
             prompts.append(PromptRows.of(i, chunk, first))
+        embeds = chunk.seq.request.embeds
+        if embeds and (rows_of := PooledRows.of(i, chunk, first)).num_rows:
+            pooled.append(rows_of)
         first += chunk.length
-        if chunk.samples:
+        if chunk.samples and not embeds:
             last_rows.append(first - 1)
             sampling.append(chunk.seq)
     row_of = {seq: i for i, seq in enumerate(sampling)}
     rows = [row_sampling(seq) for seq in sampling]
-    return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks)
+    return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks, pooled)
 
 
 def _reports_prompt(seq: Sequence) -> bool:

@@ -32,8 +32,12 @@ class Decoder:
         final_norm: Tensor,
         lm_head: PackedLinear,
         routed: RoutedExperts | None = None,
+        *,
+        generates: bool = True,
     ):
+        """`generates`: False: it has no LM head of its own, and `logits` say nothing."""
         self.config = config
+        self.generates = generates
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.embedding = embedding  # [vocab, hidden]

@@ -29,7 +29,7 @@ from penstock.workers.quantization import (
     WeightPlan,
     weight_plan,
 )
-from penstock.workers.weights.checkpoint import StoredTensor, open_checkpoint
+from penstock.workers.weights.checkpoint import StoredTensor, is_headless, open_checkpoint
 from penstock.workers.weights.gguf import open_gguf
 from penstock.workers.weights.hub import resolve_model
 from penstock.workers.weights.joined import joined
@@ -90,7 +90,7 @@ def load_model(
             scheme=config.stored_scheme,
             dequantize=config.stored_scheme is not None and config.stored_scheme.is_opened(weights),
         )
-        decoder = build_decoder(config, source, plan, routed)
+        decoder = build_decoder(config, source, plan, routed, may_lack_head=is_headless(tensors))
     source.warn_of_unused(in_expert_file)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
@@ -136,12 +136,15 @@ def build_decoder(
     source: WeightSource,
     plan: WeightPlan | None = None,
     routed: RoutedExperts | None = None,
+    *,
+    may_lack_head: bool = False,
 ) -> Decoder:
     """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
 
-    With `routed`, MoE layers use its experts, which are not taken from `source`.
+    With `routed`, MoE layers use its experts, which are not taken from `source`. With
+    `may_lack_head`, a model whose head is neither stored nor tied does not generate, but embeds.
     """
-    return _Builder(config, source, plan or WeightPlan(), routed).decoder()
+    return _Builder(config, source, plan or WeightPlan(), routed).decoder(may_lack_head)
 
 
 class _Builder:
@@ -160,7 +163,7 @@ class _Builder:
         self.plan = plan
         self.dtype = DTYPES[config.dtype]
 
-    def decoder(self) -> Decoder:
+    def decoder(self, may_lack_head: bool) -> Decoder:
         config, source = self.config, self.source
         vocab, hidden = config.vocab_size, config.hidden_size
         table, head = "model.embed_tokens", "lm_head"
@@ -168,6 +171,9 @@ class _Builder:
             # Either may be left out; if both are stored and differ, both are used.
             table = table if source.has_linear(table) else head
             head = head if source.has_linear(head) else table
+        generates = config.tie_word_embeddings or not may_lack_head or source.has_linear(head)
+        if not generates:
+            head = table  # takes no memory, and is never asked
         embedding = source.take(f"{table}.weight", vocab, hidden)
         output: Tensor | QuantizedWeight = embedding
         if head != table:
@@ -185,7 +191,9 @@ class _Builder:
             )
         final_norm = source.take("model.norm.weight", hidden)
         lm_head = self._packed(output, None, self.plan.of_lm_head())
-        return Decoder(config, embedding, layers, final_norm, lm_head, self.routed)
+        return Decoder(
+            config, embedding, layers, final_norm, lm_head, self.routed, generates=generates
+        )
 
     def _layer(self, index: int) -> DecoderLayer:
         name, hidden = f"model.layers.{index}", self.config.hidden_size

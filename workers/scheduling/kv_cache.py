@@ -195,7 +195,7 @@ class KVCache:
     def _find_prefix(self, seq: Sequence) -> Hit:
         hit = Hit([], [], [])
         parent = self._root_of(seq)
-        num_tokens, most = seq.num_tokens - 1, seq.context.full_tokens
+        num_tokens, most = seq.num_reusable_tokens, seq.context.full_tokens
         if most is not None:
             num_tokens = min(num_tokens, most)
         for i in range(num_tokens // self.block_size):

@@ -6,7 +6,11 @@ import time
 from array import array
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.workers.context_policy import FULL, Context
+from penstock.workers.errors import InvariantError
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, TokenLogprob
 from penstock.workers.sampling.logits import LogitsEditor
 from penstock.workers.structured.grammar import GrammarMatcher
@@ -32,6 +36,9 @@ class Sequence:
     The block table is compact: after the `context`'s sink blocks, `num_rolled_blocks` have been
     freed and left no gap. Of the pending tokens, the first `num_deferred_tokens` have been computed
     before, and are computed again because there was no block to store them in.
+
+    Of one that embeds its prompt, `pooling` is "last" or "mean", and `pooled` the sum of the hidden
+    states of its first `num_pooled_tokens`, or with "last" the last one alone.
     """
 
     __slots__ = (
@@ -49,12 +56,15 @@ class Sequence:
         "num_deferred_tokens",
         "num_in_flight",
         "num_neurons",
+        "num_pooled_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_rolled_blocks",
         "num_skipped_neurons",
         "num_unread_tokens",
         "order",
+        "pooled",
+        "pooling",
         "prompt_logprobs",
         "request",
         "seed",
@@ -75,8 +85,12 @@ class Sequence:
         matcher: GrammarMatcher | None = None,
         context: Context = FULL,
         moe_mode: str = "exact",
+        pooling: str = "last",
     ):
         self.request = request
+        self.pooling = pooling
+        self.pooled: NDArray[np.float64] | None = None
+        self.num_pooled_tokens = 0  # they stay pooled when K and V are computed again
         self.context = context
         self.moe_mode = moe_mode
         self.matcher = matcher  # has consumed the emitted ids; kept through preemption
@@ -120,6 +134,14 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens that need not be computed if their K and V are there: all but the last,
+        and where all hidden states are pooled, those that are."""
+        most = self.num_tokens - 1
+        is_summed = self.request.embeds and self.pooling == "mean"
+        return min(most, self.num_pooled_tokens) if is_summed else most
+
+    @property
     def num_expected_tokens(self) -> int:
         """Tokens still to come, as predicted on arrival; 0: without a prediction, or beyond it."""
         return max(0, self.request.num_expected - len(self.token_ids))
@@ -143,7 +165,9 @@ class Sequence:
 
     @property
     def is_fully_sampled(self) -> bool:
-        """Whether its last token has been sampled and only has to be read."""
+        """Whether the last that it asks for has been computed, and only has to be read."""
+        if self.request.embeds:
+            return self.num_in_flight > 0 and not self.num_pending_tokens
         return self.num_unread_tokens > 0 and self.num_tokens >= self.max_total_tokens
 
     @property
@@ -157,6 +181,7 @@ class Sequence:
         K and V of the last `num_deferred` are not kept. `append` must follow for a sampled token.
         """
         num_stored = length - num_deferred
+        self.num_pooled_tokens = max(self.num_pooled_tokens, self.num_computed_tokens + length)
         self.num_computed_tokens += num_stored
         deferred = max(length, self.num_deferred_tokens) - num_stored
         self.num_deferred_tokens = max(0, deferred)
@@ -196,6 +221,26 @@ class Sequence:
             delta.num_neurons = self.num_neurons
             delta.num_skipped_neurons = self.num_skipped_neurons
         return delta
+
+    def pool(self, hidden: NDArray[np.float32]) -> None:
+        """Add `hidden` [hidden], the sum over newly pooled tokens."""
+        added = hidden.astype(np.float64)
+        self.pooled = added if self.pooled is None else self.pooled + added
+
+    def embedded(self) -> Delta:
+        """All of the prompt is computed: the request's only delta, with its embedding."""
+        if self.pooled is None:
+            raise InvariantError("a prompt was computed, and no hidden state of it was kept")
+        num = self.num_prompt_tokens if self.pooling == "mean" else 1
+        return Delta(
+            self.request.request_id,
+            [],
+            FinishReason.STOP,
+            num_cached_tokens=self.num_cached_tokens,
+            moe_mode=self.moe_mode,
+            times=self._first_token_times(),
+            embedding=(self.pooled / num).astype("<f4").tobytes(),
+        )
 
     def _first_token_times(self) -> FirstTokenTimes:
         assert self.started_s is not None, "admitted before its first token"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,6 +19,7 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+PREFIX = "model."  # of the names of all tensors but the LM head
 INDEX_NAME = "model.safetensors.index.json"
 BYTES_PER_ELEMENT = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2,
@@ -78,9 +79,27 @@ class StoredTensor:
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder`, single or sharded, by name.
 
-    Raises LoadError if there is no safetensors file, or if the headers, the index and the file
-    sizes contradict each other.
+    Of a model that was saved without its LM head, the names are given the `model.` that they lack:
+    see `is_headless`. Raises LoadError if there is no safetensors file, or if the headers, the
+    index and the file sizes contradict each other.
     """
+    tensors = _open(folder)
+    if "embed_tokens.weight" not in tensors:
+        return tensors
+    return {
+        name if name.startswith("lm_head") else f"{PREFIX}{name}": stored
+        for name, stored in tensors.items()
+    }
+
+
+def is_headless(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a checkpoint was saved from the decoder alone, without the LM head."""
+    embedding = tensors.get(f"{PREFIX}embed_tokens.weight")
+    return embedding is not None and embedding.name == "embed_tokens.weight"
+
+
+def _open(folder: Path) -> dict[str, StoredTensor]:
+    """By the names in its files."""
     if (folder / INDEX_NAME).is_file():
         return _open_sharded(folder)
     files = sorted(folder.glob("*.safetensors"))

@@ -25,7 +25,12 @@ from penstock.workers.errors import ConfigError, InvariantError, LoadError
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.quantization import QuantizedFormat
-from penstock.workers.weights.checkpoint import INDEX_NAME, StoredTensor, open_checkpoint
+from penstock.workers.weights.checkpoint import (
+    INDEX_NAME,
+    StoredTensor,
+    is_headless,
+    open_checkpoint,
+)
 from penstock.workers.weights.quantized_layout import (
     DTYPE_NAMES,
     StoredPart,
@@ -111,6 +116,11 @@ def plan_quantize(
             "the original checkpoint"
         )
     tensors = open_checkpoint(source)
+    if is_headless(tensors) and not config.tie_word_embeddings:
+        raise ConfigError(
+            f"{source} was saved without an LM head, which a quantised checkpoint must have: serve "
+            f"it with --weights {format}, which quantises it while it loads"
+        )
     dtype = str(read_json(source / "config.json").get("dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     shards: dict[str, Shard] = {}
@@ -139,7 +149,7 @@ def plan_quantize(
             # The list of linear layers that are not quantised includes routers.
             if is_linear or name.endswith(("gate.weight", "shared_expert_gate.weight")):
                 ignored.append(module)
-            shard.entries.append(_copied(stored))
+            shard.entries.append(_copied(name, stored))
             continue
         if group != INT4_GROUP:
             groups.setdefault(group, []).append(module)
@@ -187,11 +197,11 @@ def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], obj
         raise
 
 
-def _copied(stored: StoredTensor) -> OutputTensor:
+def _copied(name: str, stored: StoredTensor) -> OutputTensor:
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     if stored.dtype not in ("F32", "BF16", "F16"):
         raise LoadError(f"{stored.file}: tensor {stored.name!r} is {stored.dtype}, not a float one")
-    return OutputTensor(stored, stored.name, (StoredPart("", dtypes[stored.dtype], stored.shape),))
+    return OutputTensor(stored, name, (StoredPart("", dtypes[stored.dtype], stored.shape),))
 
 
 def _write_shard(path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int], object]) -> None:
@@ -243,11 +253,15 @@ def _full_name(entry: OutputTensor, part: StoredPart) -> str:
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Copy tokenizer, templates and licence: all files except weights, config and hidden files."""
+    """Copy tokenizer, templates and licence: all files except weights, config and hidden files; and
+    how an embedding is pooled."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name == INDEX_NAME
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
+    for path in source.glob("*_Pooling/config.json"):
+        (folder / path.parent.name).mkdir()
+        shutil.copyfile(path, folder / path.parent.name / path.name)
 
 
 def _write_config(plan: QuantizePlan, folder: Path) -> None:

@@ -16,7 +16,8 @@ Each line of INPUT is one request, in the format of OpenAI's batch files:
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
    "body": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}}
 
-(in the file on one line; url: /v1/chat/completions, /v1/completions or /v1/responses; body: of a
+(in the file on one line; url: /v1/chat/completions, /v1/completions, /v1/responses or
+/v1/embeddings; body: of a
 call to that endpoint)
 OUTPUT gets one line for each answered request, with its custom_id, in the order of INPUT; failed
 requests go to the error file. INPUT is checked first: if a line is not a valid request, nothing

@@ -52,6 +52,8 @@ def add_answer(
     if trace is None or record is None:
         return
     operation = "chat" if isinstance(call.prompt, ChatPrompt) else "text_completion"
+    if call.options.embeds:
+        operation = "embeddings"
     about: dict[str, Value] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
@@ -76,7 +78,7 @@ def add_answer(
             now_s,
             about,
             record.events,
-            _phases(record, times, now_s),
+            _phases(record, times, now_s, embeds=call.options.embeds),
             error,
         )
     )
@@ -85,6 +87,8 @@ def add_answer(
 def _asked(admission: AdmissionRequest) -> Attributes:
     """The request's parameters, as they are used."""
     params = admission.request.params
+    if admission.request.embeds:
+        return {}
     about: dict[str, Value] = {
         "gen_ai.request.temperature": float(params.temperature),
         "gen_ai.request.top_p": float(params.top_p),
@@ -108,7 +112,9 @@ def _measured(times: RequestTimes, usage: TokenUsage) -> Attributes:
     return about
 
 
-def _phases(record: AnswerTrace, times: RequestTimes, now_s: float) -> list[SpanRecord]:
+def _phases(
+    record: AnswerTrace, times: RequestTimes, now_s: float, *, embeds: bool
+) -> list[SpanRecord]:
     """One after the other, but that an answer whose worker was lost waits again while it decodes.
 
     A worker says how long its queue and prefill were, and not when: its clock is another one. They
@@ -132,5 +138,6 @@ def _phases(record: AnswerTrace, times: RequestTimes, now_s: float) -> list[Span
         filled_s = min(queued_s + on_worker.prefill_s, first_s)
         spans.append(SpanRecord(WORKER_QUEUE, sent_s, queued_s))
         spans.append(SpanRecord(PREFILL, queued_s, filled_s))
-    spans.append(SpanRecord(DECODE, first_s, times.last_token_s))
+    if not embeds:
+        spans.append(SpanRecord(DECODE, first_s, times.last_token_s))
     return spans

@@ -45,12 +45,15 @@ class Billing:
         self, principal: str, num_prompt: int, max_tokens: int | None, num_answers: int
     ) -> Bill | None:
         """Of a call; None: its tenant has no quotas. `max_tokens`: of each answer, as the client
-        says; None: it does not, and an answer is expected to be as long as the tenant's others."""
+        says; None: it does not, and an answer is expected to be as long as the tenant's others; 0:
+        there is none, as where prompts are embedded."""
         tenant = tenant_of(principal)
         limits = self.keys.terms(tenant).quotas
         if not limits.are_set:
             return None
-        expected = max_tokens or round(self._mean_answer.get(tenant, FIRST_GUESS_TOKENS))
+        expected = max_tokens
+        if expected is None:
+            expected = round(self._mean_answer.get(tenant, FIRST_GUESS_TOKENS))
         return Bill(self, tenant, limits, num_prompt, num_prompt + expected * num_answers)
 
     async def reserve(self, tenant: str, limits: QuotaLimits, num_tokens: int) -> Reservation:
@@ -100,6 +103,7 @@ class Bill:
     ):
         self._billing, self._tenant, self._limits = billing, tenant, limits
         self._num_prompt, self._num_expected = num_prompt, num_expected
+        self._has_answers = num_expected > num_prompt
         self._reserving: asyncio.Future[Reservation] | None = None
         self._num_open = 0
         self._num_used = 0
@@ -127,7 +131,8 @@ class Bill:
         if is_computed:
             self._num_used += self._num_prompt
             self._num_prompt = 0
-            self._billing.answered(self._tenant, usage.completion_tokens)
+            if self._has_answers:
+                self._billing.answered(self._tenant, usage.completion_tokens)
         if not self._num_open:
             self._settle(self._reserving)
 

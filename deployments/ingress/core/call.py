@@ -88,7 +88,8 @@ class CallOptions:
     permits, which is 0 without keys. `tenant` is the end user that the
     client names: waiting requests share by principal, or without API keys by tenant.
     `cache_salt` separates cached prefixes further than by principal; "": it does not.
-    With `splits_reasoning` a chat answer's reasoning is kept apart, where the model marks it.
+    With `splits_reasoning` a chat answer's reasoning is kept apart, where the model marks it. With
+    `embeds` nothing is generated: the only piece has the embedding of the prompt.
     """
 
     model: str | None = None
@@ -102,6 +103,7 @@ class CallOptions:
     priority: int | None = None
     cache_salt: str = ""
     splits_reasoning: bool = False
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ class TextDelta:
     reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
     ends_in_tool_calls: bool = False  # the last piece, where the answer stopped and made some
+    embedding: bytes = b""  # as in Delta
 
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

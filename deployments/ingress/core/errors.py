@@ -179,6 +179,9 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "timeout_error",
         "the deadline of this request has passed, or it has waited too long for a worker",
     ),
+    "cancelled": CatalogueEntry(
+        409, "CANCELLED", _BAD, "this request was cancelled before its answer was there"
+    ),
     "client_too_slow": CatalogueEntry(
         408,
         "RESOURCE_EXHAUSTED",

@@ -177,6 +177,7 @@ class Generation:
             piece = self._last(text, [], FinishReason.LENGTH, None)
         else:
             piece = self._answer(delta, echo)
+        piece.embedding = delta.embedding
         if self.call.params.prompt_logprobs is not None:
             piece.prompt_logprobs = self._decoded_prompt(self.call.params.prompt_logprobs)
         return piece

@@ -66,9 +66,10 @@ class Preparation:
         self._seeds = random.Random(seed)
 
     def bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:
-        """What the call costs its tenant; None: nothing, or an earlier call has paid for it."""
+        """What the call costs its tenant; None: nothing, or an earlier call has paid for it, or one
+        bill is for several texts that are embedded."""
         billing = self.billing
-        if billing is None or call.context.is_continued:
+        if billing is None or call.context.is_continued or call.options.embeds:
             return None
         num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
         return billing.bill(call.context.principal, num_prompt, max_tokens, num_answers)
@@ -114,6 +115,7 @@ class Preparation:
             cache_domain=cache_domain(
                 "" if how.shares_prefixes else context.principal, call.options.cache_salt
             ),
+            embeds=call.options.embeds,
         )
         weight = 1.0 if self.billing is None else self.billing.weight(context.principal)
         if not has_features:

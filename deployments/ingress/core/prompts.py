@@ -12,7 +12,7 @@ from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.tools import as_plain_messages
 from penstock.deployments.ingress.core.validation import check_ids, check_text
-from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.request import RequestError, SamplingParams, check_input_length
 from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 2048
@@ -116,7 +116,10 @@ class PromptReader:
         prompt_ids = await self.ids(call, model, max_tokens)
         if call.options.truncate_prompt_tokens is not None:
             prompt_ids = prompt_ids[-call.options.truncate_prompt_tokens :]
-        _check_length(len(prompt_ids), params, max_tokens)
+        if call.options.embeds and prompt_ids:
+            check_input_length(len(prompt_ids), max_tokens)
+        else:
+            _check_length(len(prompt_ids), params, max_tokens)
         return prompt_ids
 
     async def bad_words_ids(self, call: Call) -> tuple[tuple[int, ...], ...]:

@@ -127,6 +127,13 @@ class RequestMetrics:
         times.last_token_s = now_s
         counts.num_generated_tokens += num_tokens
 
+    def count_embedding(self, times: RequestTimes, delta: Delta, usage: TokenUsage) -> None:
+        """`delta` has brought the embedding of a prompt, after which no token comes."""
+        counts = times.counts = self._of(times.engine)
+        counts.num_prompt_tokens += usage.prompt_tokens
+        times.first_token_s = times.last_token_s = self._clock()
+        times.on_worker = delta.times
+
     def count_end(self, times: RequestTimes, finish: str, usage: TokenUsage) -> None:
         """A request has ended: `finish` is a finish reason, DISCONNECT, or the code of an error."""
         counts = times.counts or self._of(times.engine)
@@ -140,14 +147,15 @@ class RequestMetrics:
         timings = times.timings(self._clock())
         assert timings.decode_s is not None, "it had a token"
         counts.total.observe(timings.total_s)
-        counts.decode.observe(timings.decode_s)
         if timings.queue_s is not None and timings.prefill_s is not None:
             counts.queue.observe(timings.queue_s)
             counts.prefill.observe(timings.prefill_s)
         if usage.completion_tokens > 1:
             counts.time_per_token.observe(timings.decode_s / (usage.completion_tokens - 1))
         counts.prompt_length.observe(usage.prompt_tokens)
-        counts.answer_length.observe(usage.completion_tokens)
+        if usage.completion_tokens:  # else it is an embedding
+            counts.decode.observe(timings.decode_s)
+            counts.answer_length.observe(usage.completion_tokens)
 
     def keep(self, engines: Iterable[str]) -> None:
         """These workers live: have counts for each, and forget those that are long gone."""

@@ -234,6 +234,8 @@ class RequestCore:
                     piece = generation.read_tool_calls(piece)
                     if piece.token_ids and not delta.is_replayed:
                         metrics.count_tokens(times, delta, len(piece.token_ids), usage)
+                    elif piece.embedding:
+                        metrics.count_embedding(times, delta, usage)
                     if piece.finish_reason is not None:
                         finish = piece.finish_reason.value
                         counts = counts and not delta.is_replayed
@@ -360,5 +362,5 @@ class RequestCore:
 def _learn(learner: Learner | None, generation: Generation, finish: str) -> None:
     """Report the length of an answer, unless an error ended it."""
     ended = _ENDED.get(finish)
-    if learner is not None and ended is not None:
+    if learner is not None and ended is not None and not generation.request.embeds:
         learner.learn(generation.admission, generation.usage.completion_tokens, ended)

@@ -138,7 +138,7 @@ class WorkerPool:
                     call.trial.passed(call)
                 yield call.presented(delta)
                 if delta.finish_reason is not None:
-                    if delta.finish_reason is not FinishReason.ERROR:
+                    if delta.finish_reason is not FinishReason.ERROR and not request.embeds:
                         self._mean_answer += 0.02 * (call.num_emitted - self._mean_answer)
                     return
         finally:

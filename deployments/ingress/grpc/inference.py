@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, TokenUsage
+from penstock.deployments.ingress.core.embeddings.embed import embed
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.logprobs import num_listed_tokens
@@ -21,6 +22,7 @@ from penstock.deployments.ingress.grpc.calls import (
     context_of,
     metadata_value,
 )
+from penstock.deployments.ingress.grpc.embeddings import embed_call, embed_message
 from penstock.deployments.ingress.grpc.messages import (
     AnswerT,
     answer_message,
@@ -78,6 +80,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ResumeChat(self, request: pb.ResumeRequest, context: Context) -> None:
         await self._resume(request, context, CHAT, "ResumeChat")
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        trace = begin_trace(self._core.tracer, context, f"{SERVICE}/Embed")
+        async with answering(context, self._errors, trace=trace) as named:
+            about = context_of(
+                context,
+                self._keys,
+                named.request_id,
+                request.client_request_id,
+                "client_request_id",
+                trace=trace,
+            )
+            found = await embed(self._core, embed_call(request, about))
+            size = int(found.vectors.size)
+            return await run_off_loop_if_large(size, embed_message, found, about)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with answering(context, self._errors):

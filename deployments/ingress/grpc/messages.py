@@ -93,7 +93,7 @@ def sampling(
     return defaults.params(given)
 
 
-def priority(request: pb.GenerateRequest | pb.ChatRequest) -> int | None:
+def priority(request: pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest) -> int | None:
     """Of those that wait, lower goes first; None: it names none. Raises RequestError."""
     if not 0 <= request.priority <= MAX_PRIORITY:
         raise RequestError(

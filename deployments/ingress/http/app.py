@@ -26,6 +26,7 @@ from penstock.deployments.ingress.http.anthropic import routes as anthropic
 from penstock.deployments.ingress.http.asgi import Scope
 from penstock.deployments.ingress.http.batches import routes as batches
 from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
+from penstock.deployments.ingress.http.embeddings import routes as embeddings
 from penstock.deployments.ingress.http.events import ANTHROPIC_PATH, RESPONSES_PATH
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
@@ -52,7 +53,7 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
-_APIS = (openai, anthropic, responses, tokenize, batches, job_reports)
+_APIS = (openai, anthropic, responses, embeddings, tokenize, batches, job_reports)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' plain text
 # Of answers, beside those that every page may read.
 EXPOSED_HEADERS = (
@@ -119,7 +120,10 @@ def build_app(
         hosts=hosts,
         quota_headers=None if core.billing is None else core.billing.headers,
         tracer=core.tracer,
-        generation_paths=(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
+        generation_paths=(
+            *(CHAT_PATH, COMPLETIONS_PATH, ANTHROPIC_PATH, RESPONSES_PATH),
+            *embeddings.PATHS,
+        ),
     )
     if origins:  # outside of all else: a preflight request has no key, and errors can be read
         app.add_middleware(
@@ -133,6 +137,7 @@ def build_app(
     openai.add_openai_routes(app, core, calls, fields)
     anthropic.add_message_routes(app, core, calls, fields)
     responses.add_response_routes(app, core, calls, fields)
+    embeddings.add_embedding_routes(app, core, fields)
     tokenize.add_token_routes(app, core, fields)
     batches.add_batch_routes(app, data_dir, journals)
     _add_model_routes(app, core, workers)

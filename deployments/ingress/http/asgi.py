@@ -38,7 +38,7 @@ _NO_BUFFER: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b
 # Clients of OpenAI's API repeat what has another 5xx status, or 409.
 _NEVER_REPEATED = (
     *("request_killed_workers", "resume_mismatch", "model_changed", "resumed_elsewhere"),
-    "no_journal",
+    *("no_journal", "cancelled"),
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from penstock.deployments.ingress.http.anthropic import requests as anthropic
+from penstock.deployments.ingress.http.embeddings import requests as embeddings
 from penstock.deployments.ingress.http.openai import other_fields as openai
 from penstock.deployments.ingress.http.openai.requests import (
     ChatCompletionRequest,
@@ -73,7 +74,14 @@ def field_table() -> dict[str, dict[str, Row]]:
             responses.HINTS,
             responses.UNSUPPORTED,
         ),
+        **{path: _of_texts(kind) for path, kind in embeddings.BODIES.items()},
     }
+
+
+def _of_texts(kind: type[embeddings.TextsRequest]) -> dict[str, Row]:
+    named = {theirs: f"another name of `{ours}`" for theirs, ours in kind.OTHER_NAMES.items()}
+    tables = (embeddings.IGNORED, embeddings.HINTS, embeddings.UNSUPPORTED)
+    return _rows(kind, named, *tables)
 
 
 def _rows(

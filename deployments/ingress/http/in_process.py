@@ -18,6 +18,7 @@ from penstock.deployments.ingress.core.billing import BATCH_PREFIX
 from penstock.deployments.ingress.core.call import new_request_id
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.service import RequestCore
+from penstock.deployments.ingress.http.embeddings import routes as embeddings
 from penstock.deployments.ingress.http.events import RESPONSES_PATH
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.openai import routes as openai
@@ -45,6 +46,7 @@ class InProcessTarget:
         self._endpoints = {
             **openai.fast_paths(core, policy=fields),
             RESPONSES_PATH: responses.fast_path(core, fields),
+            **embeddings.fast_paths(core, fields),
         }
 
     async def send(self, url: str, body: dict[str, Any]) -> Reply:

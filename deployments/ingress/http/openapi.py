@@ -161,6 +161,7 @@ _CHOICE: Limits = {
     "array": {"minItems": 1, "maxItems": structured_spec.MAX_CHOICES},
     "items": {"string": {"minLength": 1}},
 }
+_SOME_TEXTS: Limits = {"string": {"minLength": 1}, "array": {"minItems": 1}}
 _TOOL_NAME: Limits = {"string": {"pattern": "^[A-Za-z0-9_-]{1,64}$"}}
 # Fields of parts of a request, and of requests that have other bounds than the rest.
 # With a sink window an answer may be longer than the context that the model was trained with.
@@ -169,6 +170,9 @@ _SPECIAL: dict[str, dict[str, Limits]] = {
     "ChatCompletionRequest": {"max_tokens": _ENDLESS, "max_completion_tokens": _ENDLESS},
     "CompletionRequest": {"max_tokens": {"number": {"minimum": 0}}},  # where it echoes
     "TokenizeRequest": {"prompt": {}},
+    "EmbeddingRequest": {"input": {**_SOME_TEXTS, "items": _SOME_TEXTS}},
+    "ScoreRequest": {name: {**_SOME_TEXTS, "items": _SOME_TEXTS} for name in ("text_1", "text_2")},
+    "RerankRequest": {"query": _SOME_TEXTS, "documents": {**_SOME_TEXTS, "items": _SOME_TEXTS}},
     "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
     "StructuredOutputs": {"regex": _REGEX, "grammar": _GRAMMAR, "choice": _CHOICE},
     **{

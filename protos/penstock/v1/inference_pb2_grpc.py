@@ -55,6 +55,11 @@ class InferenceServiceStub:
                 request_serializer=penstock_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/penstock.v1.InferenceService/Embed',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/penstock.v1.InferenceService/Tokenize',
                 request_serializer=penstock_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -114,6 +119,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns texts into vectors. All of them are computed as requests of their own; the answer comes
+        when the last one is there. Cancelling the call drops what is not computed yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Turns text into the token ids that the model sees.
         """
@@ -166,6 +179,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ResumeChat,
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -297,6 +315,33 @@ class InferenceService:
             '/penstock.v1.InferenceService/ResumeChat',
             penstock_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.InferenceService/Embed',
+            penstock_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

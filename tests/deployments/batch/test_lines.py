@@ -63,7 +63,7 @@ def test_windows_line_breaks_are_accepted():
         ({**GOOD, "custom_id": ""}, "custom_id", "invalid_value"),
         ({**GOOD, "custom_id": "x" * 513}, "custom_id", "invalid_value"),
         ({**GOOD, "method": "GET"}, "method", "invalid_method"),
-        ({**GOOD, "url": "/v1/embeddings"}, "url", "invalid_url"),
+        ({**GOOD, "url": "/v1/score"}, "url", "invalid_url"),
         ({**GOOD, "url": ["/v1/completions"]}, "url", "invalid_url"),
         ({**GOOD, "body": "x"}, "body", "invalid_value"),
         ({**GOOD, "body": {"stream": True}}, "body.stream", "invalid_value"),

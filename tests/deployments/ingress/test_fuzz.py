@@ -96,6 +96,9 @@ GOOD: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
         "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     },
+    "/v1/embeddings": {"input": ["hi", "there"], "dimensions": 2, "encoding_format": "base64"},
+    "/v1/score": {"text_1": "hi", "text_2": ["hi", "there"], "truncate_prompt_tokens": 1},
+    "/v1/rerank": {"query": "hi", "documents": ["hi", "there"], "top_n": 1},
     "/tokenize": {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModel
 
 from penstock.deployments.ingress.http.openai.requests import CompletionRequest
 from penstock.deployments.offline.llm import LLM, GenerationError
@@ -272,3 +274,22 @@ def test_a_script_that_forgets_to_close_ends() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
+
+def test_embeddings_are_those_of_transformers_in_any_number(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModel.from_pretrained(resolve_model("builtin"), dtype=torch.float32)
+    monkeypatch.setattr("penstock.deployments.offline.llm.MAX_INPUTS", 2)  # of one call
+    prompts: list[Any] = [*PROMPTS, tokenizer().encode(PROMPTS[0]), {"prompt": PROMPTS[1]}]
+    found = llm.embed(prompts, use_tqdm=False)
+    for output, text in zip(found, [*PROMPTS, PROMPTS[0], PROMPTS[1]], strict=True):
+        with torch.inference_mode():
+            states = model(torch.tensor([tokenizer().encode(text)])).last_hidden_state[0]
+        want = torch.nn.functional.normalize(states[-1], dim=0).numpy()
+        np.testing.assert_allclose(output.outputs.embedding, want, rtol=1e-3, atol=2e-5)
+    assert [each.prompt for each in found] == [*PROMPTS, None, PROMPTS[1]]
+    (short,) = llm.embed(PROMPTS[0], use_tqdm=False, dimensions=3)
+    assert len(short.outputs.embedding) == 3
+    with pytest.raises(RequestError, match=r"prompts\[1\]: the text is empty"):
+        llm.embed(["a", ""], use_tqdm=False)

@@ -17,10 +17,15 @@ import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.supervision.view import ClusterView
-from tests.deployments.clusters import await_view, generate, pids_of, prompt
+from penstock.workers.engine.engine import Engine
+from penstock.workers.models.loader import load_model
+from penstock.workers.request import Request, SamplingParams
+from penstock.workers.weights.hub import resolve_model
+from tests.deployments.clusters import ENGINE, await_view, generate, pids_of, prompt
 from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, run_all
 
 
@@ -55,6 +60,33 @@ def test_two_workers_share_the_load(cluster, config, run):
         assert len(ids) == 24
     await_view(cluster, lambda view: sum(finished(view).values()) - sum(before.values()) == 16, 120)
     assert min(count - before[pid] for pid, count in finished(cluster.view()).items()) >= 4
+
+
+def test_embeddings_come_from_both_workers(cluster, config, run):
+    """Over the gate and the channel, beside answers, they are what an engine gives by itself."""
+    await_view(cluster, is_idle, 120)
+    before = finished(cluster.view())
+    texts = [prompt(n) for n in range(40)]
+
+    async def scenario():
+        async with AsyncClient(f"127.0.0.1:{config.grpc_port}") as client:
+            return await asyncio.gather(
+                client.embed(texts, normalize=False),
+                *(generate(client, n, 24) for n in range(4)),
+            )
+
+    vectors, *answers = run(scenario())
+    assert [(len(ids), error) for ids, error in answers] == [(24, None)] * 4
+    engine = Engine(ENGINE, load_model(resolve_model("builtin"), weights="fp32", progress=False))
+    for n, ids in enumerate(texts):
+        engine.add(Request(str(n), tuple(ids), SamplingParams(max_tokens=1), embeds=True))
+    while engine.has_work():
+        for delta in engine.step():
+            want = np.frombuffer(delta.embedding, dtype="<f4")
+            np.testing.assert_allclose(vectors[int(delta.request_id)], want, rtol=1e-3, atol=1e-3)
+    await_view(cluster, lambda view: sum(finished(view).values()) - sum(before.values()) == 44, 120)
+    assert min(count - before[pid] for pid, count in finished(cluster.view()).items()) >= 4
+    await_view(cluster, is_idle, 120)
 
 
 def test_replicas_open_no_port_to_the_network_but_rays_own(cluster):

@@ -16,6 +16,7 @@ import pytest
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.models.pooling import MEAN, Pooling, read_pooling
 from penstock.workers.progress import DOWNLOADING, WAITING, Progress
 from penstock.workers.weights.hub import commit_of, resolve_model
 from penstock.workers.weights.hub_errors import HubUnreachable
@@ -81,6 +82,17 @@ def test_configuration_and_tokenizer_come_first_and_nothing_that_is_not_needed(h
     (commit,) = hub.repositories[NAME].commits
     assert folder.name == commit == commit_of(NAME, None)
     assert sorted(path.name for path in folder.iterdir()) == sorted(fetched)
+
+
+def test_how_embeddings_are_pooled_comes_with_the_weights(hub):
+    (files,) = hub.repositories[NAME].commits.values()
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in (
+        ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    )]  # fmt: skip
+    files["modules.json"] = json.dumps(modules).encode()
+    files["1_Pooling/config.json"] = b'{"pooling_mode_mean_tokens": true}'
+    folder = resolve_model(NAME, report=lambda _: None)
+    assert read_pooling(folder, "auto") == Pooling(MEAN)
 
 
 def test_an_ingress_fetches_no_weights(hub):

@@ -27,6 +27,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
+from penstock.workers.models.pooling import MEAN, Pooling, read_pooling
 from penstock.workers.quantization import QUANTIZED_FORMATS, QuantizedFormat
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
@@ -294,12 +295,18 @@ class TestTool:
         random_model(*ALL["llama"]).save_pretrained(source, max_shard_size="60KB")
         (source / "tokenizer.json").write_text("{}")
         (source / "pytorch_model.bin").write_bytes(b"no")
+        (source / "1_Pooling").mkdir()
+        (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+        (source / "modules.json").write_text(
+            '[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]'
+        )
         plan = plan_quantize(source, "int8", quantize_o=True, quantize_lm_head=False)
         write_quantized(plan, out, lambda _: None)
         assert {p.name for p in out.glob("*.safetensors")} == {
             p.name for p in source.glob("*.safetensors")
         }
         assert (out / "tokenizer.json").exists() and not (out / "pytorch_model.bin").exists()
+        assert read_pooling(out, "auto") == Pooling(MEAN)
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == plan.num_bytes
         prompt = random_prompt(19)

@@ -57,10 +57,18 @@ MODEL = (
     only("--model-impl", values=("auto", "vllm"), sentence="Penstock has its own models only"),
     only(
         *("--task", "--runner"),
-        values=("auto", "generate"),
-        sentence="Penstock generates text only",
+        values=("auto", "generate", "embed", "embedding", "pooling"),
+        sentence="Penstock generates text and embeds, with any model; it does not classify",
     ),
-    only("--convert", values=("auto", "none"), sentence="Penstock generates text only"),
+    only(
+        "--convert",
+        values=("auto", "none", "embed"),
+        sentence="Penstock generates text and embeds, with any model; it does not classify",
+    ),
+    absent(
+        *("--pooler-config", "--override-pooler-config"),
+        sentence="--pooling last or --pooling mean says which hidden states make an embedding",
+    ),
     absent(
         *("--tokenizer", "--tokenizer-revision"),
         sentence="the tokenizer is that of the model's folder; put its files there",

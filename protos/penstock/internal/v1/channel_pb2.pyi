@@ -85,7 +85,7 @@ class Rejection(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens", "remaining_s", "may_decline", "priority", "is_continued", "remaining_wait_s", "cache_domain")
+    __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens", "remaining_s", "may_decline", "priority", "is_continued", "remaining_wait_s", "cache_domain", "embeds")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Submit(_message.Message):
     IS_CONTINUED_FIELD_NUMBER: _ClassVar[int]
     REMAINING_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -110,7 +111,8 @@ class Submit(_message.Message):
     is_continued: bool
     remaining_wait_s: float
     cache_domain: bytes
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ..., remaining_s: _Optional[float] = ..., may_decline: _Optional[bool] = ..., priority: _Optional[int] = ..., is_continued: _Optional[bool] = ..., remaining_wait_s: _Optional[float] = ..., cache_domain: _Optional[bytes] = ...) -> None: ...
+    embeds: bool
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ..., remaining_s: _Optional[float] = ..., may_decline: _Optional[bool] = ..., priority: _Optional[int] = ..., is_continued: _Optional[bool] = ..., remaining_wait_s: _Optional[float] = ..., cache_domain: _Optional[bytes] = ..., embeds: _Optional[bool] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_ids", "logit_biases", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs", "structured", "context_policy", "sinks", "window", "roll", "moe_mode")
@@ -203,7 +205,7 @@ class Step(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons")
+    __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons", "embedding")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class Delta(_message.Message):
     MOE_MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_NEURONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SKIPPED_NEURONS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: FinishReason
@@ -234,7 +237,8 @@ class Delta(_message.Message):
     moe_mode: str
     num_neurons: int
     num_skipped_neurons: int
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., times: _Optional[_Union[FirstTokenTimes, _Mapping]] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., num_evicted_tokens: _Optional[int] = ..., moe_mode: _Optional[str] = ..., num_neurons: _Optional[int] = ..., num_skipped_neurons: _Optional[int] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., times: _Optional[_Union[FirstTokenTimes, _Mapping]] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., num_evicted_tokens: _Optional[int] = ..., moe_mode: _Optional[str] = ..., num_neurons: _Optional[int] = ..., num_skipped_neurons: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class FirstTokenTimes(_message.Message):
     __slots__ = ("queue_s", "prefill_s")

@@ -21,6 +21,9 @@ GOOD = {
         **{"id": "j", "number": 1, "name": "in", "host": "h", "state": "running"},
         **{"num_lines": 1, "num_completed": 0, "num_failed": 0, "num_in_flight": 1},
     },
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
+    "/v1/rerank": {"query": "a", "documents": ["b", "c"]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

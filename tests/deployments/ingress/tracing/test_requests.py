@@ -159,6 +159,24 @@ def test_each_http_api(served, path, streams):
     assert {span.status.status_code for span in spans} == {StatusCode.UNSET}
 
 
+def test_each_text_of_an_embedding_has_its_spans(served):
+    """No token is decoded, and the request has no sampling parameters."""
+    body = {"model": MODEL, "input": [SECRET, SECRET]}
+    reply = served.http.post("/v1/embeddings", json=body, headers={"traceparent": SAMPLED})
+    assert reply.status_code == 200
+    spans = served.spans("POST /v1/embeddings")
+    found = below(spans, one(spans, "POST /v1/embeddings"))
+    assert [each.name for each in found] == [f"embeddings {MODEL}"] * 2
+    for each in found:
+        said = about(each)
+        assert said["gen_ai.operation.name"] == "embeddings"
+        assert said["gen_ai.usage.input_tokens"] == len(tokenizer().encode(SECRET))
+        assert said["gen_ai.usage.output_tokens"] == 0
+        assert "gen_ai.request.temperature" not in said
+        assert "decode" not in [below_it.name for below_it in below(spans, each)]
+    assert SECRET not in texts_of(spans)
+
+
 def grpc_calls() -> dict[str, tuple[str, Any]]:
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=6)
     message = pb.Message(role="user", content=SECRET)

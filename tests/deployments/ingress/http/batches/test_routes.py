@@ -280,10 +280,26 @@ def test_an_id_is_never_a_path(serving, file_id):
         assert answer.status_code == 404
 
 
+def test_a_batch_of_embeddings(client):
+    texts = ["The river", "A lamp"]
+    lines = [
+        {"custom_id": text, "method": "POST", "url": "/v1/embeddings", "body": {"input": text}}
+        for text in texts
+    ]
+    content = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+    batch = wait(client, create(client, upload(client, content), endpoint="/v1/embeddings"))
+    assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+    output = client.files.content(batch.output_file_id).read()
+    for each in map(json.loads, output.splitlines()):
+        (found,) = each["response"]["body"]["data"]
+        (want,) = client.embeddings.create(model="builtin", input=each["custom_id"]).data
+        assert found["embedding"] == pytest.approx(want.embedding, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/score"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "8d"}, "completion_window"),
         ({"metadata": {"a" * 65: "b"}}, "metadata"),
