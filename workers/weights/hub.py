@@ -64,7 +64,7 @@ def commit_of(name: str, revision: str | None, download_dir: str | None = None) 
     except Exception:
         raise explanation(failure, found, cache) from failure
     commit = Path(local).name
-    if not constants.HF_HUB_OFFLINE:  # then nobody expects the hub's newest
+    if not constants.HF_HUB_OFFLINE:  # offline, the hub's newest commit is not expected
         log.warning(
             "the hub does not tell the commit of %s (%s); this is %s, which is on this machine",
             found.repo,
