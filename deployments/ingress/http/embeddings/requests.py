@@ -130,7 +130,9 @@ class RerankRequest(TextsRequest):
 
     query: str
     documents: list[str]
-    top_n: int | None = Field(None, ge=0, description="number of documents to return, best first; default and 0: all")
+    top_n: int | None = Field(
+        None, ge=0, description="number of documents to return, best first; default and 0: all"
+    )
     return_documents: bool | None = Field(None, description="send their texts; default true")
 
     def call(self, context: CallContext) -> EmbeddingCall:
