@@ -54,6 +54,9 @@ class Nodes:
         self._ray.wait_for_nodes()
         return node
 
+    def __contains__(self, node: Any) -> bool:
+        return node in self._ray.worker_nodes
+
     def kill(self, node: Any) -> None:
         """As if its machine had lost power."""
         self._ray.remove_node(node, allow_graceful=False)
