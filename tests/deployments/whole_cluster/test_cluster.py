@@ -14,12 +14,16 @@ import signal
 import socket
 import struct
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 
+from benchmarks.cluster.startup import role_of
 from penstock.deployments.client import AsyncClient
+from penstock.deployments.supervision.processes import descendants
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
@@ -45,6 +49,20 @@ def is_idle(view: ClusterView) -> bool:
 def finished(view: ClusterView) -> dict[int, int]:
     """Requests that each worker ended, by pid."""
     return {info.pid: sum(stats.num_finished.values()) for info, stats in view.workers}
+
+
+def test_its_processes_are_those_that_it_uses(cluster):
+    await_view(cluster, is_whole, 120)
+    commands = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(psutil.Process(pid).cmdline()))
+    roles = Counter(map(role_of, commands))
+    assert (roles["worker"], roles["ingress"]) == (2, 1)
+    assert set(roles) - {"Ray: idle worker"} == {
+        *("worker", "ingress", "gate", "registry", "Serve's controller"),
+        *("Ray: GCS", "Ray: raylet", "Ray: placeholder of an agent"),
+    }, commands
 
 
 def test_two_workers_share_the_load(cluster, config, run):

@@ -1,0 +1,77 @@
+"""Ray's raylet and node are started as ray_processes.py expects it, and what it leaves out."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray import _raylet
+from ray._private import services
+from ray._private.node import Node
+
+from penstock.deployments.supervision import ray_processes
+from penstock.deployments.supervision.processes import descendants, end, is_running
+
+RAYLET = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
+
+
+def test_what_is_replaced_is_what_ray_starts_processes_with():
+    head = inspect.getsource(Node.start_head_processes)
+    node = head + inspect.getsource(Node.start_ray_processes)
+    assert all(f"self.{name}(" in node for name in ray_processes.NOT_STARTED)
+    source = inspect.getsource(services.start_raylet)
+    assert "start_ray_process(" in source
+    assert all(f'"{flag}=' in source for flag in ray_processes.PLACEHOLDER_FLAGS)
+    settings = RAYLET.read_bytes()
+    assert all(name.encode() in settings for name in ray_processes.SYSTEM_CONFIG)
+
+
+def test_functions_of_ray_are_replaced_only_meanwhile():
+    before = (Node.start_monitor, services.start_ray_process)
+    with pytest.raises(ZeroDivisionError), ray_processes.only_what_is_used():
+        assert Node.start_monitor is not before[0]
+        assert Node.start_monitor(None) is None
+        raise ZeroDivisionError
+    assert (Node.start_monitor, services.start_ray_process) == before
+
+
+def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path):
+    node_id = "ab" * 28
+    agent = f"python agent.py --session_dir=elsewhere --node-id={node_id}"
+    command = ["raylet", f"--session_dir={tmp_path}", f"--node_id={node_id}", "--head"]
+    command += [f"{flag}={agent}" for flag in ray_processes.PLACEHOLDER_FLAGS]
+    changed = ray_processes.without_agents(command)
+    assert changed[:4] == command[:4]
+    for part, flag in zip(changed[4:], ray_processes.PLACEHOLDER_FLAGS, strict=True):
+        name, _, value = part.partition("=")
+        assert (name, tuple(shlex.split(value))) == (flag, ray_processes.PLACEHOLDER)
+    for name in (_raylet.METRICS_AGENT_PORT_NAME, _raylet.RUNTIME_ENV_AGENT_PORT_NAME):
+        port = _raylet.wait_for_persisted_port(str(tmp_path), node_id, name, timeout_ms=1000)
+        assert port == ray_processes.NO_PORT
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_placeholder_ends_with_the_process_that_started_it():
+    start = f"import subprocess; print(subprocess.Popen({ray_processes.PLACEHOLDER!r}).pid)"
+    script = f"{start}; import sys, time; sys.stdout.flush(); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    placeholder = int(parent.stdout.readline())
+    left = [*descendants(parent.pid)]
+    try:
+        assert placeholder in left and is_running(placeholder)
+        parent.kill()
+        parent.wait()
+        deadline_s = time.monotonic() + 60
+        while is_running(placeholder) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert not is_running(placeholder)
+    finally:
+        parent.kill()
+        end([pid for pid in left if is_running(pid)], 0)
