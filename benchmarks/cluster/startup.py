@@ -1,4 +1,4 @@
-"""How long `penstock serve` takes to be ready, by phase, and what memory its processes hold at rest.
+"""How long `penstock serve` takes to be ready, by phase, and what memory it holds at rest.
 
 Starts a server of its own on free ports, watches its output and the logs of its replicas, waits
 until it has rested, reads every process from /proc, and ends it; again and again. Phases are marked
@@ -85,7 +85,9 @@ def start(model: str, flags: list[str], source: Path | None, rest_s: float) -> R
 
 def _phases(began_s: float, folder: Path, ready_s: float) -> dict[str, float]:
     """Seconds of each phase, up to MARKS and then to ready."""
-    logs = {path.name: path.read_text() for path in folder.glob("*/session_latest/logs/serve/*.log")}
+    logs = {
+        path.name: path.read_text() for path in folder.glob("*/session_latest/logs/serve/*.log")
+    }
     phases, last_s = {}, 0.0
     for phase, process, part in MARKS:
         lines = "\n".join(text for name, text in logs.items() if process in name).splitlines()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.ingress")
 
 BEAT_S = 0.5
+STARTING_BEAT_S = 0.1  # while workers are missing: those that start are waited for
 CONNECT_S = 5.0  # longest that an ingress which starts waits for connections with the workers
 
 
@@ -158,7 +159,7 @@ class IngressReplica:
             raise RuntimeError("the heartbeat has ended: this ingress no longer follows workers")
 
     async def _beat_forever(self) -> None:
-        """Report to the registry every `BEAT_S`, and follow its view of the workers.
+        """Report to the registry at every heartbeat, and follow its view of the workers.
 
         While the registry cannot be reached, the workers known so far stay in use. While this
         ingress drains, the heartbeats continue: the registry lists it until it has ended.
@@ -176,7 +177,8 @@ class IngressReplica:
                     runtime.metrics.keep(info.address for info in each.workers_in(view))
             if self._view.is_draining:
                 self._start_drain()
-            await asyncio.sleep(BEAT_S)
+            lacks = any(each.pool.num_connected < each.config.min_workers for each in self._models)
+            await asyncio.sleep(STARTING_BEAT_S if lacks else BEAT_S)
 
     def _info(self) -> IngressInfo:
         config, metrics = self._config, self._listeners.metrics

@@ -34,10 +34,22 @@ def test_what_is_replaced_is_what_ray_starts_processes_with():
 
 def test_functions_of_ray_are_replaced_only_meanwhile():
     before = (Node.start_monitor, services.start_ray_process)
-    with pytest.raises(ZeroDivisionError), ray_processes.only_what_is_used():
+    with ray_processes.only_what_is_used():
         assert Node.start_monitor is not before[0]
-        assert Node.start_monitor(None) is None
-        raise ZeroDivisionError
+        assert services.start_ray_process is not before[1]
+        assert Node.start_monitor(None) is None  # a real one would need its node
+    assert (Node.start_monitor, services.start_ray_process) == before
+
+
+def test_functions_of_ray_are_put_back_where_its_start_fails():
+    before = (Node.start_monitor, services.start_ray_process)
+
+    def fail() -> None:
+        with ray_processes.only_what_is_used():
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        fail()
     assert (Node.start_monitor, services.start_ray_process) == before
 
 
