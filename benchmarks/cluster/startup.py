@@ -16,6 +16,7 @@ Linux: processes are read from /proc.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import time
@@ -191,17 +192,38 @@ def main() -> None:
     if args.against is not None:
         checkouts = {"before": args.against / "src", "after": here}
     rows: dict[str, list[Row]] = {name: [] for name in checkouts}
+    failed = dict.fromkeys(checkouts, 0)
     for number in range(args.starts):
-        names = list(checkouts) if number % 2 == 0 else list(reversed(checkouts))
-        for name in names:
-            row = start(args.model, args.flags.split(), checkouts[name], args.rest_s)
+        for name in list(checkouts) if number % 2 == 0 else list(reversed(checkouts)):
+            try:
+                row = start(args.model, args.flags.split(), checkouts[name], args.rest_s)
+            except RuntimeError as error:  # on a busy machine Ray misses its own time limits
+                failed[name] += 1
+                print(f"{name}: {error}")
+                continue
             rows[name].append(row)
             print(f"{name}: ready after {row['ready_s']:.1f} s, {row['cpu_s']:.1f} s of CPU")
+        if all(rows.values()):
+            tell(args, rows, failed, checkouts)
+
+
+def tell(
+    args: argparse.Namespace,
+    rows: dict[str, list[Row]],
+    failed: dict[str, int],
+    checkouts: dict[str, Path],
+) -> None:
+    """Print and write what there is: after each round, as a run may be interrupted."""
     summaries = {name: summary(each) for name, each in rows.items()}
-    print(f"\n{table(summaries)}")
+    print(f"\n{table(summaries)}\nload average {os.getloadavg()[1]:.0f}\n", flush=True)
     if args.json:
-        commits = {name: record.commit(path) for name, path in checkouts.items()}
-        content = {"commits": commits, "summary": summaries, "starts": rows}
+        content = {
+            "commits": {name: record.commit(path) for name, path in checkouts.items()},
+            "load_average": os.getloadavg()[1],
+            "failed": failed,
+            "summary": summaries,
+            "starts": rows,
+        }
         record.write(args.json, __file__, content)
 
 

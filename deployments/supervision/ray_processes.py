@@ -63,14 +63,15 @@ def without_agents(command: Sequence[str]) -> list[str]:
     """
     from ray import _raylet
 
+    names: Any = _raylet  # compiled, without types
     flags = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
     for name in (
-        _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
-        _raylet.METRICS_AGENT_PORT_NAME,
-        _raylet.METRICS_EXPORT_PORT_NAME,
-        _raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+        names.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+        names.METRICS_AGENT_PORT_NAME,
+        names.METRICS_EXPORT_PORT_NAME,
+        names.RUNTIME_ENV_AGENT_PORT_NAME,
     ):
-        _raylet.persist_port(flags["--session_dir"], flags["--node_id"], name, NO_PORT)
+        names.persist_port(flags["--session_dir"], flags["--node_id"], name, NO_PORT)
     placeholder = shlex.join(PLACEHOLDER)
     return [
         f"{flag}={placeholder}" if (flag := part.split("=", 1)[0]) in PLACEHOLDER_FLAGS else part

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -63,8 +64,9 @@ def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path):
     for part, flag in zip(changed[4:], ray_processes.PLACEHOLDER_FLAGS, strict=True):
         name, _, value = part.partition("=")
         assert (name, tuple(shlex.split(value))) == (flag, ray_processes.PLACEHOLDER)
-    for name in (_raylet.METRICS_AGENT_PORT_NAME, _raylet.RUNTIME_ENV_AGENT_PORT_NAME):
-        port = _raylet.wait_for_persisted_port(str(tmp_path), node_id, name, timeout_ms=1000)
+    raylet: Any = _raylet  # compiled, without types
+    for name in (raylet.METRICS_AGENT_PORT_NAME, raylet.RUNTIME_ENV_AGENT_PORT_NAME):
+        port = raylet.wait_for_persisted_port(str(tmp_path), node_id, name, timeout_ms=1000)
         assert port == ray_processes.NO_PORT
     assert len(list(tmp_path.iterdir())) == 4
 
