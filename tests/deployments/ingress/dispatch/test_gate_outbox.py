@@ -156,6 +156,43 @@ def test_what_is_remembered_of_texts_is_bounded(num):
     with_outbox(scenario)
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_nothing_is_remembered_of_a_request_that_ended_without_a_length(is_open):
+    """Refused, failed, or while the gate is away."""
+
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.offer(PendingAdmission(request("a")), with_text=True)
+        outbox.offer(PendingAdmission(request("running")), with_text=True)
+        outbox.take()
+        if not is_open:
+            outbox.close()
+        outbox.ended("a", 0, is_awaited=False)
+        if is_open:
+            assert names(outbox.take().ended) == ["a"]
+        assert list(outbox._features) == ["running"]
+
+    with_outbox(scenario)
+
+
+def test_the_features_of_a_text_are_computed_once_for_the_end_and_the_length(monkeypatch):
+    computed: list[int] = []
+    message = gate_outbox.features_message
+    monkeypatch.setattr(
+        gate_outbox, "features_message", lambda of: computed.append(1) or message(of)
+    )
+
+    async def scenario(outbox: GateOutbox) -> None:
+        admission = request("a")
+        outbox.offer(PendingAdmission(admission), with_text=True)
+        of_offer = len(computed)
+        outbox.ended("a", 3, is_awaited=False)
+        outbox.learn(admission, 3, "stop")
+        assert [each.length for each in outbox.take().labels] == [3]
+        assert len(computed) == of_offer
+
+    with_outbox(scenario)
+
+
 def names(items: Any) -> list[str]:
     return [each.request_id for each in items]
 
