@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from penstock.deployments.gate.wire import features_message
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch import gate_outbox
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
 from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
 from penstock.deployments.prediction.features import Features
 from penstock.protos.penstock.internal.v1 import channel_pb2
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.request import Request, SamplingParams
 
 
@@ -175,11 +177,13 @@ def test_nothing_is_remembered_of_a_request_that_ended_without_a_length(is_open)
 
 
 def test_the_features_of_a_text_are_computed_once_for_the_end_and_the_length(monkeypatch):
-    computed: list[int] = []
-    message = gate_outbox.features_message
-    monkeypatch.setattr(
-        gate_outbox, "features_message", lambda of: computed.append(1) or message(of)
-    )
+    computed: list[Features] = []
+
+    def counted(features: Features) -> pb.Features:
+        computed.append(features)
+        return features_message(features)
+
+    monkeypatch.setattr(gate_outbox, "features_message", counted)
 
     async def scenario(outbox: GateOutbox) -> None:
         admission = request("a")
