@@ -84,6 +84,7 @@ TABLES: dict[str, Table] = {
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
     "siege": Table(["faults/siege"], security.siege),
+    "siege-memory": Table(["faults/siege-memory"], security.siege_memory),
     "findings": Table(["faults/findings"], security.findings),
     "tenant-timing": Table(["tenant-timing/epyc"], security.tenant_timing),
     "overload": Table(["faults/overload"], faults.overload),
