@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from torch import Tensor
 from penstock.kernels.matmul import linear, pack_linear
 from penstock.kernels.rowwise import rms_norm, silu_mul
 from penstock.kernels.types import PackedLinear
-from penstock.workers.calibration.gptq import moments
-from penstock.workers.calibration.rounding import Rounder
+from penstock.workers.calibration.gptq import Inputs, moments
+from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.calibration.windows import WindowRunner
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import build_attention, build_mlp
@@ -33,12 +34,25 @@ class ExpertCounts:
 
     total: int = 0
     without_text: int = 0
+    least: int = MIN_EXPERT_TOKENS
+
+
+class Rounds(Protocol):
+    """What is done with the linear layers of one input: Rounder, or a measurement."""
+
+    tensors: ReplacedWeights
+
+    def needs_inputs(self, modules: Sequence[str]) -> bool: ...
+
+    def round_all(
+        self, modules: Sequence[str], inputs: Inputs | None, *, norm: str | None = None
+    ) -> None: ...
 
 
 class LayerCalibrator:
     """Rounds one layer after another, for the states of the text in between."""
 
-    def __init__(self, config: ModelConfig, rounder: Rounder, runner: WindowRunner):
+    def __init__(self, config: ModelConfig, rounder: Rounds, runner: WindowRunner):
         self.config = config
         self.rounder = rounder
         self.tensors = rounder.tensors

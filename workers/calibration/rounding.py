@@ -23,7 +23,7 @@ from penstock.workers.calibration.gptq import (
 )
 from penstock.workers.calibration.grids import Codes, GridSpec, round_weight
 from penstock.workers.calibration.layout import stored_codes
-from penstock.workers.calibration.scaling import choose_scales
+from penstock.workers.calibration.scaling import choose_scales, fold
 from penstock.workers.calibration.spool import Spool
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.errors import LoadError
@@ -37,7 +37,7 @@ METHODS: tuple[Method, ...] = ("gptq", "awq", "awq-gptq", "nearest")
 class Recipe:
     """How weights are rounded. `nearest` uses no inputs; `act_order`, `damping`: of GPTQ."""
 
-    method: Method = "awq-gptq"
+    method: Method = "gptq"
     group: int = 32
     zero_points: bool = True
     act_order: bool = False
@@ -118,7 +118,10 @@ class Rounder:
             costs = squares if factor is None else factor.diagonal().float().pow(-2)
             scales = choose_scales(weight, squares.sqrt(), costs, spec)
             if scales is not None:
-                scales = self._fold(scales, norm)
+                dtype = FLOAT_DTYPES[self.tensors.source.tensors[norm].dtype]
+                divided, scales = fold(self.tensors.stored(norm), scales, dtype)
+                self.tensors.replaced[norm] = divided.float()
+                self.spool.put(norm, divided)
                 weight = weight * scales
                 moments = moments / scales[:, None] / scales
                 squares = squares / scales.square()
@@ -130,18 +133,6 @@ class Rounder:
         else:
             whole = compensate(weight, factor, spec)
         return whole.split([len(each) for each in raw.values()], raw)
-
-    def _fold(self, scales: Tensor, norm: str) -> Tensor:
-        """Divide the norm by `scales` [K]; the scales by which that was done, to the last bit: the
-        norm is rounded to its stored dtype first."""
-        before = self.tensors.stored(norm)
-        dtype = FLOAT_DTYPES[self.tensors.source.tensors[norm].dtype]
-        after = (before / scales).to(dtype)
-        usable = (after != 0) & after.isfinite()
-        after = torch.where(usable, after, before.to(dtype))
-        self.tensors.replaced[norm] = after.float()
-        self.spool.put(norm, after)
-        return torch.where(usable, before / after.float(), 1.0)
 
     def _round_wide(self, module: str) -> None:
         found = quantize_weight(self._weight(module), "int8")

@@ -32,16 +32,29 @@ def choose_scales(weight: Tensor, rms: Tensor, importance: Tensor, spec: GridSpe
     `rms` [K]: of the inputs. `importance` [K]: what a squared error of a column costs, before
     scales.
     """
-    best, found = _error(weight, torch.ones_like(rms), importance, spec), None
+    best, found = rounding_error(weight, torch.ones_like(rms), importance, spec), None
     for power in POWERS:
         scales = scales_of(rms, power)
-        error = _error(weight, scales, importance, spec)
+        error = rounding_error(weight, scales, importance, spec)
         if error < best:
             best, found = error, scales
     return found
 
 
-def _error(weight: Tensor, scales: Tensor, importance: Tensor, spec: GridSpec) -> float:
+def fold(norm: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`norm` [K] divided by `scales`, in the `dtype` that is stored; and the scales fp32 [K] by
+    which that divides it, to the last bit: those to multiply the columns with."""
+    divided = (norm / scales).to(dtype)
+    usable = (divided != 0) & divided.isfinite()
+    divided = torch.where(usable, divided, norm.to(dtype))
+    return divided, torch.where(usable, norm / divided.float(), 1.0)
+
+
+def rounding_error(
+    weight: Tensor, scales: Tensor, importance: Tensor, spec: GridSpec
+) -> float:
+    """The sum of squared errors of `weight` rounded with channel `scales`, each column's times its
+    `importance`."""
     total = 0.0
     for start in range(0, weight.shape[1], spec.group):
         part = slice(start, start + spec.group)
