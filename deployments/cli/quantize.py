@@ -154,7 +154,9 @@ def _check_calibration(args: argparse.Namespace) -> None:
     if args.damping is not None and not 0 < args.damping <= 1:
         raise ConfigError("--damping must lie above 0, and be at most 1")
     if not Path(args.calibrate).expanduser().is_file():
-        raise ConfigError(f"--calibrate: {args.calibrate} is not a file; give a plain text in UTF-8")
+        raise ConfigError(
+            f"--calibrate: {args.calibrate} is not a file; give a plain text in UTF-8"
+        )
 
 
 def _calibrated(args: argparse.Namespace, out: Path) -> int:

@@ -79,7 +79,7 @@ class LayerCalibrator:
         inputs = None
         if self.rounder.needs_inputs(["lm_head"]):
             norm = "model.norm.weight"
-            inputs = moments((self._normed(state, norm) for state in states))
+            inputs = moments(self._normed(state, norm) for state in states)
         self.rounder.round_all(["lm_head"], inputs)
         self.tensors.replaced.clear()
 
@@ -90,9 +90,7 @@ class LayerCalibrator:
         qkv, o = [f"{name}.{part}_proj" for part in "qkv"], f"{name}.o_proj"
         self._round(qkv, lambda i: self._normed(states[i], norm), len(states), norm)
         attention = build_attention(self.config, self.tensors, index)
-        attended = [
-            self.runner.attend(attention, self._normed(state, norm)) for state in states
-        ]
+        attended = [self.runner.attend(attention, self._normed(state, norm)) for state in states]
         self._round([o], attended.__getitem__, len(states))
         projection = self._packed([o])
         for state, x in zip(states, attended, strict=True):
@@ -138,7 +136,7 @@ class LayerCalibrator:
                 self.rounder.round_all(modules[:2], None)
                 self.rounder.round_all(modules[2:], None)
             else:
-                self._mlp(modules, lambda _, rows=rows: rows, 1, None)
+                self._mlp(modules, [rows].__getitem__, 1, None)
         if has_shared:
             shared = [f"{name}.shared_expert.{part}_proj" for part in ("gate", "up", "down")]
             self._mlp(shared, x.__getitem__, len(x), None)

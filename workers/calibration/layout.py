@@ -39,9 +39,7 @@ def parts_for(num_rows: int, width: int, spec: GridSpec) -> tuple[StoredPart, ..
         StoredPart("weight_shape", torch.int64, (2,)),
     ]
     if spec.zero_points:
-        parts.append(
-            StoredPart("weight_zero_point", torch.int32, (-(-num_rows // 8), num_groups))
-        )
+        parts.append(StoredPart("weight_zero_point", torch.int32, (-(-num_rows // 8), num_groups)))
     return tuple(parts)
 
 

@@ -50,9 +50,7 @@ def fold(norm: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     return divided, torch.where(usable, norm / divided.float(), 1.0)
 
 
-def rounding_error(
-    weight: Tensor, scales: Tensor, importance: Tensor, spec: GridSpec
-) -> float:
+def rounding_error(weight: Tensor, scales: Tensor, importance: Tensor, spec: GridSpec) -> float:
     """The sum of squared errors of `weight` rounded with channel `scales`, each column's times its
     `importance`."""
     total = 0.0

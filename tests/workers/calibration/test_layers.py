@@ -80,7 +80,9 @@ def test_inputs_are_those_of_transformers(name: str):
     states = [table[row] for row in ids]
     for index in range(config.num_layers):
         calibrator.layer(index, states)
-    compared = {path for path in expected if "gate" not in path.split(".")[-1] or "gate_proj" in path}
+    compared = {
+        path for path in expected if "gate" not in path.split(".")[-1] or "gate_proj" in path
+    }
     assert len(compared) >= 4 * config.num_layers
     for path in compared:
         found = watch.found[path]
