@@ -38,8 +38,8 @@ int8.
 
 With --calibrate FILE, a plain text in UTF-8 like those that the model will see, the model runs over
 parts of it, and rounding errors are made up for by the weights that follow (GPTQ); with a zero
-point and a 16-bit scale for each 32 weights, 4.6 bits a weight. Norms may change: they take up the
-scales of channels (AWQ).
+point and a 16-bit scale for each 32 weights, 4.6 bits a weight. Methods with awq also scale the
+input channels that follow a norm, and divide the norm by these scales.
 """
 _NEEDS_TEXT = ("calibration_tokens", "method", "group_size", "symmetric", "act_order", "damping",
                "bits_per_weight")  # fmt: skip

@@ -6,7 +6,6 @@ scales of 16 bits.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,14 +53,16 @@ def stored_codes(codes: Codes) -> list[Tensor]:
 def stated_config(
     specs: Mapping[str, GridSpec], wide: Sequence[str], ignore: Sequence[str]
 ) -> dict[str, Any]:
-    """The `quantization_config` for config.json: a config group for each kind of grid, the most
-    frequent for all linear modules that no other names. `wide`: modules of 8 bits."""
-    kinds = Counter(specs.values())
+    """The `quantization_config` for config.json: a config group for each kind of grid, with the
+    names of its modules where there are several. `wide`: modules of 8 bits."""
+    kinds = dict.fromkeys(specs.values())
     groups: list[dict[str, Any]] = []
-    for spec, _ in kinds.most_common():
+    for spec in kinds:
         weights = {"num_bits": 4, "type": "int", "symmetric": not spec.zero_points,
                    "dynamic": False, "strategy": "group", "group_size": spec.group}  # fmt: skip
-        targets = [name for name, each in specs.items() if each == spec] if groups else ["Linear"]
+        targets = ["Linear"]
+        if wide or len(kinds) > 1:
+            targets = [name for name, each in specs.items() if each == spec]
         groups.append(_scheme(targets, weights, None, "pack-quantized"))
     if wide:
         weights = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False,
