@@ -7,8 +7,10 @@ workers/calibration/checkpoint.py, and torch is imported then.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,18 @@ def run_quantize(args: argparse.Namespace) -> int:
     if out.exists():  # checked before anything is downloaded
         raise ConfigError(f"{out} exists already; give another --out, or remove it")
     _check_calibration(args)
-    return _plain(args, out) if args.calibrate is None else _calibrated(args, out)
+    with stopped_by_sigterm():
+        return _plain(args, out) if args.calibrate is None else _calibrated(args, out)
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process as an exception does: what is unfinished is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_calibration(args: argparse.Namespace) -> None:

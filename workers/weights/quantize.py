@@ -49,6 +49,8 @@ _LINEAR = re.compile(
 _ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 HEADER_ALIGN = 8
+# The tensors to write for a module, or a tensor, of that name; None: made of the source's.
+Ready = Callable[[str], Sequence[Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +175,12 @@ def write_quantized(
     plan: QuantizePlan,
     out: Path,
     on_bytes: Callable[[int], object],
-    ready: Callable[[str], Sequence[Tensor] | None] = lambda _: None,
+    ready: Ready = lambda _: None,
 ) -> None:
     """Write the checkpoint of `plan` into the new folder `out`.
 
-    `on_bytes` is called with the number of source bytes after each tensor. `ready`: the tensors to
-    write for a module, or a tensor, of that name; None: they are made of the source's. Raises
-    ConfigError if `out` exists or the disk is too small; on any error, no partial output remains.
+    `on_bytes` is called with the number of source bytes after each tensor. Raises ConfigError if
+    `out` exists or the disk is too small; on any error, no partial output remains.
     """
     check_room(out, plan.num_bytes)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -217,11 +218,7 @@ def _copied(name: str, stored: StoredTensor) -> OutputTensor:
 
 
 def _write_shard(
-    path: Path,
-    shard: Shard,
-    dtype: str,
-    on_bytes: Callable[[int], object],
-    ready: Callable[[str], Sequence[Tensor] | None],
+    path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int], object], ready: Ready
 ) -> None:
     with path.open("wb") as file:
         file.write(_header(shard))

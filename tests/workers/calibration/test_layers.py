@@ -65,7 +65,8 @@ class Watch:
 def test_inputs_are_those_of_transformers(name: str):
     """Of every linear layer that it has as a module; the layers behind experts show theirs."""
     ids = texts()
-    model, expected = random_model(*ALL[name]), {}
+    expected: dict[str, Tensor] = {}
+    model = random_model(*ALL[name])
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and "layers" in path:
             module.register_forward_pre_hook(
