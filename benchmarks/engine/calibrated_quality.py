@@ -115,6 +115,20 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     if args.tokens and args.tokens.exists():
         kept = json.loads(args.tokens.read_text())
+    wanted = [name for name in ("fp32", *args.recipes.split(",")) if name not in kept]
+    model, text, texts = _prepared(args, work) if wanted else (work, work, [])
+    for name in wanted:
+        out = work / name.replace(":", "-")
+        made = {} if name == "fp32" else quantized(name, model, text, out)
+        kept[name] = {**made, "nll": token_nll(out if made else model, texts)}
+        print(name, made, flush=True)
+        if args.tokens:
+            args.tokens.write_text(json.dumps(kept))
+    return figures(kept, args.name)
+
+
+def _prepared(args: argparse.Namespace, work: Path) -> tuple[Path, Path, list[list[int]]]:
+    """The model, the calibration text, and the token ids of the windows that are scored."""
     model = Path(args.model) if args.model else work / "off-grid"
     if not args.model:
         write_off_grid(resolve_model("smollm2"), model)
@@ -123,17 +137,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     tokenizer = Tokenizer.load(model)
     begin = tokenizer.encode("")
     ids = [tokenizer.encode(book, add_special_tokens=False) for book in books(args.corpus)]
-    texts = [[*begin, *each] for each in stretches(ids, args.windows, WINDOW + 1)]
-    for name in ("fp32", *args.recipes.split(",")):
-        if name in kept:
-            continue
-        out = work / name.replace(":", "-")
-        made = {} if name == "fp32" else quantized(name, model, text, out)
-        kept[name] = {**made, "nll": token_nll(out if made else model, texts)}
-        print(name, made, flush=True)
-        if args.tokens:
-            args.tokens.write_text(json.dumps(kept))
-    return figures(kept, args.name)
+    return model, text, [[*begin, *each] for each in stretches(ids, args.windows, WINDOW + 1)]
 
 
 def figures(kept: dict[str, Any], name: str) -> dict[str, Any]:

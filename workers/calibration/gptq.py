@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.calibration.grids import Codes, GridSpec, fit, packed, round_to
+from penstock.workers.errors import InvariantError
 
 BLOCK = 128  # columns between two updates of all the columns after them
 DAMPING = 0.01
@@ -68,6 +69,8 @@ def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:
     """
     columns = weight.T.contiguous()
     width = len(columns)
+    if width > BLOCK and BLOCK % spec.group:
+        raise InvariantError(f"groups of {spec.group} cross the blocks of {BLOCK} columns")
     factor = factor.float()
     diagonal = factor.diagonal()
     importance = diagonal.square().reciprocal()
@@ -78,7 +81,6 @@ def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:
         for k in range(start, end):
             if k % spec.group == 0:
                 group = slice(k, k + spec.group)
-                assert k + spec.group <= end or end == width, "a group lies in one block"
                 scale, zero = fit(columns[group], importance[group], spec)
                 scales.append(scale)
                 zeros.append(zero)

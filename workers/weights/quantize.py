@@ -49,7 +49,7 @@ _LINEAR = re.compile(
 _ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 HEADER_ALIGN = 8
-# The tensors to write for a module, or a tensor, of that name; None: made of the source's.
+# What to write for a module or a tensor of that name; None: it is made of the source's.
 Ready = Callable[[str], Sequence[Tensor] | None]
 
 
@@ -124,8 +124,7 @@ def plan_quantize(
             f"{source} was saved without an LM head, which a quantised checkpoint must have: serve "
             f"it with --weights {format}, which quantises it while it loads"
         )
-    dtype = str(read_json(source / "config.json").get("dtype") or "float32")
-    dtype = dtype.removeprefix("torch.")
+    dtype = str(read_json(source / "config.json").get("dtype") or "float32").removeprefix("torch.")
     shards: dict[str, Shard] = {}
     ignored: list[str] = []
     groups: dict[int, list[str]] = {}
@@ -156,8 +155,7 @@ def plan_quantize(
             continue
         if group != INT4_GROUP:
             groups.setdefault(group, []).append(module)
-        num_rows, width = stored.shape
-        parts = tuple(parts_of(format, num_rows, width, dtype))
+        parts = tuple(parts_of(format, stored.shape[0], stored.shape[1], dtype))
         shard.entries.append(OutputTensor(stored, module, parts, format))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
@@ -203,8 +201,7 @@ def check_room(out: Path, num_bytes: int) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists already; give another --out, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
-    if free < num_bytes:
+    if (free := shutil.disk_usage(out.parent).free) < num_bytes:
         raise ConfigError(
             f"{out.parent} has {free / 1e9:.1f} GB free; {num_bytes / 1e9:.1f} GB are needed"
         )
