@@ -19,22 +19,22 @@ from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.errors import ConfigError
 
 WIDE_BITS = 8
+SCALE_BITS = 32  # of a row of 8-bit weights
 
 
 @dataclass(frozen=True, slots=True)
 class PartError:
     """Linear layers of one input. `error`: squared error of their outputs with 4 bits, as a share
-    of the squared outputs; `num_weights`, `bits`: in all, and of one in 4 bits."""
+    of the squared outputs; `more_bits`: what 8 bits, with a scale for each row, take more."""
 
     modules: tuple[str, ...]
     error: float
-    num_weights: int
-    bits: float
+    more_bits: float
 
     @property
     def gain(self) -> float:
         """Error saved for each bit more."""
-        return self.error / (self.num_weights * (WIDE_BITS - self.bits))
+        return self.error / self.more_bits
 
 
 class ErrorMeter:
@@ -66,14 +66,9 @@ class ErrorMeter:
         costs = inverse_factor(inputs.moments).diagonal().float().pow(-2)
         error = rounding_error(weight, torch.ones_like(costs), costs, spec)
         outputs = float(((weight @ inputs.moments) * weight).sum())
-        self.found.append(
-            PartError(
-                tuple(modules),
-                error / max(outputs, 1e-30),
-                weight.numel(),
-                spec.bits(weight.shape[1]),
-            )
-        )
+        num_rows, width = weight.shape
+        more_bits = num_rows * (width * (WIDE_BITS - spec.bits(width)) + SCALE_BITS)
+        self.found.append(PartError(tuple(modules), error / max(outputs, 1e-30), more_bits))
 
 
 def choose_wide(
@@ -91,8 +86,7 @@ def choose_wide(
     left = (bits_per_weight - bits) * num_weights
     wide: set[str] = set()
     for part in sorted(parts, key=lambda each: -each.gain):
-        cost = part.num_weights * (WIDE_BITS - part.bits)
-        if cost <= left:
-            left -= cost
+        if part.more_bits <= left:
+            left -= part.more_bits
             wide.update(part.modules)
     return frozenset(wide)
