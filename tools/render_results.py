@@ -119,6 +119,7 @@ TABLES: dict[str, Table] = {
     ),
     "format-quality-dense": Table(["format-quality/xeon-amx-dense"], memory.format_quality),
     "format-quality-smollm2": Table(["format-quality/epyc-smollm2"], memory.format_quality),
+    "calibrated-builtin": Table(["calibrated/builtin-unprepared"], gguf.calibrated_quality),
     "format-quality-moe": Table(["format-quality/xeon-avx512-moe"], memory.format_quality),
     "gguf-quality": Table(["gguf-quality/epyc-smollm2"], gguf.quality),
     "gguf-tokenizer": Table(["gguf-quality/epyc-smollm2"], gguf.tokenizer),
