@@ -1,5 +1,7 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back; and GET
-/tokenizer_info, by which evaluation tools find the special tokens."""
+"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back.
+
+GET /tokenizer_info names the special tokens: evaluation tools ask for them.
+"""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ def test_a_change_is_paired_by_window():
     assert found.error == pytest.approx(error)
     both = figures_of(scores(OTHER), scores(BASE))
     assert both.change == found
+    assert both.perplexity.error is not None
     assert both.perplexity.error / both.perplexity.value > 3 * error  # which is not paired
 
 
@@ -50,6 +51,7 @@ def test_the_error_tells_how_far_repetitions_scatter():
         window = rng.normal(0.03, 0.02, size=(16, 1))  # tokens of a window share it
         found = change_of(base + window + rng.normal(0, 0.05, size=base.shape), base)
         changes.append(found.value)
+        assert found.error is not None
         errors.append(found.error)
     assert statistics.stdev(changes) == pytest.approx(statistics.fmean(errors), rel=0.1)
 
@@ -63,7 +65,7 @@ def test_one_window_has_no_error():
 def test_greedy_figures_by_hand():
     base, other = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]
     found = figures_of(scores(OTHER, other), scores(BASE, base)).greedy
-    assert found.equal_ids.value == 7 / 8 and found.identical == 0.5
+    assert found is not None and found.equal_ids.value == 7 / 8 and found.identical == 0.5
     assert found.before_first_difference == 3
 
 
