@@ -25,18 +25,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.common import record
 from benchmarks.common.off_grid import write_off_grid
-from benchmarks.common.prompt_nll import prompt_nll
-from benchmarks.engine.format_quality import difference
-from benchmarks.engine.gguf_quality import books, stretches
+from benchmarks.engine.gguf_quality import books
 from penstock.workers.calibration.checkpoint import calibrate_into, plan_calibrated, widened
 from penstock.workers.calibration.rounding import METHODS, Recipe
 from penstock.workers.calibration.text import NUM_TOKENS, read_windows
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
+from penstock.workers.evaluation.eval_set import cut_windows
+from penstock.workers.evaluation.figures import change_of, perplexity_of
+from penstock.workers.evaluation.scoring import WindowScores
 from penstock.workers.models.loader import load_model
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
@@ -103,11 +106,13 @@ def quantized(name: str, model: Path, text: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def token_nll(model: Path, texts: Sequence[Sequence[int]]) -> list[float]:
-    """-log p of each token of the texts but their first ones."""
+def token_nll(model: Path, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """-log p of each token of the texts but their first ones, text by text."""
     decoder = load_model(model, weights="fp32", dtype="fp32", progress=False)
     config = EngineConfig(num_blocks=80, max_num_batched_tokens=512, prefix_cache=False)
-    return [round(each, 6) for each in prompt_nll(Engine(config, decoder), texts)]
+    scores = WindowScores(texts, decoder, None)
+    scores.score(Engine(config, decoder), {})
+    return scores.nll.round(6).tolist()
 
 
 def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     return figures(kept, args.name)
 
 
-def _prepared(args: argparse.Namespace, work: Path) -> tuple[Path, Path, list[list[int]]]:
+def _prepared(args: argparse.Namespace, work: Path) -> tuple[Path, Path, Sequence[Sequence[int]]]:
     """The model, the calibration text, and the token ids of the windows that are scored."""
     model = Path(args.model) if args.model else work / "off-grid"
     if not args.model:
@@ -137,27 +142,40 @@ def _prepared(args: argparse.Namespace, work: Path) -> tuple[Path, Path, list[li
     tokenizer = Tokenizer.load(model)
     begin = tokenizer.encode("")
     ids = [tokenizer.encode(book, add_special_tokens=False) for book in books(args.corpus)]
-    return model, text, [[*begin, *each] for each in stretches(ids, args.windows, WINDOW + 1)]
+    return model, text, cut_windows(ids, args.windows, len(begin) + WINDOW + 1, begin)
 
 
 def figures(kept: dict[str, Any], name: str) -> dict[str, Any]:
     """As the page of results shows them."""
-    base = torch.tensor(kept["fp32"]["nll"], dtype=torch.float64)
+    base = _samples(kept["fp32"])
     rows = []
     for recipe, found in kept.items():
         if recipe != "fp32":
-            change, error = difference(found["nll"], base)
+            change = change_of(_samples(found), base)
+            if change.error is None:
+                raise ValueError("one window has no standard error: give --windows 2 or more")
             made = {key: value for key, value in found.items() if key != "nll"}
             rows.append(
-                {**made, "change_percent": round(change, 3), "error_percent": round(error, 3)}
+                {
+                    **made,
+                    "change_percent": round(100 * change.value, 3),
+                    "error_percent": round(100 * change.error, 3),
+                }
             )
     return {
         "model": name,
-        "perplexity_fp32": base.mean().exp().item(),
+        "perplexity_fp32": perplexity_of(base).value,
         "window_tokens": WINDOW,
-        "tokens": len(base),
+        "tokens": base.size,
+        "errors_over": "windows" if base.shape[1] > 1 else "tokens",
         "rows": rows,
     }
+
+
+def _samples(found: dict[str, Any]) -> NDArray[np.float64]:
+    """-log p [windows, tokens]; files kept before have no windows, and each token is a sample."""
+    nll = np.array(found["nll"], dtype=np.float64)
+    return nll if nll.ndim == 2 else nll[:, None]
 
 
 def main() -> int:
