@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from penstock.deployments.cli.main import main
 from penstock.workers.weights.hub import resolve_model
@@ -15,6 +16,15 @@ SMALL = (
     *("--windows", "3", "--window-tokens", "48", "--greedy-tokens", "4", "--threads", "1"),
     "--no-progress",
 )
+
+
+@pytest.fixture(autouse=True)
+def process_of_its_own():
+    """The command sets its process up: other tests of this one need their own settings back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="module")
