@@ -22,6 +22,7 @@ from penstock.deployments.ingress.replica import IngressReplica
 from penstock.deployments.model_entries import MODELS
 from penstock.deployments.placement import ClusterResources, resolve_each
 from penstock.deployments.state.url import redis_options
+from penstock.deployments.supervision.heap import one_heap
 from penstock.deployments.supervision.ray_workarounds import one_event_loop, require_token_auth
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
@@ -106,13 +107,14 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         config = replace(config, models=tuple(each.config for each in models))
     else:
         config = models[0].config
+    ingress = models[0].ingress
     # A Ray of `penstock serve` makes no runtime environments: its processes inherit the variables.
-    ingress, inherits = models[0].ingress, channel_host is not None
+    env_vars = {} if channel_host is not None else one_event_loop() | one_heap()
     return serve.deployment(
         IngressReplica,
         name="Ingress",
         max_ongoing_requests=1000,
-        ray_actor_options=ingress.actor_options({} if inherits else one_event_loop()),
+        ray_actor_options=ingress.actor_options(env_vars),
         # Two ingresses share the ports of a node, unless nodes are declared for one each.
         max_surge_percent=0 if ingress.resources else 100,
         **ingress_scale(config),

@@ -27,6 +27,7 @@ from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.hub_model import pinned
 from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
+from penstock.deployments.supervision.heap import one_heap
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
 from penstock.deployments.supervision.ray_processes import SYSTEM_CONFIG, only_what_is_used
 from penstock.deployments.supervision.ray_workarounds import (
@@ -105,7 +106,8 @@ class Cluster:
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        os.environ.update(one_event_loop())  # inherited by all replicas
+        for name, value in (one_event_loop() | one_heap()).items():  # inherited by all replicas
+            os.environ.setdefault(name, value)
         with only_what_is_used():
             ray.init(
                 address="local",  # overrides RAY_ADDRESS

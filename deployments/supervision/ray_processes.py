@@ -39,7 +39,7 @@ def only_what_is_used() -> Iterator[None]:
     Look in `start_head_processes` (_private/node.py) and `start_raylet` (_private/services.py) for
     settings. Raises AttributeError if Ray lacks one of the functions that are replaced.
     """
-    from ray._private import services
+    from ray._private import services, worker
     from ray._private.node import Node
 
     start_process = services.start_ray_process
@@ -53,6 +53,9 @@ def only_what_is_used() -> Iterator[None]:
         for name in NOT_STARTED:
             replaced.enter_context(_replaced(Node, name, _nothing))
         replaced.enter_context(_replaced(services, "start_ray_process", start))
+        # Under `uv run`, or with RAY_RUNTIME_ENV_HOOK, Ray asks for an environment by itself, and
+        # no agent would make it. The processes run this process's Python anyway.
+        replaced.enter_context(_replaced(worker, "_maybe_modify_runtime_env", _unchanged))
         yield
 
 
@@ -81,6 +84,11 @@ def without_agents(command: Sequence[str]) -> list[str]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """In place of NOT_STARTED."""
+
+
+def _unchanged(runtime_env: Any, _skip_env_hook: bool) -> Any:
+    """In place of what asks for a runtime environment."""
+    return runtime_env
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from penstock.deployments.ingress.grpc.messages import (
     AnswerT,
     answer_message,
     bad_words,
+    bare_end,
     chat_prompt,
     check_sendable,
     flag,
@@ -148,9 +149,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         journals = self._journals
         trace = begin_trace(self._core.tracer, context, method.name)
-        async with answering(
-            context, self._errors, is_resumable=journals is not None, trace=trace
-        ) as named:
+        waits = journals is not None
+        async with answering(context, self._errors, waits=waits, trace=trace) as named:
             about = context_of(
                 context,
                 self._keys,
@@ -171,6 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             journal = journals.journal_for(about, method.name, request.SerializeToString())
             generations = await self._prepared(request, replace(about, seed=journal.head.seed))
             await journals.begin(journal)
+            named.send_id(is_resumable=journal.is_kept)
             kept = journal if journal.is_kept else None
             await self._answer(request, generations, context, named, method.answer, kept)
 
@@ -197,6 +198,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             context.set_trailing_metadata((("idempotent-replayed", "true"),))
             await self._continue(journals, new, (), about, context, named, method)
             return
+        named.send_id(is_resumable=True)
         try:
             await self._answer(request, new.prepared, context, named, method.answer, new.journal)
         finally:
@@ -207,7 +209,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """`name`: of the method that resumes a stream of `method`."""
         trace = begin_trace(self._core.tracer, context, f"{SERVICE}/{name}")
-        async with answering(context, self._errors, is_resumable=True, trace=trace) as named:
+        async with answering(context, self._errors, waits=True, trace=trace) as named:
             if self._journals is None:
                 raise ServiceError("no_journal")
             about = context_of(context, self._keys, asked.request_id, "", "request_id", trace=trace)
@@ -231,6 +233,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if head.route != method.name:
             raise RequestError(f"this stream is one of {head.route}", param="request_id")
         journal = await journals.resume(call_id, head, received)
+        named.send_id(is_resumable=True)
         request = method.request.FromString(head.body)
         about = replace(
             about,
@@ -285,8 +288,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async for index, piece in pieces:
                 if piece.usage is not None:
                     usages.append(piece.usage)
+                is_last = piece.usage is not None and len(usages) == len(generations)
                 if delivery is not None and not delivery.is_new(index, piece):
-                    continue
+                    if not is_last or delivery.had_all_ends:
+                        continue
+                    # Replayed, the answers end in another order: the usage comes with this end.
+                    piece = bare_end(piece)
                 if piece.logprobs or piece.prompt_logprobs:
                     size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
                     answer = await run_off_loop_if_large(size, answer_message, kind, index, piece)
@@ -299,7 +306,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     if request.return_prompt_token_ids:
                         answer.prompt_token_ids.extend(generations[0].request.prompt_ids)
                     await named.id_sent()
-                if piece.usage is not None and len(usages) == len(generations):
+                if is_last:
                     answer.usage.CopyFrom(usage_message(usages))
                 await context.write(answer)
 

@@ -27,6 +27,7 @@ from penstock.deployments.ingress.journal.received import (
     parse_event_id,
 )
 from penstock.protos.penstock.v1 import inference_pb2 as pb
+from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import Delta, FinishReason, RequestError
 from tests.deployments.ingress.journal.test_resume import (
     CHAT,
@@ -167,6 +168,7 @@ def test_without_an_answer_of_the_store_streams_go_on_and_promises_are_refused(
     redis = RedisServer(tmp_path).start()
     url = f"redis://127.0.0.1:{redis.port}/0"
     with Serving(backend, state_url=url) as serving, http_of(serving, None) as http:
+        assert _grpc_says_resumable(serving)
         with http.stream("POST", COMPLETIONS, json={**BODY, "stream": True}) as response:
             call_id, lines = response.headers["x-request-id"], response.iter_lines()
             events_of(lines, 2)
@@ -177,6 +179,7 @@ def test_without_an_answer_of_the_store_streams_go_on_and_promises_are_refused(
             assert response.headers["x-penstock-resumable"] == "0"
             bodies, ids = events_of(response.iter_lines())
             assert bodies[-1] == "[DONE]" and not any(ids)
+        assert not _grpc_says_resumable(serving)
         assert http.post(COMPLETIONS, json=BODY).status_code == 200
         for answer in (
             http.get(f"/v1/penstock/streams/{call_id}"),
@@ -193,6 +196,18 @@ def test_without_an_answer_of_the_store_streams_go_on_and_promises_are_refused(
 
         eventually(is_resumable, 20)
     redis.kill()
+
+
+def _grpc_says_resumable(serving: Serving) -> bool:
+    """Of a stream that begins now."""
+    with grpc.insecure_channel(serving.grpc_target) as channel:
+        sampling = pb.SamplingParams(max_tokens=2, ignore_eos=True)
+        request = pb.GenerateRequest(text="a", sampling=sampling)
+        stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        metadata = dict(stream.initial_metadata())
+        answers = list(stream)
+        assert answers[0].request_id == metadata["x-request-id"]
+        return metadata.get("x-penstock-resumable") == "1"
 
 
 def test_the_same_key_gives_the_same_answer(two: tuple[Serving, Serving]) -> None:
@@ -269,6 +284,31 @@ def test_a_grpc_stream_is_continued_by_its_own_method_only(two: tuple[Serving, S
                 client._stream(client._stub.ResumeChat, None, pb.ResumeRequest(request_id=call_id))
             )
         assert error.value.code == "invalid_value" and COMPLETIONS in error.value.message
+
+
+def test_usage_comes_whichever_answers_of_a_grpc_call_had_ended(
+    two: tuple[Serving, Serving],
+) -> None:
+    """Replayed, answers end in another order: the one that ends last may be one that is known."""
+    with Client(two[0].grpc_target, api_key=KEYS[0]) as client:
+        whole = list(client.generate("It was", n=3, max_tokens=9, ignore_eos=True))
+        call_id, usage = whole[0].request_id, whole[-1].usage
+        assert usage is not None and usage.completion_tokens == 27
+        ids = {each: [] for each in range(3)}  # type: dict[int, list[int]]
+        for part in whole:
+            ids[part.choice] += part.token_ids
+        for ended in ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
+            received = [
+                pb.ReceivedTokens(num_tokens=9 * (i in ended), has_ended=i in ended)
+                for i in range(3)
+            ]
+            asked = pb.ResumeRequest(request_id=call_id, received=received)
+            rest = list(client._stream(client._stub.ResumeGenerate, None, asked))
+            assert [each.usage for each in rest if each.usage is not None] == [usage], ended
+            assert rest[-1].usage == usage
+            for i in range(3):
+                got = [token for part in rest if part.choice == i for token in part.token_ids]
+                assert got == ([] if i in ended else ids[i])
 
 
 def piece(*token_ids: int, ends: bool = False) -> TextDelta:
