@@ -1,4 +1,4 @@
-"""How the C library manages the memory of a replica: one heap, which an ingress grows in large steps.
+"""How the C library manages memory: one heap in a process, which an ingress grows in large steps.
 
 By default glibc gives threads up to eight heaps a core, and no thread uses what another one has
 freed in its own: an ingress, with its 45 threads, came to hold as much freed memory as memory in
@@ -32,5 +32,5 @@ def grow_in_large_steps() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl, macOS
         return False
-    steps = {M_TOP_PAD: GROWS_BY_BYTES, M_TRIM_THRESHOLD: KEEPS_FREE_BYTES}
-    return all([mallopt(name, value) == 1 for name, value in steps.items()])
+    grows = mallopt(M_TOP_PAD, GROWS_BY_BYTES) == 1
+    return mallopt(M_TRIM_THRESHOLD, KEEPS_FREE_BYTES) == 1 and grows

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from ray import _raylet
-from ray._private import services
+from ray._private import services, worker
 from ray._private.node import Node
 
 from penstock.deployments.supervision import ray_processes
@@ -30,23 +30,27 @@ def test_what_is_replaced_is_what_ray_starts_processes_with():
     assert "start_ray_process(" in source
     assert all(f'"{flag}=' in source for flag in ray_processes.PLACEHOLDER_FLAGS)
     settings = RAYLET.read_bytes()
-    assert all(name.encode() in settings for name in ray_processes.SYSTEM_CONFIG)
+    assert all(name.encode() in settings for name in ray_processes.system_config(5))
+    assert f'"{ray_processes.EARLY_FLAG}={{}}"' in source
 
 
 def test_functions_of_ray_are_replaced_only_meanwhile():
-    before = (Node.start_monitor, services.start_ray_process)
-    with ray_processes.only_what_is_used():
-        assert Node.start_monitor is not before[0]
-        assert services.start_ray_process is not before[1]
+    def functions() -> list[object]:
+        return [Node.start_monitor, services.start_ray_process, worker._maybe_modify_runtime_env]
+
+    before = functions()
+    with ray_processes.only_what_is_used(5):
+        assert not set(functions()) & set(before)
         assert Node.start_monitor(None) is None  # a real one would need its node
-    assert (Node.start_monitor, services.start_ray_process) == before
+        assert worker._maybe_modify_runtime_env({}, False) == {}
+    assert functions() == before
 
 
 def test_functions_of_ray_are_put_back_where_its_start_fails():
     before = (Node.start_monitor, services.start_ray_process)
 
     def fail() -> None:
-        with ray_processes.only_what_is_used():
+        with ray_processes.only_what_is_used(5):
             raise ConnectionError
 
     with pytest.raises(ConnectionError):
@@ -69,6 +73,12 @@ def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path):
         port = raylet.wait_for_persisted_port(str(tmp_path), node_id, name, timeout_ms=1000)
         assert port == ray_processes.NO_PORT
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_raylet_starts_the_processes_of_all_actors():
+    command = ["raylet", "--num_prestart_python_workers=2", "--head"]
+    early = ray_processes.started_early(command, 7)
+    assert early == ["raylet", "--num_prestart_python_workers=7", "--head"]
 
 
 def test_a_placeholder_ends_with_the_process_that_started_it():
