@@ -28,6 +28,7 @@ from penstock.deployments.hub_model import pinned
 from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.heap import one_heap
+from penstock.deployments.supervision.no_environments import NoEnvironments
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
 from penstock.deployments.supervision.ray_processes import only_what_is_used, system_config
 from penstock.deployments.supervision.ray_workarounds import (
@@ -67,6 +68,7 @@ class Cluster:
         self._folder: str | None = None
         self._registry = RegistryClient(config.app_name)
         self._last_view = ClusterView()
+        self._environments = NoEnvironments()
 
     def start_ray(self, is_first_try: bool = True) -> None:
         """Start Ray here, or connect to the cluster that the configuration names.
@@ -109,7 +111,7 @@ class Cluster:
         for name, value in (one_event_loop() | one_heap()).items():  # inherited by all replicas
             os.environ.setdefault(name, value)
         num_processes = num_actors(config)
-        with only_what_is_used(num_processes):
+        with only_what_is_used(num_processes, self._environments):
             ray.init(
                 address="local",  # overrides RAY_ADDRESS
                 include_dashboard=False,
@@ -259,6 +261,7 @@ class Cluster:
                     end_gate(each.gate_scope)
             ray.shutdown(wait_for_processes=True)
         end(pids, EXIT_S)
+        self._environments.close()
         self.remove_folder()
 
     def stop_at_once(self) -> None:

@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock.deployments.supervision.no_environments import NoEnvironments
 from penstock.deployments.supervision.preloaded import PRELOADED
 
 # In place of an agent: the raylet requires both, ends when one does, and must not be outlived.
@@ -44,12 +45,13 @@ def system_config(num_processes: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def only_what_is_used(num_processes: int) -> Iterator[None]:
+def only_what_is_used(num_processes: int, environments: NoEnvironments) -> Iterator[None]:
     """Meanwhile `ray.init` starts no process that nothing here uses.
 
     `num_processes`: of actors that will be made. They start with the raylet, each to become the
     first actor that needs one, and so have imported Ray when that actor is ordered; by default Ray
-    starts as many as there are CPUs, and every further one only then.
+    starts as many as there are CPUs, and every further one only then. `environments`: answers in
+    place of the agent that makes them.
 
     Look in `start_head_processes` (_private/node.py) and `start_raylet` (_private/services.py) for
     settings. Raises AttributeError if Ray lacks one of the functions that are replaced.
@@ -61,7 +63,8 @@ def only_what_is_used(num_processes: int) -> Iterator[None]:
 
     def start(command: Sequence[str], process_type: str, *args: Any, **options: Any) -> Any:
         if process_type == RAYLET:
-            command = started_early(without_agents(command), num_processes)
+            command = without_agents(command, environments)
+            command = started_early(command, num_processes)
         return start_process(command, process_type, *args, **options)
 
     with contextlib.ExitStack() as replaced:
@@ -74,22 +77,24 @@ def only_what_is_used(num_processes: int) -> Iterator[None]:
         yield
 
 
-def without_agents(command: Sequence[str]) -> list[str]:
+def without_agents(command: Sequence[str], environments: NoEnvironments) -> list[str]:
     """The raylet's command with placeholders for its agents.
 
     Also writes the files by which agents tell the raylet their ports: it waits for them.
+    `environments` begins to listen on the raylet's address.
     """
     from ray import _raylet
 
     names: Any = _raylet  # compiled, without types
     flags = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
-    for name in (
-        names.DASHBOARD_AGENT_LISTEN_PORT_NAME,
-        names.METRICS_AGENT_PORT_NAME,
-        names.METRICS_EXPORT_PORT_NAME,
-        names.RUNTIME_ENV_AGENT_PORT_NAME,
-    ):
-        names.persist_port(flags["--session_dir"], flags["--node_id"], name, NO_PORT)
+    ports = {
+        names.DASHBOARD_AGENT_LISTEN_PORT_NAME: NO_PORT,
+        names.METRICS_AGENT_PORT_NAME: NO_PORT,
+        names.METRICS_EXPORT_PORT_NAME: NO_PORT,
+        names.RUNTIME_ENV_AGENT_PORT_NAME: environments.listen(flags["--node_ip_address"]),
+    }
+    for name, port in ports.items():
+        names.persist_port(flags["--session_dir"], flags["--node_id"], name, port)
     placeholder = shlex.join(PLACEHOLDER)
     return [
         f"{flag}={placeholder}" if (flag := part.split("=", 1)[0]) in PLACEHOLDER_FLAGS else part

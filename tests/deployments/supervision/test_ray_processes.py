@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,17 @@ from ray._private import services, worker
 from ray._private.node import Node
 
 from penstock.deployments.supervision import ray_processes
+from penstock.deployments.supervision.no_environments import NoEnvironments
 from penstock.deployments.supervision.processes import descendants, end, is_running
 
 RAYLET = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
+
+
+@pytest.fixture
+def environments() -> Iterator[NoEnvironments]:
+    made = NoEnvironments()
+    yield made
+    made.close()
 
 
 def test_what_is_replaced_is_what_ray_starts_processes_with():
@@ -39,7 +49,7 @@ def test_functions_of_ray_are_replaced_only_meanwhile():
         return [Node.start_monitor, services.start_ray_process, worker._maybe_modify_runtime_env]
 
     before = functions()
-    with ray_processes.only_what_is_used(5):
+    with ray_processes.only_what_is_used(5, NoEnvironments()):
         assert not set(functions()) & set(before)
         assert Node.start_monitor(None) is None  # a real one would need its node
         assert worker._maybe_modify_runtime_env({}, False) == {}
@@ -50,7 +60,7 @@ def test_functions_of_ray_are_put_back_where_its_start_fails():
     before = (Node.start_monitor, services.start_ray_process)
 
     def fail() -> None:
-        with ray_processes.only_what_is_used(5):
+        with ray_processes.only_what_is_used(5, NoEnvironments()):
             raise ConnectionError
 
     with pytest.raises(ConnectionError):
@@ -58,20 +68,25 @@ def test_functions_of_ray_are_put_back_where_its_start_fails():
     assert (Node.start_monitor, services.start_ray_process) == before
 
 
-def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path):
+def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path, environments):
     node_id = "ab" * 28
     agent = f"python agent.py --session_dir=elsewhere --node-id={node_id}"
     command = ["raylet", f"--session_dir={tmp_path}", f"--node_id={node_id}", "--head"]
+    command += ["--node_ip_address=127.0.0.1"]
     command += [f"{flag}={agent}" for flag in ray_processes.PLACEHOLDER_FLAGS]
-    changed = ray_processes.without_agents(command)
-    assert changed[:4] == command[:4]
-    for part, flag in zip(changed[4:], ray_processes.PLACEHOLDER_FLAGS, strict=True):
+    changed = ray_processes.without_agents(command, environments)
+    assert changed[:5] == command[:5]
+    for part, flag in zip(changed[5:], ray_processes.PLACEHOLDER_FLAGS, strict=True):
         name, _, value = part.partition("=")
         assert (name, tuple(shlex.split(value))) == (flag, ray_processes.PLACEHOLDER)
     raylet: Any = _raylet  # compiled, without types
-    for name in (raylet.METRICS_AGENT_PORT_NAME, raylet.RUNTIME_ENV_AGENT_PORT_NAME):
-        port = raylet.wait_for_persisted_port(str(tmp_path), node_id, name, timeout_ms=1000)
-        assert port == ray_processes.NO_PORT
+
+    def port(name: str) -> int:
+        return raylet.wait_for_persisted_port(str(tmp_path), node_id, name, timeout_ms=1000)
+
+    assert port(raylet.METRICS_AGENT_PORT_NAME) == ray_processes.NO_PORT
+    with socket.create_connection(("127.0.0.1", port(raylet.RUNTIME_ENV_AGENT_PORT_NAME)), 5):
+        pass
     assert len(list(tmp_path.iterdir())) == 4
 
 
