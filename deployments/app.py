@@ -22,7 +22,6 @@ from penstock.deployments.ingress.replica import IngressReplica
 from penstock.deployments.model_entries import MODELS
 from penstock.deployments.placement import ClusterResources, resolve_each
 from penstock.deployments.state.url import redis_options
-from penstock.deployments.supervision.heap import one_heap
 from penstock.deployments.supervision.ray_workarounds import one_event_loop, require_token_auth
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
@@ -36,6 +35,16 @@ MAX_START_ATTEMPTS = 3
 TARGET_WAIT_S = 5.0
 NODE_START_S = 180.0  # of a worker on a node that has to be started first, before one was seen
 POLICIES = "penstock.deployments.autoscale.serve_policy"
+# By default glibc gives threads up to eight heaps a core, and no thread uses what another one has
+# freed in its own: an ingress, with its 45 threads, came to hold as much freed memory as memory in
+# use (docs/benchmarks/results.md). Python's lock serialises most allocations anyway. One heap is
+# grown and shrunk in larger steps than glibc's, each of which is a system call. Read when a process
+# starts; other C libraries ignore it.
+ONE_HEAP = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TOP_PAD_": str(1 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
+}
 STOP_SLACK_S = 10.0  # for a replica to deregister after its drain, before Serve kills it
 
 
@@ -108,13 +117,11 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
     else:
         config = models[0].config
     ingress = models[0].ingress
-    # A Ray of `penstock serve` makes no runtime environments: its processes inherit the variables.
-    env_vars = {} if channel_host is not None else one_event_loop() | one_heap()
     return serve.deployment(
         IngressReplica,
         name="Ingress",
         max_ongoing_requests=1000,
-        ray_actor_options=ingress.actor_options(env_vars),
+        ray_actor_options=ingress.actor_options(one_event_loop() | ONE_HEAP),
         # Two ingresses share the ports of a node, unless nodes are declared for one each.
         max_surge_percent=0 if ingress.resources else 100,
         **ingress_scale(config),

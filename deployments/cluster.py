@@ -27,15 +27,13 @@ from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.hub_model import pinned
 from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
-from penstock.deployments.supervision.heap import one_heap
-from penstock.deployments.supervision.no_environments import NoEnvironments
+from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
 from penstock.deployments.supervision.ray_processes import only_what_is_used, system_config
 from penstock.deployments.supervision.ray_workarounds import (
     deploy_application,
     is_start_timeout,
     log_raylet_messages,
-    one_event_loop,
 )
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
@@ -68,7 +66,7 @@ class Cluster:
         self._folder: str | None = None
         self._registry = RegistryClient(config.app_name)
         self._last_view = ClusterView()
-        self._environments = NoEnvironments()
+        self._environments = Environments()
 
     def start_ray(self, is_first_try: bool = True) -> None:
         """Start Ray here, or connect to the cluster that the configuration names.
@@ -108,8 +106,6 @@ class Cluster:
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        for name, value in (one_event_loop() | one_heap()).items():  # inherited by all replicas
-            os.environ.setdefault(name, value)
         num_processes = num_actors(config)
         with only_what_is_used(num_processes, self._environments):
             ray.init(
@@ -285,10 +281,11 @@ def _import_serve() -> None:
 
 
 def num_actors(config: ServeConfig) -> int:
-    """The Ray actors of a deployment at its least: each is a process."""
+    """The Ray actors of a deployment at its least, each a process; without ingresses, whose
+    environment is made when they are ordered."""
     gates = sum(each.admission != "optimistic" for each in config.each_model)
     workers = sum(each.min_workers for each in config.each_model)
-    return 2 + config.min_ingress + gates + workers  # registry, Serve's controller
+    return 2 + gates + workers  # registry, Serve's controller
 
 
 def num_reached(config: ServeConfig, ingress: IngressInfo) -> int:

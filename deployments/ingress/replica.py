@@ -21,7 +21,6 @@ from ray import serve
 
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.types import GateSetup, digest_of
-from penstock.deployments.supervision.heap import grow_in_large_steps
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import configure_logging, start_failure
@@ -57,7 +56,6 @@ class IngressReplica:
 
         configure_logging(config)
         keep_serve_port_local()
-        grow_in_large_steps()
         self._config, self._setups = config, setups
         self._registry = RegistryClient(config.app_name)
         self._ingress_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"

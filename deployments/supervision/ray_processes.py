@@ -4,9 +4,9 @@ Beside the control plane (GCS) and the raylet, Ray starts five Python programs o
 300 MB and seconds of CPU time: the dashboard's server, which with `include_dashboard=False` only
 reports usage statistics; the dashboard's agent, for jobs and for Ray's own metrics; the agent that
 makes runtime environments; the monitor of the autoscaler; the log monitor, which copies output of
-replicas to the driver. This cluster has one node, whose replicas inherit their environment, log
-into files and serve metrics of their own. A cluster that `ray start` made has them all, and is
-where jobs are submitted.
+replicas to the driver. This cluster has one node, whose replicas log into files and serve metrics
+of their own, and environments.py makes their environments. A cluster that `ray start` made has them
+all, and is where jobs are submitted.
 
 Ray has no settings for it, so this replaces functions of its own, as ray_workarounds.py does.
 Nothing here imports Ray before it is called.
@@ -19,7 +19,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.deployments.supervision.no_environments import NoEnvironments
+from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.preloaded import PRELOADED
 
 # In place of an agent: the raylet requires both, ends when one does, and must not be outlived.
@@ -45,7 +45,7 @@ def system_config(num_processes: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def only_what_is_used(num_processes: int, environments: NoEnvironments) -> Iterator[None]:
+def only_what_is_used(num_processes: int, environments: Environments) -> Iterator[None]:
     """Meanwhile `ray.init` starts no process that nothing here uses.
 
     `num_processes`: of actors that will be made. They start with the raylet, each to become the
@@ -77,7 +77,7 @@ def only_what_is_used(num_processes: int, environments: NoEnvironments) -> Itera
         yield
 
 
-def without_agents(command: Sequence[str], environments: NoEnvironments) -> list[str]:
+def without_agents(command: Sequence[str], environments: Environments) -> list[str]:
     """The raylet's command with placeholders for its agents.
 
     Also writes the files by which agents tell the raylet their ports: it waits for them.

@@ -19,15 +19,15 @@ from ray._private import services, worker
 from ray._private.node import Node
 
 from penstock.deployments.supervision import ray_processes
-from penstock.deployments.supervision.no_environments import NoEnvironments
+from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.processes import descendants, end, is_running
 
 RAYLET = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
 
 
 @pytest.fixture
-def environments() -> Iterator[NoEnvironments]:
-    made = NoEnvironments()
+def environments() -> Iterator[Environments]:
+    made = Environments()
     yield made
     made.close()
 
@@ -49,7 +49,7 @@ def test_functions_of_ray_are_replaced_only_meanwhile():
         return [Node.start_monitor, services.start_ray_process, worker._maybe_modify_runtime_env]
 
     before = functions()
-    with ray_processes.only_what_is_used(5, NoEnvironments()):
+    with ray_processes.only_what_is_used(5, Environments()):
         assert not set(functions()) & set(before)
         assert Node.start_monitor(None) is None  # a real one would need its node
         assert worker._maybe_modify_runtime_env({}, False) == {}
@@ -60,7 +60,7 @@ def test_functions_of_ray_are_put_back_where_its_start_fails():
     before = (Node.start_monitor, services.start_ray_process)
 
     def fail() -> None:
-        with ray_processes.only_what_is_used(5, NoEnvironments()):
+        with ray_processes.only_what_is_used(5, Environments()):
             raise ConnectionError
 
     with pytest.raises(ConnectionError):

@@ -115,7 +115,7 @@ def test_replicas_open_no_port_to_the_network_but_rays_own(cluster):
 
 
 def test_an_ingress_has_one_heap(cluster):
-    """Its process begins with the setting: the C library reads it then, and not again."""
+    """Ray starts its process with the setting: the C library reads it once, when it begins."""
     (ingress,) = cluster.view().ingresses
     variables = Path(f"/proc/{ingress.pid}/environ").read_bytes().split(b"\0")
     assert b"MALLOC_ARENA_MAX=1" in variables

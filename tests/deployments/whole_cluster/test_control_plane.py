@@ -88,10 +88,17 @@ def test_streams_do_not_notice(cluster, config, alone, title, number):
         eventually(lambda: pid_of(title) not in (None, pid), 120, "another process")
 
 
-def test_a_program_that_asks_for_an_environment_gets_an_error_and_the_server_stays(cluster):
+def test_programs_get_variables_and_are_refused_other_environments(cluster):
     """Without an answer the raylet would end within 30 s, and all processes with it."""
     before = await_view(cluster, lambda view: len(view.workers) == 2, 120)
-    wanting = ray.remote(num_cpus=0, runtime_env={"env_vars": {"A": "1"}})(lambda: 0)
+
+    @ray.remote(num_cpus=0)
+    def variable() -> str | None:
+        return os.environ.get("PENSTOCK_TEST")
+
+    with_variable = variable.options(runtime_env={"env_vars": {"PENSTOCK_TEST": "a b"}})
+    assert ray.get(with_variable.remote(), timeout=120) == "a b"
+    wanting = variable.options(runtime_env={"conda": "an-environment"})
     with pytest.raises(RuntimeEnvSetupError, match="penstock serve --ray-address auto"):
         ray.get(wanting.remote(), timeout=120)
     after = cluster.view()
