@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, get_args
 from penstock.workers.cpu_affinity import parse_cores
 from penstock.workers.errors import ConfigError
 from penstock.workers.hub_name import check_revision
+from penstock.workers.quantization import Int4Activations, Int4Options
 from penstock.workers.settings import check_settings, option
 
 WeightFormat = Literal["auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8"]
@@ -19,6 +20,7 @@ Device = Literal["auto", "cpu", "cuda"]
 KvFormat = Literal["auto", "int8", "fp8"]
 KvGroup = Literal["auto", "8", "32", "64", "head"]
 Int8Group = Literal["32", "64", "128", "row"]
+Int4Group = Literal["16", "32", "64", "128"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
 MoeMode = Literal["exact", "quantized", "sparse"]
@@ -30,7 +32,8 @@ MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
 # Settings that change the numbers of a step, beside the model and the format of its weights.
 NUMERICS = (
-    *("quantize_o", "quantize_lm_head", "int8_group", "kv", "kv_group"),
+    *("quantize_o", "quantize_lm_head", "int8_group", "int4_group", "int4_activations"),
+    *("kv", "kv_group"),
     *("expert_cache_gb", "moe_mode", "moe_keep", "moe_score"),
 )
 DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
@@ -74,6 +77,18 @@ class ModelOptions:
         "of them, one scale a token, which is faster for many rows and loses more quality "
         "(docs/guide/quantisation.md)",
     )
+    int4_group: Int4Group = option(
+        "32",
+        "with int4 weights quantised while loading, inputs of a linear layer that share a step and "
+        "an offset: fewer lose less quality and take more memory, 5 bits a weight with 16, 4.5 with "
+        "32, 4.25 with 64 (docs/guide/quantisation.md)",
+    )
+    int4_activations: Int4Activations = option(
+        "int8",
+        "activations of layers with int4 weights, quantised while loading or stored; int8: rounded "
+        "in groups of 64 or 32; plain: not rounded, which loses a little less quality and is half "
+        "as fast for many rows (docs/guide/quantisation.md)",
+    )
     quantize_o: bool = option(True, "apply weights to the attention output projections too")
     quantize_lm_head: bool = option(
         False,
@@ -107,6 +122,11 @@ class ModelOptions:
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
     )
+
+    @property
+    def int4(self) -> Int4Options:
+        """The two settings of int4 weights."""
+        return Int4Options(int(self.int4_group), self.int4_activations)
 
 
 @dataclass(frozen=True, kw_only=True)

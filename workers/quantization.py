@@ -14,6 +14,7 @@ from typing import Any, Literal
 from penstock.workers.errors import ConfigError
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
+Int4Activations = Literal["int8", "plain"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
 StoredFormat = QuantizedFormat | Literal["int8g"]  # int8g: 8-bit codes in groups, of GGUF files
 METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
@@ -54,6 +55,16 @@ class StoredScheme:
 
 
 @dataclass(frozen=True, slots=True)
+class Int4Options:
+    """`group`: inputs of int4 weights, rounded at load, that share a step and an offset.
+    `activations` of int4 weights, stored ones too: rounded to int8 in groups, or plain: as they
+    are."""
+
+    group: int = 32  # as kernels.quant.INT4_STEP_GROUP
+    activations: Int4Activations = "int8"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Which weights are quantised at load, and how. `format` None: none.
 
@@ -65,6 +76,7 @@ class WeightPlan:
     quantize_o: bool = True
     quantize_lm_head: bool = False
     int8_group: int | None = 64  # as kernels.quant.INT8_GROUP
+    int4: Int4Options = Int4Options()
 
     def of_o(self) -> QuantizedFormat | None:
         """The format of attention's output projections."""

@@ -127,5 +127,6 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
         is_single=engine.expert_store == "one",
         revision=engine.revision,
         download_dir=engine.download_dir,
+        int4=engine.int4,
     )
     return ExpertStoreClient(spec)

@@ -49,6 +49,7 @@ def load_engine(
             quantize_o=config.quantize_o,
             quantize_lm_head=config.quantize_lm_head,
             int8_group=None if config.int8_group == "row" else int(config.int8_group),
+            int4=config.int4,
             device=device,
             progress=True if report is None else report,
             experts=settings_of(config, experts, remote_experts),
