@@ -50,9 +50,7 @@ def pack_nibbles(nibbles: Tensor, fill: int) -> Tensor:
     return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
 
 
-def _search_natively(
-    weight: Tensor, scales: Tensor, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _search_natively(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, depth = weight.shape
     codes = torch.empty(num_rows, -(-depth // 2), dtype=torch.uint8)
     steps = torch.empty(num_rows, -(-depth // group), dtype=torch.uint8)

@@ -227,7 +227,12 @@ def linear_reference(
         group = quantized.row_group
         rows, scales = quantize_rows_int8(x, group)
         columns = torch.arange(x.shape[1], device=x.device) // (group or x.shape[1] or 1)
-        y = rows.double() * scales.double()[:, columns] @ dequantize_weight(quantized).double().T
+        scaled = rows.double() * scales.double()[:, columns]
+        if quantized.format == "int8" or quantized.steps is not None:
+            codes = quantized.codes if quantized.format == "int8" else int8_codes(quantized)
+            y = scaled @ codes.double().T * quantized.scales.double()
+        else:
+            y = scaled @ dequantize_weight(quantized).double().T
     elif quantized.format == "fp8":
         rows, scales = quantize_rows_fp8(x)
         total = rows.double() @ quantized.codes.double().T

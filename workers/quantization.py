@@ -64,6 +64,9 @@ class Int4Options:
     activations: Int4Activations = "int8"
 
 
+INT4 = Int4Options()
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Which weights are quantised at load, and how. `format` None: none.

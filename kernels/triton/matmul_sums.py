@@ -112,8 +112,7 @@ def sum_int4_steps(
     num_groups = tl.cdiv(num_inputs, STEP)
     j = tl.arange(0, HALF)
     for k in range(first, end, STEP):
-        slab = (k // STEP).to(tl.int64) * num_outputs * HALF
-        packed = tl.load(codes_ptr + slab + n[:, None] * HALF + j[None, :])
+        packed = tl.load(codes_ptr + (k // STEP * num_outputs + n)[:, None] * HALF + j[None, :])
         at = x_rows[None, :] + (k + j)[:, None]
         low_seen, high_seen = seen[None, :], seen[None, :]
         if not EVEN:

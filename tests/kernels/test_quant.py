@@ -72,7 +72,9 @@ def test_int4_codes_of_sixteen_int8_codes_come_back(
     assert torch.equal(found.steps.long(), steps)
 
 
-def test_int4_is_searched_alike_by_the_library_and_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_is_searched_alike_by_the_library_and_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if native.bound.library is None:
         pytest.skip("no compiler")
     weight = _weight((70, 517)) * torch.logspace(-4, 2, 70)[:, None]

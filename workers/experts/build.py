@@ -27,7 +27,7 @@ from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.experts.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import Int4Options, check_neurons
+from penstock.workers.quantization import INT4, Int4Options, check_neurons
 from penstock.workers.weights.checkpoint import StoredTensor
 from penstock.workers.weights.sources import DTYPES
 
@@ -79,7 +79,7 @@ def build_experts(
     device: torch.device,
     weights: str = "auto",
     int8_group: int | None = INT8_GROUP,
-    int4: Int4Options = Int4Options(),
+    int4: Int4Options = INT4,
 ) -> tuple[RoutedExperts, set[str]]:
     """The experts of the checkpoint in `folder` with a cache, and the names of their tensors.
 

@@ -13,7 +13,7 @@ from penstock.kernels.expert_rows import neuron_rows
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.expert_file import checkpoint_identity
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import QUANTIZED_FORMATS, Int4Options
+from penstock.workers.quantization import INT4, QUANTIZED_FORMATS, Int4Options
 from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
 from penstock.workers.weights.sources import DTYPES
 from penstock.workers.weights.stored import stored_blocks
@@ -36,7 +36,7 @@ class CheckpointExperts:
     tensors: dict[str, StoredTensor]
     weights: str = "auto"
     device: str = "cpu"
-    int4: Int4Options = Int4Options()  # how weights in int4 are made and multiplied
+    int4: Int4Options = INT4  # how weights in int4 are made and multiplied
 
     def __post_init__(self) -> None:
         if not self.layers:

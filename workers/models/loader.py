@@ -24,6 +24,7 @@ from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
+    INT4,
     QUANTIZED_FORMATS,
     Int4Options,
     QuantizedFormat,
@@ -52,7 +53,7 @@ def load_model(
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
     int8_group: int | None = INT8_GROUP,
-    int4: Int4Options = Int4Options(),
+    int4: Int4Options = INT4,
     dtype: str = "auto",
     device: str = "cpu",
     progress: bool | Report = True,
@@ -123,7 +124,7 @@ def build_random(
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
     int8_group: int | None = INT8_GROUP,
-    int4: Int4Options = Int4Options(),
+    int4: Int4Options = INT4,
 ) -> Decoder:
     """A decoder with random weights (normal, standard deviation 0.02), for benchmarks."""
     config = dataclasses.replace(config, dtype="fp32") if config.dtype == "auto" else config

@@ -21,7 +21,7 @@ from penstock.kernels.quant import (
 )
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import Int4Options, StoredScheme
+from penstock.workers.quantization import INT4, Int4Options, StoredScheme
 from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
 from penstock.workers.weights.joined import moved
 from penstock.workers.weights.stored import is_stored_quantized, read_weight, stored_blocks
@@ -38,7 +38,7 @@ def planned(
     format: WeightFormat | None,
     dtype: torch.dtype,
     int8_group: int | None = INT8_GROUP,
-    int4: Int4Options = Int4Options(),
+    int4: Int4Options = INT4,
 ) -> Tensor | QuantizedWeight:
     """A weight as it will be packed: quantised in `format` unless it already is quantised; in the
     model's `dtype` if `format` is None. `int8_group`: the activations of int8 weights that share a

@@ -90,7 +90,13 @@ class NaiveExperts(torch.nn.Module):
     """A layer's routed experts: all of them for all tokens, weighted by the router's choice."""
 
     def __init__(
-        self, block, top_k: int, format: QuantizedFormat, norm: bool, group: int | None, stored: bool
+        self,
+        block,
+        top_k: int,
+        format: QuantizedFormat,
+        norm: bool,
+        group: int | None,
+        stored: bool,
     ):
         super().__init__()
         self.block, self.top_k, self.format, self.norm = block, top_k, format, norm
