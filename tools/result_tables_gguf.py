@@ -1,4 +1,4 @@
-"""Tables of GGUF files: token ids and perplexity against their oracles, and speed."""
+"""Tables of GGUF files (token ids, perplexity, speed), and of weights calibrated on text."""
 
 from __future__ import annotations
 
@@ -76,4 +76,21 @@ def speed(result: Result) -> str:
         rows.append((row["work"], row["kept_tokens_per_s"], row["bf16_tokens_per_s"], ratio))
     sizes = result.figures["weights_mib"]
     rows.append(("weights in memory, MiB", sizes["kept"], sizes["bf16"], ""))
+    return markdown(head, rows)
+
+
+def calibrated_quality(result: Result) -> str:
+    """Change of the perplexity by recipe, and what it took."""
+    head = (f"recipe ({result.figures['model']})", "bits a weight", "perplexity",
+            "seconds of CPU", "int8 layers")  # fmt: skip
+    rows = [
+        (
+            row["recipe"],
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['change_percent']:+.2f} ± {row['error_percent']:.2f} %",
+            fixed(row["cpu_seconds"], 0),
+            f"{row['modules_int8']} of {row['modules']}",
+        )
+        for row in result.figures["rows"]
+    ]
     return markdown(head, rows)

@@ -38,6 +38,20 @@ def siege(result: Result) -> str:
     return "\n\n".join((about, markdown(head, rows), _memory(seen), _outcomes(seen["outcomes"])))
 
 
+def siege_memory(result: Result) -> str:
+    """Of a siege on a machine that did other work at the same time: what the processes held."""
+    seen = result.figures
+    besieged = seen["honest streams besieged"]
+    about = (
+        f"{seen['hostile requests']:,} hostile requests in {besieged['seconds']:.0f} s; of "
+        f"{besieged['answers'] + besieged['wrong or failed']:,} honest calls "
+        f"{besieged['wrong or failed']} were refused or failed. The same processes throughout: "
+        f"{'yes' if seen['same processes'] else 'no'}; blocks held at the end: "
+        f"{seen['blocks held at the end']}."
+    )
+    return "\n\n".join((about, _memory(seen)))
+
+
 def _memory(seen: Mapping[str, Any]) -> str:
     sizes = seen["largest RSS by role MiB"]
     growth = seen["RSS growth in the second half of the siege, MiB an hour"]

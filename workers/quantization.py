@@ -207,7 +207,8 @@ def _gptq(stated: Mapping[str, Any]) -> StoredScheme:
     bits = stated.get("bits")
     if bits != 4:
         raise _refused(f"GPTQ with {bits} bits is not supported; 4 bits are")
-    if stated.get("desc_act"):
+    # With static groups the columns are only rounded in another order, and stored in theirs.
+    if stated.get("desc_act") and not stated.get("static_groups"):
         raise _refused("GPTQ with activation ordering (desc_act) is not supported")
     if stated.get("dynamic"):
         raise _refused("GPTQ with settings of single modules ('dynamic') is not supported")

@@ -259,7 +259,6 @@ class Request:
     # It was admitted once, on a worker that was lost: a full queue does not refuse it. So many are
     # bounded by what that worker had admitted.
     is_continued: bool = False
-    num_expected: int = 0  # predicted tokens of prompt and answer; 0: no prediction
     embeds: bool = False  # nothing is generated: its last delta has the `embedding` of the prompt
     cache_domain: bytes = b""  # cached prefixes are shared within a domain only
 

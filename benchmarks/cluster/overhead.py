@@ -41,7 +41,6 @@ from tqdm import tqdm
 from benchmarks.cluster.overhead_report import summary, table
 from benchmarks.common import record
 from benchmarks.common.bare_engine import BareEngine, make_model_b
-from benchmarks.common.machine import cpu_name
 from benchmarks.common.server_process import cpu_s, served
 from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job
@@ -49,6 +48,7 @@ from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.targets import Target, target_of
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
+from penstock.workers.evaluation.machine import cpu_name
 from penstock.workers.models.loader import load_model
 
 REST_S = 3.0  # how long the server is watched doing nothing, before each round

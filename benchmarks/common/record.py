@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common.machine import cpu_name
+from penstock.workers.evaluation.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = ("--json", "--out", "--plot")  # where a run writes does not change its figures

@@ -1,15 +1,13 @@
-"""What each number format costs: held-out perplexity of a model, weights by KV.
+"""What each number format costs: the judge of `penstock eval` over the built-in models and others.
 
-    python -m benchmarks.engine.format_quality --tokens tokens.json  everything, in minutes
-    python -m benchmarks.engine.format_quality --weights fp32,int8 --kv auto,int8-64     some of it
-    python -m benchmarks.engine.format_quality --tokens tokens.json --table  what is there so far
-    python -m benchmarks.engine.format_quality --models smollm2 --windows 16     of another model
+    python -m benchmarks.engine.format_quality --models builtin --json quality.json
+    python -m benchmarks.engine.format_quality --models smollm2 --windows 16 --variants ''
+    python -m benchmarks.engine.format_quality --weights int8 --kv auto,int8-64       some of it
 
-Windows of held-out books go through the production engine as prompts; it tells the log-probability
-of each of their tokens. Formats see the same tokens, so the difference of two is taken token by
-token, and its standard error with it. Activations are fp32 wherever weights are not bf16, but for
-int4-bf16: a bf16 checkpoint with --weights int4, which a CPU multiplies in integers. Figures are
-kept in the JSON file after each run, and runs that are there already are not done again.
+Windows of held-out books go through the production engine as prompts; all formats see the same
+tokens. Activations are fp32 wherever weights are not bf16. A model may be a folder; --name says in
+the figures what it is. Result files before `penstock eval` have
+standard errors over tokens; newer ones, over windows.
 
 KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head).
 """
@@ -17,136 +15,108 @@ KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import AutoTokenizer
 
 from benchmarks.common import record
-from benchmarks.common.prompt_nll import prompt_nll
-from benchmarks.engine.gguf_quality import books, stretches
-from penstock.kernels.quant import INT8_GROUP
-from penstock.workers.config import EngineConfig, KvFormat, KvGroup
-from penstock.workers.engine.engine import Engine
-from penstock.workers.models.loader import load_model
+from benchmarks.engine.gguf_quality import books
+from penstock.workers.config import (
+    EngineConfig,
+    Int4Group,
+    Int8Group,
+    KvFormat,
+    KvGroup,
+    WeightFormat,
+)
+from penstock.workers.evaluation.combination import Combination
+from penstock.workers.evaluation.eval_set import EvalSet, cut_windows
+from penstock.workers.evaluation.figures import Estimate
+from penstock.workers.evaluation.judge import Judged, judge
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
-from tools.builtin_models import data
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("builtin", "builtin-moe")
-WEIGHTS = ("fp32", "bf16", "int8", "fp8", "int4", "nf4")
-# The recipe's two switches: without attention's output projections, and with the head; activations
-# in bf16; and of int8 activations other groups than 64, or one scale a row.
+BASELINE = "fp32"
+WEIGHTS = (BASELINE, "bf16", "int8", "fp8", "int4", "nf4")
+# The recipe's two switches: without attention's output projections, and with the head; int8 with
+# other groups than 64, or one scale a row; int4 in other groups than 32, or with plain activations.
 VARIANTS = (
-    *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head", "int4-bf16"),
-    *("int8-32", "int8-128", "int8-row"),
+    *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head"),
+    *("int8-32", "int8-128", "int8-row", "int4-16", "int4-64", "int4-128", "int4-plain"),
 )
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
-WINDOW = 1024
+WINDOW = 1024  # tokens that are scored, after the first
 
 
-def windows(model: str, corpus: Path, num_windows: int) -> list[list[int]]:
-    """`num_windows` stretches of WINDOW + 1 tokens, evenly from both books; for the built-in models
-    each after the token that texts begin with."""
-    if model not in MODELS:
-        ours = Tokenizer.load(resolve_model(model))
-        texts = [ours.encode(text, add_special_tokens=False) for text in books(corpus)]
-        return stretches(texts, num_windows, WINDOW + 1)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin"), local_files_only=True)
-    found = []
-    for book in data.HELDOUT_BOOKS:
-        ids, _, _ = data.heldout_tokens(corpus, book, tokenizer)
-        for i in range(num_windows // len(data.HELDOUT_BOOKS)):
-            start = i * (len(ids) - WINDOW - 1) * len(data.HELDOUT_BOOKS) // num_windows
-            found.append([ids[0], *ids[start + 1 : start + WINDOW + 1]])
-    return found
-
-
-def token_nll(model: str, weights: str, kv: str, texts: list[list[int]]) -> list[float]:
-    """-log p of each token of the texts but their first ones."""
+def combination_of(weights: str, kv: str) -> Combination:
+    """The settings behind the names of WEIGHTS, VARIANTS and KV."""
     format, _, variant = weights.partition("-")
-    groups = {"row": None, "32": 32, "128": 128}
-    decoder = load_model(
-        model,
-        weights=format,
-        int8_group=groups.get(variant, INT8_GROUP),
+    kind, _, group = kv.partition("-")
+    group_of = {format: variant} if variant in ("16", "32", "64", "128", "row") else {}
+    return Combination(  # EngineConfig checks the values
+        weights=cast(WeightFormat, format),
+        int8_group=cast(Int8Group, group_of.get("int8", Combination().int8_group)),
+        int4_group=cast(Int4Group, group_of.get("int4", Combination().int4_group)),
+        int4_activations="plain" if variant == "plain" else "int8",
         quantize_o=variant != "no-o",
         quantize_lm_head=variant == "head",
-        dtype="bf16" if "bf16" in (format, variant) else "fp32",
-        progress=False,
-    )
-    kind, _, group = kv.partition("-")
-    config = EngineConfig(
-        kv=cast(KvFormat, kind),  # EngineConfig checks both
+        activations="bf16" if format == "bf16" else "fp32",
+        kv=cast(KvFormat, kind),
         kv_group=cast(KvGroup, "auto" if kind == "auto" else group or "head"),
-        num_blocks=80,
-        max_num_batched_tokens=512,
-        prefix_cache=False,
     )
-    return prompt_nll(Engine(config, decoder), texts)
 
 
-def table(runs: dict[str, list[float]]) -> str:
-    """Perplexity of each run, and its change against fp32 over the same tokens, in percent."""
-    lines = []
-    for model in dict.fromkeys(name.split()[0] for name in runs):
-        base = torch.tensor(runs.get(f"{model} fp32 auto", ()), dtype=torch.float64)
-        rows = [w for w in (*WEIGHTS, *VARIANTS) if any(f"{model} {w} {k}" in runs for k in KV)]
-        if not len(base) or not rows:
-            continue
-        lines += [f"{model}: perplexity in fp32 {base.mean().exp():.3f} over {len(base)} tokens",
-                  "change in percent, and the standard error of it", "",
-                  "| weights | " + " | ".join(f"KV {kv}" for kv in KV) + " |",
-                  "|---" * (1 + len(KV)) + "|"]  # fmt: skip
-        for weights in rows:
-            cells = [cell(runs.get(f"{model} {weights} {kv}"), base) for kv in KV]
-            lines.append(f"| {weights} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
+def eval_set(model: str, corpus: Path, num_windows: int) -> EvalSet:
+    """Windows of held-out books, after what the model's tokenizer puts before a text."""
+    tokenizer = Tokenizer.load(resolve_model(model))
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in books(corpus)]
+    return EvalSet(cut_windows(ids, num_windows, WINDOW + 1, tokenizer.encode("")))
 
 
-def cell(nll: list[float] | None, base: Tensor) -> str:
-    if nll is None:
-        return ""
-    change, error = difference(nll, base)
-    return f"{change:+.3f} ± {error:.3f}"
-
-
-def difference(nll: list[float], base: Tensor) -> tuple[float, float]:
-    """Change of the perplexity against `base`, and its standard error, both in percent."""
-    change = torch.tensor(nll, dtype=torch.float64) - base
-    error = change.std().item() / math.sqrt(len(change))
-    return math.expm1(change.mean().item()) * 100, error * 100
-
-
-def figures(runs: dict[str, list[float]], model: str) -> dict[str, Any]:
-    """Of one model, as the page of results shows them. Raises ValueError without its fp32 run."""
-    if f"{model} fp32 auto" not in runs:
-        raise ValueError(f"the figures of {model} are changes against fp32, which was not run")
-    base = torch.tensor(runs[f"{model} fp32 auto"], dtype=torch.float64)
-    rows = []
-    for weights in (*WEIGHTS, *VARIANTS):
-        found = {
-            kv: runs[f"{model} {weights} {kv}"] for kv in KV if f"{model} {weights} {kv}" in runs
-        }
-        if found:
-            each = {kv: difference(nll, base) for kv, nll in found.items()}
-            changes = {kv: round(change, 3) for kv, (change, _) in each.items()}
-            errors = {kv: round(error, 3) for kv, (_, error) in each.items()}
-            rows.append({"weights": weights, "change_percent": changes, "error_percent": errors})
+def figures(name: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, Any]:
+    """Of the model `name`, as the page of results shows them. `judged`: names of weights and KV, and what
+    came of them; the baseline first."""
+    base = judged[0][2]
+    rows: dict[str, dict[str, Any]] = {}
+    for weights, kv, each in judged:
+        row = rows.setdefault(
+            weights,
+            {"weights": weights, "bits_per_weight": round(each.size.bits_per_weight, 3),
+             "change_percent": {}, "error_percent": {}, "kl": {}, "same_top1_percent": {}},
+        )  # fmt: skip
+        found = each.figures
+        row["change_percent"][kv] = round(100 * found.change.value, 3)
+        row["error_percent"][kv] = round(100 * _error(found.change), 3)
+        row["kl"][kv] = round(found.kl.mean.value, 6)
+        row["same_top1_percent"][kv] = round(100 * found.same_top1.value, 2)
     return {
-        "model": model,
-        "perplexity_fp32": base.mean().exp().item(),
+        "model": name,
+        "perplexity_fp32": base.figures.perplexity.value,
         "window_tokens": WINDOW,
-        "tokens": len(base),
-        "rows": rows,
+        "tokens": base.scores.nll.size,
+        "errors_over": "windows",
+        "rows": list(rows.values()),
     }
+
+
+def _error(found: Estimate) -> float:
+    if found.error is None:
+        raise ValueError("one window has no standard error: give --windows 2 or more")
+    return found.error
+
+
+def show(judged: Sequence[tuple[str, str, Judged]]) -> None:
+    for weights, kv, each in judged:
+        found, change = each.figures, each.figures.change
+        print(
+            f"{weights:10} KV {kv:8} {100 * change.value:+.3f} ± {100 * _error(change):.3f} %  "
+            f"KL {found.kl.mean.value:.5f}  same top-1 {100 * found.same_top1.value:.2f} %"
+        )
 
 
 def main() -> int:
@@ -159,35 +129,37 @@ def main() -> int:
     parser.add_argument("--weights", default=",".join(WEIGHTS))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="with KV auto only")
     parser.add_argument("--kv", default=",".join(KV))
-    parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens (default: 8)")
+    parser.add_argument("--windows", type=int, default=16, help=f"of {WINDOW} tokens (default: 16)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=Path, help="figures of each token, kept between runs")
+    parser.add_argument("--name", help="of the model, in the figures (default: as given)")
     parser.add_argument("--json", type=Path, help="also write the figures of one model here")
-    parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     if args.json and "," in args.models:
         parser.error("--json takes the figures of one model: name it with --models")
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
-    runs: dict[str, list[float]] = {}
-    if args.tokens and args.tokens.exists():
-        runs = json.loads(args.tokens.read_text())
-    wanted = [(w, kv) for w in args.weights.split(",") for kv in args.kv.split(",")]
-    wanted += [(w, "auto") for w in args.variants.split(",") if w]
+    names = {
+        combination_of(weights, kv): (weights, kv)
+        for weights, kv in [
+            (BASELINE, "auto"),  # first
+            *((weights, kv) for weights in args.weights.split(",") for kv in args.kv.split(",")),
+            *((variant, "auto") for variant in args.variants.split(",") if variant),
+        ]
+    }
+    baseline, *others = names
     for model in args.models.split(","):
-        texts = [] if args.table else windows(model, args.corpus, args.windows)
-        for weights, kv in wanted:
-            name = f"{model} {weights} {kv}"
-            if args.table or name in runs:
-                continue
-            start_s = time.perf_counter()
-            runs[name] = [round(each, 6) for each in token_nll(model, weights, kv, texts)]
-            print(f"{name}: {time.perf_counter() - start_s:.1f} s", flush=True)
-            if args.tokens:
-                args.tokens.write_text(json.dumps(runs))
-    print(table(runs))
-    if args.json:
-        record.write(args.json, __file__, figures(runs, args.models), threads=args.threads)
+        config = EngineConfig(model=model, device="cpu", num_blocks=160, max_num_batched_tokens=512)
+        start_s, judged = time.perf_counter(), []
+        folder, texts = resolve_model(model), eval_set(model, args.corpus, args.windows)
+        for each in judge(config, folder, baseline, others, texts):
+            judged.append((*names[each.combination], each))
+            print(f"{each.combination}: {time.perf_counter() - start_s:.0f} s", flush=True)
+        print(f"{model}: perplexity in fp32 {judged[0][2].figures.perplexity.value:.3f}")
+        show(judged)
+        if args.json:
+            record.write(
+                args.json, __file__, figures(args.name or model, judged), threads=args.threads
+            )
     return 0
 
 

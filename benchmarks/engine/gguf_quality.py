@@ -30,13 +30,13 @@ import torch
 
 from benchmarks.common import llama_cpp, record
 from benchmarks.common.gguf_model import transformers_model
-from benchmarks.common.prompt_nll import prompt_nll
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
+from penstock.workers.evaluation import scoring
+from penstock.workers.evaluation.eval_set import cut_windows
 from penstock.workers.gguf.header import read_header
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, SamplingParams
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 from tools.builtin_models import data
@@ -78,28 +78,10 @@ def books(corpus: Path) -> list[str]:
     return [data.read_text(corpus / f"heldout-{book}.txt.xz") for book in data.HELDOUT_BOOKS]
 
 
-def stretches(texts: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
-    """`count` stretches of `length` ids, evenly over the texts in turn."""
-    found = []
-    for i in range(count):
-        ids = texts[i % len(texts)]
-        start = (2 * i + 1) * (len(ids) - length) // (2 * count)
-        found.append(list(ids[start : start + length]))
-    return found
-
-
 def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
     """The engine's answers at temperature 0, all in one batch; the end token ends none."""
     engine = Engine(EngineConfig(num_blocks=2 * CONTEXT_BLOCKS, prefix_cache=False), decoder)
-    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-    answers: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        answers[f"p{i}"] = []
-        engine.add(Request(f"p{i}", tuple(prompt), params))
-    while engine.has_work():
-        for delta in engine.step():
-            answers[delta.request_id] += delta.token_ids
-    return list(answers.values())
+    return scoring.greedy(engine, prompts, num_new)
 
 
 def disagreements(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> list[dict[str, Any]]:
@@ -118,7 +100,7 @@ def disagreements(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> l
     ]
 
 
-def ids_against_transformers(file: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def ids_against_transformers(file: Path, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """For each way to load the file, on how many prompts all ids are the same, and the margins."""
     model = transformers_model(file)
     rows = []
@@ -165,8 +147,9 @@ def tokenizer_against_llama_cpp(file: Path, texts: dict[str, str]) -> list[dict[
 def engine_nll(decoder: Decoder, windows: Sequence[Sequence[int]]) -> torch.Tensor:
     """-log p of each token of the windows but their first ones, fp64."""
     config = EngineConfig(num_blocks=CONTEXT_BLOCKS, max_num_batched_tokens=512, prefix_cache=False)
-    found = prompt_nll(Engine(config, decoder), windows)
-    return torch.tensor(found, dtype=torch.float64)
+    scores = scoring.WindowScores(windows, decoder, None)
+    scores.score(Engine(config, decoder), {})
+    return torch.from_numpy(scores.nll.reshape(-1))
 
 
 def llama_nll(file: Path, windows: Sequence[Sequence[int]], threads: int) -> torch.Tensor:
@@ -177,7 +160,11 @@ def llama_nll(file: Path, windows: Sequence[Sequence[int]], threads: int) -> tor
 
 
 def perplexity(
-    file: Path, loads: Sequence[str], windows: list[list[int]], threads: int, with_llama: bool
+    file: Path,
+    loads: Sequence[str],
+    windows: Sequence[Sequence[int]],
+    threads: int,
+    with_llama: bool,
 ) -> dict[str, Any]:
     """Of one file, in each way to load it: perplexity, and its change in percent against the
     decoded weights in fp32, token by token, with the standard error of that."""
@@ -205,7 +192,7 @@ def perplexity(
 
 
 def of_types(
-    file: Path, types: Sequence[str], windows: list[list[int]], threads: int
+    file: Path, types: Sequence[str], windows: Sequence[Sequence[int]], threads: int
 ) -> list[dict[str, Any]]:
     """The same weights in files of other types: what is kept, and what each costs."""
     rows = []
@@ -246,11 +233,11 @@ def main() -> int:
     tokenizer = Tokenizer.load(file)
     texts = books(args.corpus)
     streams = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    windows = stretches(streams, args.windows, WINDOW)
+    windows = cut_windows(streams, args.windows, WINDOW)
     results: dict[str, Any] = {"file": file.name, "window_tokens": WINDOW, "windows": args.windows}
     parts = args.parts.split(",")
     if "ids" in parts:
-        prompts = stretches(streams, PROMPTS, PROMPT_TOKENS)
+        prompts = cut_windows(streams, PROMPTS, PROMPT_TOKENS)
         results["ids"] = ids_against_transformers(file, prompts)
         _show(results["ids"])
     if args.llama_cpp or ("types" in parts and args.types):

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common import record
-from benchmarks.common.machine import cpu_name
 from penstock.workers.engine.engine import Engine
+from penstock.workers.evaluation.machine import cpu_name
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file

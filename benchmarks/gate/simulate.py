@@ -60,11 +60,11 @@ POLICIES: dict[str, Maker] = {
     "predicted, no affinity": lambda workers, settings, seed: Gated(
         workers, settings=settings, seed=seed, affinity=False
     ),
-    "predicted 0.5, largest victim": lambda workers, settings, seed: Gated(
-        workers,
-        settings=replace(settings, level=0.5, pressed_level=0.5),
-        seed=seed,
-        victim="largest",
+    "predicted, youngest": lambda workers, settings, seed: Gated(
+        workers, settings=settings, seed=seed, victim="youngest"
+    ),
+    "predicted, cautious": lambda workers, settings, seed: Gated(
+        workers, settings=replace(settings, pressed_level=settings.level), seed=seed
     ),
     "predicted, grid": lambda workers, settings, seed: Gated(
         workers, settings=replace(settings, rule="gaussian"), seed=seed
@@ -77,7 +77,7 @@ SHOWN = ("reasoning", "overload", "generous")
 # Asked for by name: routers are for several workers, and victims for the engine.
 BY_NAME = (
     *("round-robin", "least-kv", "power-of-two"),
-    *("predicted, no affinity", "predicted 0.5, largest victim"),
+    *("predicted, no affinity", "predicted, youngest", "predicted, cautious"),
 )
 
 

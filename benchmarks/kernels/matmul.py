@@ -29,11 +29,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.common import record
-from benchmarks.common.machine import cpu_name
 from penstock.kernels import quant
 from penstock.kernels.matmul import linear, pack_linear
 from penstock.kernels.reference.matmul import onednn_packs
 from penstock.kernels.types import PackedLinear
+from penstock.workers.evaluation.machine import cpu_name
 
 SHAPES = ("896x4864", "2048x8192", "4864x896", "896x32000")
 FORMATS = ("fp32", "bf16", "int8", "int4", "nf4", "fp8")

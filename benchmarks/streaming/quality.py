@@ -29,9 +29,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import record
-from benchmarks.common.machine import cpu_name
 from benchmarks.streaming.quality_report import plot, report
 from benchmarks.streaming.torch_scorer import CachePolicy, OnTokens, TorchScorer, recompute
+from penstock.workers.evaluation.machine import cpu_name
 from tools.builtin_models import data
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,6 +18,7 @@ from penstock.deployments.cli.completion import SHELLS, run_completion
 from penstock.deployments.cli.flags.batch import add_batch
 from penstock.deployments.cli.flags.bench import add_bench
 from penstock.deployments.cli.flags.certs import add_certs
+from penstock.deployments.cli.flags.evaluate import add_eval
 from penstock.deployments.cli.flags.keys import add_keys
 from penstock.deployments.cli.flags.parser import Parser
 from penstock.deployments.cli.flags.plan import add_plan
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_server_flags(experts)
     experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
+    add_eval(commands, _eval)
     add_calibrate(commands, run_calibrate)
     models = commands.add_parser("models", help="list the models of a server")
     add_server_flags(models)
@@ -213,6 +215,12 @@ def _bench_ablate(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.ablate import run_ablate
 
     return run_ablate(args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.evaluation.evaluate import run_eval
+
+    return run_eval(args)
 
 
 def _certs(args: argparse.Namespace) -> int:

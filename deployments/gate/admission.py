@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 
+from penstock.deployments.gate.forecast.pressure import Pressure
 from penstock.deployments.gate.forecast.retry_after import RetryAfterModel
 from penstock.deployments.gate.forecast.start_times import GIVEN_UP, StartTimes
 from penstock.deployments.gate.ledger import Ledger
@@ -40,6 +41,7 @@ class QueueAdmission:
         self.queue = queue
         self.wait_factor = 1.0  # seconds waited per second of memory ahead
         self.retry_after = RetryAfterModel(self.would_wait)
+        self.pressure = Pressure(settings.pressed_s)
         self._ledgers = ledgers
         self._placement = placement
         self._running = running
@@ -47,7 +49,7 @@ class QueueAdmission:
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
         """Why the first `limit` requests wait, and until when. Changes nothing."""
-        shortlist = WorkerShortlist(self._ledgers, self.settings, now, self.queue.longest_wait(now))
+        shortlist = self._shortlist(now)
         waits: list[Wait] = []
         first_s: float | None = None
         for position, entry in enumerate(islice(self.queue.order(now), limit)):
@@ -68,11 +70,15 @@ class QueueAdmission:
             waits.append(wait)
         return waits
 
+    def _shortlist(self, now: float) -> WorkerShortlist:
+        pressed_s = self.pressure.after(self.queue.longest_wait(now), now)
+        return WorkerShortlist(self._ledgers, self.settings, now, pressed_s)
+
     def admit(self, now: float) -> list[Outcome]:
         """Tickets for waiting requests, in the order of the queue until one does not fit, and then
         for later ones that leave its reservation alone."""
         outcomes: list[Outcome] = []
-        shortlist = WorkerShortlist(self._ledgers, self.settings, now, self.queue.longest_wait(now))
+        shortlist = self._shortlist(now)
         order = self.queue.order(now)
         self._placement.first_fits_at = None
         for entry in order:
@@ -212,7 +218,7 @@ class QueueAdmission:
             self._learn_wait(entry, now - entry.arrived)  # the least that it would have been
             text = f"it has waited {now - entry.arrived:.1f} s, the limit is {limit_s:.1f} s"
             after_s = self.would_wait(entry, now) - limit_s / 2
-            refusals.append(self.refuse(entry, "too_long", text, after_s))
+            refusals.append(self.refuse(entry, "too_long", text, after_s, now))
         return refusals
 
     def refuse(
@@ -221,12 +227,16 @@ class QueueAdmission:
         reason: str,
         text: str,
         after_s: float,
+        now: float,
         patience_s: float | None = None,
     ) -> Refusal:
-        """Its own uniforms spread Retry-After by a fifth, so that not all return at once.
+        """For want of room. Its own uniforms spread Retry-After by a fifth, so that not all return
+        at once.
 
         `patience_s`: the longest it may wait; with it the refusal calibrates Retry-After.
         """
+        if entry.deadline is None:  # one of a millisecond is the client's own affair
+            self.pressure.refused(now)
         least, most = self.settings.retry_s
         spread = 0.8 + 0.4 * float(entry.demand.uniforms[0])
         if patience_s is not None:

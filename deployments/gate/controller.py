@@ -64,6 +64,7 @@ class Gate:
         old = self.settings
         self.settings = replace(settings, rule=old.rule, num_samples=old.num_samples)
         self._admission.settings = self.settings
+        self._admission.pressure.largest_s = settings.pressed_s
         self.queue.settings = settings.queue
         self._starts.prior_s = settings.start_s
 
@@ -130,17 +131,17 @@ class Gate:
             if self._admission.must_wake:
                 return self._admission.refuse_until_ready(entry, text, wait)
             lasting_s = patience_s if request.deadline is None else None
-            return self._admission.refuse(entry, "too_long", text, wait - patience_s / 2, lasting_s)
+            after_s = wait - patience_s / 2
+            return self._admission.refuse(entry, "too_long", text, after_s, now, lasting_s)
         if len(self.queue) >= self.settings.queue.max_waiting:
             leaves = self.queue.displaced_by(request.tenant, request.weight)
             if leaves is None:
-                return self._admission.refuse(
-                    entry, "queue_full", f"the queue is full with {len(self.queue)} requests", wait
-                )
+                text = f"the queue is full with {len(self.queue)} requests"
+                return self._admission.refuse(entry, "queue_full", text, wait, now)
             self.queue.remove(leaves.request_id)
             text = "the queue is full, and this tenant has the most requests in it"
             later = sum(leaves.predicted_wait)
-            self._displaced.append(self._admission.refuse(leaves, "displaced", text, later))
+            self._displaced.append(self._admission.refuse(leaves, "displaced", text, later, now))
         entry.predicted_wait, entry.quoted_wait_s = (fixed, ahead), wait
         if self._admission.must_wake:  # what is ahead is not what it will have waited for
             entry.predicted_wait = (wait, 0.0)

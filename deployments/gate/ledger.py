@@ -201,6 +201,7 @@ class Ledger:
 
         Cached until the ledger changes or the worker has made a step.
         """
+        self.headroom.judged_at(level)
         moment = (self._steps(now), self.is_open, level, deviations)
         if self._forecast is not None and self._forecast[0] == moment:
             return self._forecast[1]

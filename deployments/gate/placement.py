@@ -213,16 +213,16 @@ class WorkerShortlist:
         ledgers: Mapping[str, Ledger],
         settings: GateSettings,
         now: float,
-        longest_wait_s: float = 0.0,
+        pressed_s: float = 0.0,
     ) -> None:
-        """`longest_wait_s`: of the waiting requests. Without a queue caution costs nothing; with
-        one it costs throughput, and the level falls."""
+        """`pressed_s`: of pressure. Without it caution costs nothing; else it costs throughput,
+        and the level falls."""
         self._ledgers, self._settings, self._now = ledgers, settings, now
         self._names = [name for name, each in ledgers.items() if not each.is_draining]
         self._tokenizers = {ledgers[name].spec.tokenizer for name in self._names}
         self._forecasts: dict[str, Forecast] = {}
         self._deviations = None
-        self._level = settings.level_after(longest_wait_s)
+        self._level = settings.level_after(pressed_s)
         if settings.rule == "gaussian":
             self._deviations = NormalDist().inv_cdf(min(self._level, 1.0 - 1e-9))
         self._loads: Floats | None = None  # [workers], when first used

@@ -50,7 +50,7 @@ class GateSettings:
     """Settings of the gate."""
 
     level: float = 0.95  # share of the sampled futures that have to fit
-    pressed_level: float = 0.7  # the same, once a request has waited for `pressed_s`
+    pressed_level: float = 0.4  # the same, after `pressed_s` of waits or refusals (Pressure)
     pressed_s: float = 10.0
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
@@ -63,9 +63,9 @@ class GateSettings:
     start_s: float = 30.0  # that its start takes, until one was seen
     queue: QueueSettings = field(default_factory=QueueSettings)
 
-    def level_after(self, wait_s: float) -> float:
-        """The level at a longest wait of `wait_s`; in ten steps, so that forecasts stay cached."""
-        share = min(int(10 * wait_s / self.pressed_s), 10) / 10
+    def level_after(self, pressed_s: float) -> float:
+        """The level after so much pressure; in ten steps, so that forecasts stay cached."""
+        share = min(int(10 * pressed_s / self.pressed_s), 10) / 10
         return self.level + share * (min(self.pressed_level, self.level) - self.level)
 
     def __post_init__(self) -> None:

@@ -67,6 +67,7 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("POST", "/v1/rerank"): _INFER,
     ("POST", "/tokenize"): _INFER,
     ("POST", "/detokenize"): _INFER,
+    ("GET", "/tokenizer_info"): _INFER,
     ("GET", "/v1/penstock/streams/{request_id}"): _INFER,
     ("POST", "/v1/files"): _INFER,
     ("GET", "/v1/files"): _INFER,

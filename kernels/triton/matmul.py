@@ -158,8 +158,8 @@ def linear(
 ) -> Tensor:
     """`x` [M, K] times `weight`, plus its bias -> [M, N] in `x.dtype`, into `out` if given.
 
-    int8, int4_steps and fp8 quantise the rows of `x` first, unless they are `Int8Rows`. `tiles` and `fp8_units`
-    (are there any?) are found out where they are not given.
+    int8, int4_steps and fp8 quantise the rows of `x` first, unless they are `Int8Rows`. `tiles` and
+    `fp8_units` (are there any?) are found out where they are not given.
     """
     values, x_scales = activations(x, weight)
     num_rows = values.shape[0]

@@ -92,8 +92,8 @@ def sum_int8_groups(
 
 @triton.jit
 def open_steps(nibbles, steps_ptr, n, num_outputs, k, num_inputs, GROUP: tl.constexpr):
-    """int8 codes of nibbles [outputs, inputs from k on]: step * nibble + offset of each group, which
-    an int16 holds as offset * 32 + step. Groups are as wide as the tile, or a tile has several."""
+    """int8 codes of nibbles [outputs, inputs from k on]: step * nibble + offset of each group, of
+    which an int16 holds offset * 32 + step."""
     at = k + tl.arange(0, nibbles.shape[1])
     group = tl.minimum(at, num_inputs - 1) // GROUP * num_outputs
     both = tl.load(steps_ptr + group[None, :] + n[:, None])
@@ -106,8 +106,8 @@ def sum_int4_steps(
     first, end, num_inputs,
     GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same as `sum_int8_groups` for weights kept in 4 bits, in the slabs of `sum_nibbles`, which
-    are the groups of the rows: opened to int8, then multiplied as int8. Not yet run on a GPU."""
+    """The same as `sum_int8_groups` for weights kept in 4 bits, in slabs as `sum_nibbles` has them,
+    which are the groups of the rows: opened, then multiplied as int8. Not yet run on a GPU."""
     HALF: tl.constexpr = STEP // 2
     num_groups = tl.cdiv(num_inputs, STEP)
     j = tl.arange(0, HALF)

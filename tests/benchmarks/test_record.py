@@ -9,16 +9,20 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 
 from benchmarks.common import record
 from benchmarks.engine import format_quality
+from benchmarks.engine.format_quality import combination_of
 from benchmarks.gate.retry_after import figures as retry_after_figures
 from benchmarks.gate.retry_after import run_one
 from benchmarks.gate.scale import Costs as ScaleCosts
 from benchmarks.gate.scale import Size, cost_of
 from benchmarks.gate.sim.loads import LOADS
 from benchmarks.memory import kv_formats
+from penstock.workers.evaluation.figures import Estimate, Scores, figures_of
+from penstock.workers.evaluation.judge import Judged, Seconds, WeightSize
 from tools.result_files import Result, parse
 from tools.result_tables_memory import format_quality as format_quality_table
 from tools.result_tables_memory import kv_formats as kv_formats_table
@@ -70,14 +74,42 @@ def test_the_rows_of_kv_formats_make_its_table(tmp_path):
     assert table.splitlines()[-1] == "| int8 g32 | 512 | 40 | 8.0 | 2.00x | 1 | 150 (1.50x) |"
 
 
+def judged(combination, nll: list[list[float]]) -> Judged:
+    base = scores_of([[1.0, 2.0], [3.0, 4.0]])
+    figures, size = figures_of(scores_of(nll), base), WeightSize(100, 8.125, "int8")
+    seconds = Seconds(0.0, 0.0, 0.0)
+    return Judged(combination, figures, base, size, "float32", "float32", 64.0, seconds)
+
+
+def scores_of(nll: list[list[float]]) -> Scores:
+    values = np.array(nll)
+    return Scores(values, np.zeros(values.shape, np.int64), np.zeros_like(values))
+
+
 def test_the_figures_of_format_quality_make_its_table(tmp_path):
-    base, worse = [1.0, 2.0, 3.0], [1.01, 2.01, 3.01]
-    runs = {"builtin fp32 auto": base, "builtin int8 auto": worse}
-    figures = format_quality.figures(runs, "builtin")
-    table = format_quality_table(written(tmp_path / "out.json", figures))
-    assert table.splitlines()[-1] == "| int8 | +1.00 ± 0.00 % |"
-    with pytest.raises(ValueError, match="fp32, which was not run"):
-        format_quality.figures({"builtin int8 auto": worse}, "builtin")
+    names = [("fp32", "auto"), ("int8", "auto"), ("int8", "fp8")]
+    shifts = [0.0, 0.01, 0.02]
+    found = [
+        (*name, judged(combination_of(*name), [[1.0 + x, 2.0 + x], [3.0 + x, 4.0 + x]]))
+        for name, x in zip(names, shifts)
+    ]
+    result = written(tmp_path / "out.json", format_quality.figures("smollm2", found))
+    lines = format_quality_table(result).splitlines()
+    assert lines[0] == "| weights (smollm2) | KV plain | KV fp8 |"
+    assert lines[-1] == "| int8 | +1.00 ± 0.00 % | +2.02 ± 0.00 % |"
+    assert result.figures["rows"][1]["bits_per_weight"] == 8.125
+    one = judged(combination_of("int8", "auto"), [[1.0, 2.0], [3.0, 4.0]])
+    alone = replace(one, figures=replace(one.figures, change=Estimate(0.0, None)))
+    with pytest.raises(ValueError, match="--windows 2"):
+        format_quality.figures("smollm2", [("int8", "auto", alone)])
+
+
+def test_the_names_of_format_quality_are_settings():
+    made = combination_of("int8-row", "int8-64")
+    assert (made.weights, made.int8_group, made.kv, made.kv_group) == ("int8", "row", "int8", "64")
+    assert combination_of("int4-bf16", "auto").activations == "bf16"
+    assert combination_of("int8-no-o", "fp8").kv_group == "head"
+    assert combination_of("nf4-head", "auto").quantize_lm_head
 
 
 def test_the_rows_of_the_gates_scale_make_its_table(tmp_path):

@@ -36,7 +36,16 @@ def test_every_setting_is_in_the_table_with_its_default():
 
 def test_every_command_has_a_section():
     text = generate_reference.command_tables()
-    for command in ("serve", "chat", "bench offline", "queue", "plan", "quantize", "calibrate"):
+    for command in (
+        "serve",
+        "chat",
+        "bench offline",
+        "queue",
+        "plan",
+        "quantize",
+        "eval",
+        "calibrate",
+    ):
         assert f"## `penstock {command}`\n" in text
     assert "--expert-cache-gb" in text.split("## `penstock calibrate`")[1]
     assert "--http-port" not in text  # settings have a page of their own

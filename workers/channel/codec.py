@@ -92,7 +92,6 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         priority=submit.priority,
         may_decline=submit.may_decline,
         is_continued=submit.is_continued,
-        num_expected=submit.expected_tokens,
         cache_domain=submit.cache_domain,
         embeds=submit.embeds,
     )

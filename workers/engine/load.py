@@ -6,6 +6,7 @@ Apart from worker.py, whose other importers must not load torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -13,8 +14,9 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
-from penstock.workers.experts.build import settings_of
+from penstock.workers.experts.build import ExpertSettings, settings_of
 from penstock.workers.experts.expert_file import Manifest, RowSource
+from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.pooling import read_pooling
 from penstock.workers.progress import PREPARING, Progress, Report
@@ -43,20 +45,43 @@ def load_engine(
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         folder = verified_folder(config, report)
-        model = load_model(
-            str(folder),
-            weights=config.weights,
-            quantize_o=config.quantize_o,
-            quantize_lm_head=config.quantize_lm_head,
-            int8_group=None if config.int8_group == "row" else int(config.int8_group),
-            int4=config.int4,
-            device=device,
+        model = load_configured(
+            config,
+            folder,
+            device,
             progress=True if report is None else report,
             experts=settings_of(config, experts, remote_experts),
         )
         if report is not None:
             report(Progress(PREPARING))
         return Engine(config, model, pooling=read_pooling(folder, config.pooling))
+
+
+def load_configured(
+    config: EngineConfig,
+    folder: Path,
+    device: str,
+    *,
+    dtype: str = "auto",
+    progress: bool | Report = True,
+    experts: ExpertSettings | None = None,
+) -> Decoder:
+    """The model in `folder` with the number formats of `config`.
+
+    `device`: cpu or cuda. `dtype`, `progress`, `experts`, and what it raises: as `load_model`.
+    """
+    return load_model(
+        str(folder),
+        weights=config.weights,
+        quantize_o=config.quantize_o,
+        quantize_lm_head=config.quantize_lm_head,
+        int8_group=None if config.int8_group == "row" else int(config.int8_group),
+        int4=config.int4,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        experts=experts,
+    )
 
 
 def thread_for(

@@ -7,6 +7,7 @@ tables.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.workers.execution.cuda_graphs import Capture, DecodeGraphs, GraphS
 from penstock.workers.execution.step import (
     PooledRows,
     PreparedStep,
+    PromptLogits,
     PromptRows,
     StepInFlight,
     StepOutput,
@@ -57,6 +59,8 @@ class Executor:
         self.graphs: DecodeGraphs | None = None
         self.replay = replay  # of batches of decode rows, on a CPU
         self.clock: Clock = time.perf_counter  # of the durations in StepOutput
+        # Sees the full logits of prompts whose logprobs are requested: for evaluation.
+        self.watch_prompts: Callable[[PromptLogits], object] | None = None
 
     @torch.inference_mode()
     def launch(self, plan: Plan, before: StepInFlight | None = None) -> StepInFlight:
@@ -176,7 +180,11 @@ class Executor:
         for i in range(0, len(prompt.following), most):
             ids = self._put(np.array(prompt.following[i : i + most]))
             first = prompt.first_row + i
-            logits = self._logits(hidden[first : first + len(ids)])
+            rows = hidden[first : first + len(ids)]
+            logits = self._logits(rows)
+            if self.watch_prompts is not None:
+                seen = PromptLogits(prompt.request_id, prompt.start + i, ids, rows, logits)
+                self.watch_prompts(seen)
             found.append(LogprobRows.of(logits, ids, prompt.num_top).to_host())
         return found
 

@@ -46,12 +46,30 @@ class PromptRows:
     first_row: int
     following: tuple[int, ...]  # the prompt token after each row's own
     num_top: int
+    request_id: str = ""
+    start: int = 0  # position in the prompt of the first row's token
 
     @classmethod
     def of(cls, index: int, chunk: Chunk, first_row: int) -> PromptRows:
         request, end = chunk.seq.request, chunk.start + chunk.length
         following = request.prompt_ids[chunk.start + 1 : end + 1]
-        return cls(index, first_row, following, request.params.prompt_logprobs or 0)
+        num_top = request.params.prompt_logprobs or 0
+        return cls(index, first_row, following, num_top, request.request_id, chunk.start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogits:
+    """What the model says of prompt tokens [start + 1, start + 1 + R) of one request.
+
+    `hidden` [R, hidden] in the model's dtype and `logits` fp32 [R, vocab] are memory of the step:
+    whoever keeps them, copies them. A preempted prompt is computed, and seen, once more.
+    """
+
+    request_id: str
+    start: int
+    following: Tensor  # int64 [R], those tokens
+    hidden: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,8 @@ def build_experts(
     """The experts of the checkpoint in `folder` with a cache, and the names of their tensors.
 
     `weights` is the format that they are served in, `int8_group` and `int4` as for `load_model`; the
-    model computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too small or
-    a mode that the format does not support, and LoadError if the store's expert file belongs to
+    model computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too
+    small or a mode that the format does not support, and LoadError if the store's expert file belongs to
     another checkpoint.
     """
     compute = DTYPES[config.dtype]

@@ -151,6 +151,16 @@ def build_decoder(
     return _Builder(config, source, plan or WeightPlan(), routed).decoder(may_lack_head)
 
 
+def build_attention(config: ModelConfig, source: WeightSource, layer: int) -> Attention:
+    """The attention of one layer, its weights as `source` has them."""
+    return _Builder(config, source, WeightPlan(), None).attention(layer)
+
+
+def build_mlp(config: ModelConfig, source: WeightSource, layer: int) -> Mlp | MoeMlp:
+    """The MLP of one layer, likewise."""
+    return _Builder(config, source, WeightPlan(), None).mlp(layer)
+
+
 class _Builder:
     """Builds one decoder."""
 
@@ -201,16 +211,21 @@ class _Builder:
 
     def _layer(self, index: int) -> DecoderLayer:
         name, hidden = f"model.layers.{index}", self.config.hidden_size
-        inner, bias = self.config.intermediate_size, self.config.mlp_bias
-        is_moe = self.config.moe_layers[index]
         return DecoderLayer(
             input_norm=self.source.take(f"{name}.input_layernorm.weight", hidden),
-            attention=self._attention(index, f"{name}.self_attn"),
+            attention=self.attention(index),
             post_attention_norm=self.source.take(f"{name}.post_attention_layernorm.weight", hidden),
-            mlp=self._moe(index) if is_moe else self._mlp(f"{name}.mlp", inner, bias),
+            mlp=self.mlp(index),
         )
 
-    def _attention(self, index: int, name: str) -> Attention:
+    def mlp(self, index: int) -> Mlp | MoeMlp:
+        if self.config.moe_layers[index]:
+            return self._moe(index)
+        inner, bias = self.config.intermediate_size, self.config.mlp_bias
+        return self._mlp(f"model.layers.{index}.mlp", inner, bias)
+
+    def attention(self, index: int) -> Attention:
+        name = f"model.layers.{index}.self_attn"
         config = self.config
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim

@@ -250,8 +250,10 @@ class Scheduler:
                 budget -= length
 
     def _victim(self) -> Sequence:
-        """The sequence to preempt: lowest priority, then most expected tokens, then the youngest.
+        """The sequence to preempt: lowest priority, then most blocks, then the youngest.
 
+        One large sequence frees what several small ones would, and answers that are long already
+        have most to come (docs/decisions/0026-the-largest-is-preempted.md).
         Never the oldest while there are others, nor one that has been preempted MAX_PREEMPTIONS
         times, unless all have; then the youngest. So every sequence ends at some time.
         """
@@ -259,7 +261,7 @@ class Scheduler:
         free = [seq for seq in others if seq.num_preemptions < MAX_PREEMPTIONS]
         if not free:
             return others[-1]
-        return max(free, key=lambda s: (s.request.priority, s.num_expected_tokens, s.order))
+        return max(free, key=lambda s: (s.request.priority, len(s.block_table), s.order))
 
     def _preempt(self, seq: Sequence) -> None:
         if seq.num_in_flight:

@@ -141,11 +141,6 @@ class Sequence:
         is_summed = self.request.embeds and self.pooling == "mean"
         return min(most, self.num_pooled_tokens) if is_summed else most
 
-    @property
-    def num_expected_tokens(self) -> int:
-        """Tokens still to come, as predicted on arrival; 0: without a prediction, or beyond it."""
-        return max(0, self.request.num_expected - len(self.token_ids))
-
     def is_expired(self, now_s: float) -> bool:
         """Whether its deadline has passed, or it has waited too long and was never computed."""
         deadline_s, wait_until_s = self.request.deadline_s, self.request.wait_until_s

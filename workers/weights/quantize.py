@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,6 +49,8 @@ _LINEAR = re.compile(
 _ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 HEADER_ALIGN = 8
+# What to write for a module or a tensor of that name; None: it is made of the source's.
+Ready = Callable[[str], Sequence[Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class QuantizePlan:
     shards: tuple[Shard, ...]
     ignored: tuple[str, ...]  # linear modules that are not quantised
     groups: dict[int, list[str]]  # by size: modules whose int4 group size is not 128
+    stated: Any = None  # quantization_config; None: that of the format
 
     @property
     def num_source_bytes(self) -> int:
@@ -121,8 +124,7 @@ def plan_quantize(
             f"{source} was saved without an LM head, which a quantised checkpoint must have: serve "
             f"it with --weights {format}, which quantises it while it loads"
         )
-    dtype = str(read_json(source / "config.json").get("dtype") or "float32")
-    dtype = dtype.removeprefix("torch.")
+    dtype = str(read_json(source / "config.json").get("dtype") or "float32").removeprefix("torch.")
     shards: dict[str, Shard] = {}
     ignored: list[str] = []
     groups: dict[int, list[str]] = {}
@@ -153,8 +155,7 @@ def plan_quantize(
             continue
         if group != INT4_GROUP:
             groups.setdefault(group, []).append(module)
-        num_rows, width = stored.shape
-        parts = tuple(parts_of(format, num_rows, width, dtype))
+        parts = tuple(parts_of(format, stored.shape[0], stored.shape[1], dtype))
         shard.entries.append(OutputTensor(stored, module, parts, format))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
@@ -168,24 +169,22 @@ def plan_quantize(
     )
 
 
-def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], object]) -> None:
+def write_quantized(
+    plan: QuantizePlan,
+    out: Path,
+    on_bytes: Callable[[int], object],
+    ready: Ready = lambda _: None,
+) -> None:
     """Write the checkpoint of `plan` into the new folder `out`.
 
     `on_bytes` is called with the number of source bytes after each tensor. Raises ConfigError if
     `out` exists or the disk is too small; on any error, no partial output remains.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; give another --out, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
-    if free < plan.num_bytes:
-        raise ConfigError(
-            f"{out.parent} has {free / 1e9:.1f} GB free; {plan.num_bytes / 1e9:.1f} GB are needed"
-        )
+    check_room(out, plan.num_bytes)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         for shard in plan.shards:
-            _write_shard(folder / shard.file, shard, plan.dtype, on_bytes)
+            _write_shard(folder / shard.file, shard, plan.dtype, on_bytes, ready)
         _copy_others(plan.source, folder)
         _write_config(plan, folder)
         if (plan.source / INDEX_NAME).is_file():
@@ -197,6 +196,17 @@ def write_quantized(plan: QuantizePlan, out: Path, on_bytes: Callable[[int], obj
         raise
 
 
+def check_room(out: Path, num_bytes: int) -> None:
+    """Raise ConfigError if `out` exists or its disk has not `num_bytes` free."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another --out, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(out.parent).free) < num_bytes:
+        raise ConfigError(
+            f"{out.parent} has {free / 1e9:.1f} GB free; {num_bytes / 1e9:.1f} GB are needed"
+        )
+
+
 def _copied(name: str, stored: StoredTensor) -> OutputTensor:
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     if stored.dtype not in ("F32", "BF16", "F16"):
@@ -204,28 +214,35 @@ def _copied(name: str, stored: StoredTensor) -> OutputTensor:
     return OutputTensor(stored, name, (StoredPart("", dtypes[stored.dtype], stored.shape),))
 
 
-def _write_shard(path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int], object]) -> None:
+def _write_shard(
+    path: Path, shard: Shard, dtype: str, on_bytes: Callable[[int], object], ready: Ready
+) -> None:
     with path.open("wb") as file:
         file.write(_header(shard))
         for entry in shard.entries:
-            _write_entry(file, entry, dtype)
+            _write_entry(file, entry, dtype, ready(entry.name))
             on_bytes(entry.stored.num_bytes)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_entry(file: BinaryIO, entry: OutputTensor, dtype: str) -> None:
-    tensor = entry.stored.read()
-    if entry.format is None:
-        tensors = [tensor]
-    else:
-        if not bool(tensor.isfinite().all()):
-            raise LoadError(f"{entry.stored.file}: tensor {entry.stored.name!r} holds NaN or inf")
-        tensors = tensors_of(tensor, entry.format, dtype)
+def _write_entry(
+    file: BinaryIO, entry: OutputTensor, dtype: str, ready: Sequence[Tensor] | None
+) -> None:
+    tensors = _made(entry, dtype) if ready is None else ready
     for part, each in zip(entry.parts, tensors, strict=True):
         if tuple(each.shape) != part.shape or each.dtype != part.dtype:
             raise InvariantError(f"{entry.name}: {part} was announced in the header")
         file.write(_bytes_of(each))
+
+
+def _made(entry: OutputTensor, dtype: str) -> Sequence[Tensor]:
+    tensor = entry.stored.read()
+    if entry.format is None:
+        return [tensor]
+    if not bool(tensor.isfinite().all()):
+        raise LoadError(f"{entry.stored.file}: tensor {entry.stored.name!r} holds NaN or inf")
+    return tensors_of(tensor, entry.format, dtype)
 
 
 def _bytes_of(tensor: Tensor) -> Any:
@@ -266,7 +283,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 def _write_config(plan: QuantizePlan, folder: Path) -> None:
     config = read_json(plan.source / "config.json")
-    config["quantization_config"] = quantization_config(
+    config["quantization_config"] = plan.stated or quantization_config(
         plan.format, plan.ignored, plan.dtype, plan.groups
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

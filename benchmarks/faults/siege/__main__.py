@@ -13,7 +13,7 @@
 The run passes if every process is the one that it was, no honest answer differs, no hostile request
 hangs or is answered 500, and no block is held at the end. Printed besides: p50 and p99 between two
 tokens of the honest streams, alone and besieged; memory of each process over time, and its growth
-in the second half of the siege. Hostile clients run at nice 19, honest
+in the second half of the siege. Hostile clients run at `--hostile-nice`, honest
 ones at -10 (as root): on one machine they would else measure each other.
 """
 
@@ -55,7 +55,7 @@ async def load(
     await asyncio.sleep(args.calm_s)
     counts: Counts = Counter()
     ports = cluster.ports
-    plan = Plan(ports["http"], ports["grpc"], key, args.rate, args.silent)
+    plan = Plan(ports["http"], ports["grpc"], key, args.rate, args.silent, args.hostile_nice)
     with besieging(plan) as pipe:
         besieged: Record | None = None
         while num_requests(counts) < args.requests:
@@ -156,6 +156,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=1500.0, help="hostile requests a second")
     parser.add_argument("--silent", type=int, default=10_000, help="connections that say nothing")
+    parser.add_argument(
+        "--hostile-nice", type=int, default=19, help="of hostile clients; less beside other work"
+    )
     parser.add_argument("--streams", type=int, default=20, help="honest streams at a time")
     parser.add_argument("--calm-s", type=float, default=60.0)
     parser.add_argument("--json", type=Path, help="write the results there")

@@ -23,18 +23,20 @@ Counts: TypeAlias = Counter[tuple[str, str]]  # by attack and outcome
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the hostile clients go. rate: requests a second; num_silent: connections."""
+    """Where the hostile clients go. rate: requests a second; num_silent: connections; niceness: of
+    their process."""
 
     http_port: int
     grpc_port: int
     key: str
     rate: float
     num_silent: int
+    niceness: int
 
 
 def _besiege(pipe: Connection, plan: Plan) -> None:
     """A process of hostile clients: tells its counts each second."""
-    os.nice(19)
+    os.nice(plan.niceness)
     asyncio.run(_all_attacks(pipe, plan))
 
 

@@ -218,7 +218,7 @@ class Gated(Policy):
     oracle: bool = False
     seed: int = 0
     affinity: bool = True  # whether it sees which prompts begin alike
-    victim: str = "predicted"  # whom its workers preempt, as the production engine does
+    victim: str = "largest"  # whom its workers preempt, as the production engine does
     wants_reports = True
 
     def __post_init__(self) -> None:
@@ -248,7 +248,6 @@ class Gated(Policy):
         else:
             length = self.predictor.predict(job.features)
             holding = self.predictor.predict(job.features, with_cancels=True)
-        job.expected = job.prompt + round(length.mean)
         prefix = job.prefix if self.affinity else ()
         request = GateRequest(job.job_id, job.prompt, job.tenant, prefix=prefix)
         refusal = self.gate.offer(request, length, now, holding=holding)

@@ -19,10 +19,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-# Whom a worker preempts. youngest: vLLM's first come, first served. predicted: our engine's rule,
-# most predicted tokens still to come, then the youngest. largest: most tokens now. The last two
-# spare the oldest, and an answer that was preempted MAX_PREEMPTIONS times, while others are left.
-VICTIMS = ("youngest", "predicted", "largest")
+# Whom a worker preempts. youngest: vLLM's first come, first served. largest: our engine's rule,
+# most tokens; it spares the oldest, and an answer that was preempted MAX_PREEMPTIONS times, while
+# others are left.
+VICTIMS = ("youngest", "largest")
 MAX_PREEMPTIONS = 2
 
 
@@ -70,7 +70,6 @@ class Job:
     patience: float = math.inf  # seconds until a client leaves that has seen no token
     prefix: tuple[int, ...] = ()  # marks of a beginning that other prompts have as well
     shared: int = 0  # tokens of that beginning
-    expected: int = 0  # tokens of prompt and answer, as the gate predicts on arrival
 
     generated: int = 0
     computed: int = 0  # tokens whose KV is in blocks
@@ -342,9 +341,7 @@ class SimWorker:
         able = [each for each in self.running[1:] if each.num_preemptions < MAX_PREEMPTIONS]
         if self.victim == "youngest" or not able:
             return self.running[-1]
-        if self.victim == "largest":
-            return max(able, key=lambda each: (each.known, each.order))
-        return max(able, key=lambda each: (max(each.expected - each.known, 0), each.order))
+        return max(able, key=lambda each: (each.known, each.order))
 
     def _preempt(self, job: Job) -> None:
         self.num_preemptions += 1

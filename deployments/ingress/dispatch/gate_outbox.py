@@ -45,6 +45,7 @@ class GateOutbox:
         self._reports: dict[int, pb.WorkerReport] = {}  # newest, by epoch
         self._fresh: set[int] = set()  # epochs whose newest report is not sent yet
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
+        self._over: list[str] = []  # requests that have ended since the last message
 
     @property
     def next_number(self) -> int:
@@ -79,6 +80,9 @@ class GateOutbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        for request_id in self._over:  # nothing is learnt of those that were refused or failed
+            self._features.pop(request_id, None)
+        self._over.clear()
         message, self._message = self._message, pb.FromIngress()
         self._number += 1
         message.number = self._number
@@ -128,9 +132,12 @@ class GateOutbox:
         pending = self._incomplete.pop(request_id, None)
         if pending is not None:
             pending.state = State.ENDED
-        if self._is_open:
-            self._message.ended.add(request_id=request_id, generated=num_generated)
-            self._due.set() if is_awaited else self._go_soon()
+        if not self._is_open:
+            self._features.pop(request_id, None)
+            return
+        self._over.append(request_id)  # its length may be reported next
+        self._message.ended.add(request_id=request_id, generated=num_generated)
+        self._due.set() if is_awaited else self._go_soon()
 
     def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """Report an answer's length, and why it ended: "stop", "length" or "cancel"."""

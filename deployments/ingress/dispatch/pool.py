@@ -112,7 +112,7 @@ class WorkerPool:
         if await self.lost_requests.is_refused(admission, asyncio.get_running_loop().time()):
             raise ServiceError("request_killed_workers")
         answer = min(self._mean_answer, request.params.max_tokens or float("inf"))
-        expected = request.num_expected or len(request.prompt_ids) + round(answer)
+        expected = len(request.prompt_ids) + round(answer)
         call = InFlightRequest(admission, num_expected=expected, computes=admission.computes)
         try:
             await self._same_model(call)

@@ -27,6 +27,7 @@ from penstock.deployments.ingress.grpc.messages import (
     AnswerT,
     answer_message,
     bad_words,
+    bare_end,
     chat_prompt,
     check_sendable,
     flag,
@@ -285,8 +286,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async for index, piece in pieces:
                 if piece.usage is not None:
                     usages.append(piece.usage)
+                is_last = piece.usage is not None and len(usages) == len(generations)
                 if delivery is not None and not delivery.is_new(index, piece):
-                    continue
+                    if not is_last or delivery.had_all_ends:
+                        continue
+                    # Replayed, the answers end in another order: the usage comes with this end.
+                    piece = bare_end(piece)
                 if piece.logprobs or piece.prompt_logprobs:
                     size = num_listed_tokens(piece.logprobs, piece.prompt_logprobs)
                     answer = await run_off_loop_if_large(size, answer_message, kind, index, piece)
@@ -299,7 +304,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     if request.return_prompt_token_ids:
                         answer.prompt_token_ids.extend(generations[0].request.prompt_ids)
                     await named.id_sent()
-                if piece.usage is not None and len(usages) == len(generations):
+                if is_last:
                     answer.usage.CopyFrom(usage_message(usages))
                 await context.write(answer)
 

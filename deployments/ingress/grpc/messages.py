@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -229,6 +229,19 @@ def answer_message(kind: type[AnswerT], choice: int, piece: TextDelta) -> Answer
         reason = pb.FINISH_REASON_TOOL_CALLS if ends_in_calls else _FINISH[piece.finish_reason]
         answer.finish_reason = reason
     return answer
+
+
+def bare_end(piece: TextDelta) -> TextDelta:
+    """The end that `piece` is, without what it adds to the answer."""
+    return replace(
+        piece,
+        text="",
+        token_ids=[],
+        logprobs=[],
+        prompt_logprobs=None,
+        reasoning="",
+        tool_calls=[],
+    )
 
 
 def check_sendable(

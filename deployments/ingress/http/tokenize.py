@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back."""
+"""POST /tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and back.
+
+GET /tokenizer_info names the special tokens: evaluation tools ask for them.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,15 @@ class DetokenizeRequest(Strict):
 
 class DetokenizeAnswer(BaseModel):
     prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The special tokens as texts; null: the tokenizer has none of that name."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
 
 
 SCHEMAS: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest]
@@ -137,3 +149,11 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
             param = "tokens" if error.param == "token_ids" else error.param
             raise RequestError(error.message, param=param, code=error.code) from None
         return JSONResponse({"prompt": text})
+
+    @app.get("/tokenizer_info", response_model=TokenizerInfo, responses=error_responses(401, 404))
+    async def tokenizer_info(model: str | None = None) -> Response:
+        """The tokenizer's special tokens. `model`: as /v1/models names it; default: the first one.
+        Without the chat template, which vLLM adds: a server renders it, and it may be private."""
+        core.model(model)  # refuses a name that no model has
+        known = core.named(model).tokenizer.special_tokens
+        return JSONResponse({name: known.get(name) for name in TokenizerInfo.model_fields})

@@ -91,6 +91,11 @@ class Delivery:
         """Whether the client had something of answer `index` before."""
         return self._before[index].num_tokens > 0 or self._before[index].has_ended
 
+    @property
+    def had_all_ends(self) -> bool:
+        """Whether the client had the end of every answer before."""
+        return all(each.has_ended for each in self._before)
+
     def event_id(self, number: int | None = None) -> str:
         """Names the event after which the client has all that was counted; where events are
         numbered, up to this number of them."""

@@ -114,19 +114,21 @@ def test_leaps_are_steps():
 
 
 def test_victims_by_hand():
-    """`b` has most to come of what was predicted, `c` has most now, `d` is the youngest."""
+    """`a` is the oldest, `c` has most tokens of the others, `d` is the youngest."""
     a, b, c, d = running = [
-        job("a", 0.0, 30, 20, expected=90),
-        job("b", 0.1, 2, 20, expected=50),
-        job("c", 0.2, 6, 20, expected=20),
-        job("d", 0.3, 2, 20, expected=8),
+        job("a", 0.0, 30, 20),
+        job("b", 0.1, 2, 20),
+        job("c", 0.2, 6, 20),
+        job("d", 0.3, 2, 20),
     ]
     chosen = {}
     for victim in VICTIMS:
         worker = SimWorker(0, shape(12), running=running, victim=victim)
         chosen[victim] = worker._victim().job_id
-    assert chosen == {"youngest": "d", "predicted": "b", "largest": "c"}
-    b.num_preemptions = c.num_preemptions = MAX_PREEMPTIONS
+    assert chosen == {"youngest": "d", "largest": "c"}
+    c.num_preemptions = MAX_PREEMPTIONS
+    assert SimWorker(0, shape(12), running=running, victim="largest")._victim() is b
+    b.num_preemptions = MAX_PREEMPTIONS
     for victim in VICTIMS:
         worker = SimWorker(0, shape(12), running=running, victim=victim)
         assert worker._victim() is d

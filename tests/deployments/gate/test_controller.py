@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections import Counter
@@ -210,7 +211,10 @@ def gate_tick(gate, now):
     overlong = gate.queue.overlong(now, gate.settings.longest_wait_s)
     staying = [e for e in gate.queue._waiting.values() if e not in overlong]
     came = [e.arrived for e in staying if (e.deadline or math.inf) > now]
-    level = gate.settings.level_after(now - min(came, default=now))
+    pressure = copy.copy(gate._admission.pressure)
+    if any(each.deadline is None for each in overlong):  # they are refused before others come in
+        pressure.refused(now)
+    level = gate.settings.level_after(pressure.after(now - min(came, default=now), now))
     outcomes = gate.tick(now)
     check_tickets(gate, held, [each for each in outcomes if isinstance(each, Ticket)], level)
     return outcomes
@@ -340,7 +344,7 @@ def test_while_a_request_waits_more_is_risked():
     waits = (0.0, 0.9, 1.0, 5.5, 10.0, 99.0)
     levels = [settings.level_after(wait) for wait in waits]
     assert levels == pytest.approx([0.9, 0.9, 0.87, 0.75, 0.6, 0.6])
-    assert GateSettings(level=0.5).level_after(99.0) == 0.5  # never more than in quiet times
+    assert GateSettings(level=0.3).level_after(99.0) == 0.3  # never more than in quiet times
 
     def admitted_at(pressed_level):
         """When a prompt of 50 is admitted next to answers that may be long."""

@@ -96,6 +96,13 @@ def test_replicas_open_no_port_to_the_network_but_rays_own(cluster):
         assert len(open_ports(pid)) <= 1
 
 
+def test_an_ingress_has_one_heap(cluster):
+    """Ray starts its process with the setting: the C library reads it once, when it begins."""
+    (ingress,) = cluster.view().ingresses
+    variables = Path(f"/proc/{ingress.pid}/environ").read_bytes().split(b"\0")
+    assert b"MALLOC_ARENA_MAX=1" in variables
+
+
 def open_ports(pid: int) -> list[str]:
     """Where a process listens for others than this machine, as /proc/net/tcp spells it."""
     inodes = set()

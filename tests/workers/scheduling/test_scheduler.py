@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,6 +188,31 @@ def test_youngest_is_preempted_and_resumes():
     while young.state is not SequenceState.FINISHED:
         run_step(scheduler)
     assert list(young.token_ids)[: len(tokens)] == tokens
+
+
+def test_the_largest_is_preempted_but_not_the_oldest_nor_for_ever():
+    """Blocks of 4: prompts of 12, 5, 9 and 2 tokens decode until 13 blocks do not suffice."""
+    scheduler = make_scheduler(13, prefix_cache=False, budget=64)
+    seqs = [make_seq(order, num, 30, 10 * order) for order, num in enumerate([12, 5, 9, 2])]
+    for seq in seqs:
+        scheduler.add(seq)
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    assert [seq.num_preemptions for seq in seqs] == [0, 0, 1, 0]
+
+    def victim(*, blocks, preempted=(0, 0, 0, 0), priorities=(0, 0, 0, 0)):
+        scheduler.running[:] = seqs
+        for seq, num, times, priority in zip(seqs, blocks, preempted, priorities):
+            seq.block_table = array("i", range(num))
+            seq.num_preemptions = times
+            seq.request = replace(seq.request, priority=priority)
+        return scheduler._victim().order
+
+    assert victim(blocks=(9, 2, 5, 3)) == 2
+    assert victim(blocks=(9, 5, 5, 3)) == 2, "the youngest of equal ones"
+    assert victim(blocks=(9, 2, 5, 3), preempted=(0, 0, 2, 0)) == 3
+    assert victim(blocks=(9, 2, 5, 3), preempted=(0, 2, 2, 2)) == 3, "all have been: the youngest"
+    assert victim(blocks=(9, 2, 5, 3), priorities=(0, 7, 0, 0)) == 1, "a batch goes first"
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

@@ -85,6 +85,24 @@ def as_gptq(weight: Tensor, seed: int, group: int = GROUP) -> tuple[dict[str, Te
     }, means
 
 
+def as_symmetric_gptq(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """As GPTQModel and AutoGPTQ store symmetric weights: zero points 8, stored as 7."""
+    codes, scales, _, _ = rounded(weight, GROUP, seed)
+    tensors, _ = as_gptq(weight, seed)
+    tensors["qzeros"] = torch.full_like(tensors["qzeros"], 0x77777777)
+    column = torch.arange(weight.shape[1]) // GROUP
+    return tensors, (codes - 8) * scales[:, column]
+
+
+def as_llm_compressor(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Asymmetric groups with scales in the model's 16 bits."""
+    codes, scales, zeros, _ = rounded(weight, GROUP, seed)
+    tensors, _ = as_packed(weight, seed, symmetric=False)
+    tensors["weight_scale"] = scales.bfloat16()
+    column = torch.arange(weight.shape[1]) // GROUP
+    return tensors, (codes - zeros[:, column]) * scales.bfloat16().float()[:, column]
+
+
 def as_packed(weight: Tensor, seed: int, symmetric: bool = True) -> tuple[dict, Tensor]:
     codes, scales, zeros, means = rounded(weight, GROUP, seed)
     tensors = {
@@ -162,11 +180,36 @@ def ct_config(bits: int, kind: str = "int", **weights) -> dict:
 GROUPED: dict[str, Any] = {"strategy": "group", "group_size": GROUP}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+# What GPTQModel adds to its own quantize_config, and llm-compressor to a recipe's scheme.
+GPTQMODEL = {
+    **GPTQ, "sym": True, "checkpoint_format": "gptq", "pack_dtype": "int32", "lm_head": False,
+    "desc_act": True, "static_groups": True, "act_group_aware": False, "format": "gptq",
+    "method": "gptq", "meta": {"quantizer": ["gptqmodel:5.0.0"], "damp_percent": 0.05,
+                               "mse": 0.0, "true_sequential": True, "uri": "https://x.example"},
+}  # fmt: skip
+LLM_COMPRESSOR: dict[str, Any] = {
+    "symmetric": False, "actorder": "static", "observer": "minmax", "observer_kwargs": {},
+    "block_structure": None, "dynamic": False, "scale_dtype": None, "zp_dtype": "torch.int8",
+}  # fmt: skip
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 Packer = Callable[[Tensor, int], tuple[dict[str, Tensor], Tensor]]
 LAYOUTS: dict[str, tuple[Packer, dict]] = {
     "awq": (as_awq, {**AWQ, "modules_to_not_convert": ["layers.1.mlp.up_proj"]}),
     "gptq": (as_gptq, GPTQ),
+    "gptqmodel": (as_symmetric_gptq, GPTQMODEL),
+    "llm-compressor": (
+        as_llm_compressor,
+        {
+            **ct_config(4, **{**GROUPED, **LLM_COMPRESSOR}),
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "version": "0.12.2",
+            "sparsity_config": {},
+            "transform_config": {},
+            "global_compression_ratio": None,
+        },
+    ),
     "packed": (as_packed, ct_config(4, **GROUPED)),
     "packed-asymmetric": (
         functools.partial(as_packed, symmetric=False),

@@ -44,7 +44,17 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. uvicorn is given this class, with `limits`, `counted` and `errors` bound.
 
     `counted`: the connections of this ingress. `errors` counts refusals by their code.
+
+    The slots keep the attributes of an instance below the 30 that instances of a class share the
+    names of. With one more, each connection has a hash table of 1.4 KiB of its own: 14 MiB for ten
+    thousand idle connections.
     """
+
+    __slots__ = (
+        *("handshake", "_limits", "_counted", "_errors"),
+        *("_is_in_head", "_has_ended", "_num_fed", "_num_head", "_refusal"),
+        *("_timer", "_slow_timer", "_body_left_s", "_body_looked_s", "_arrived_s"),
+    )
 
     def __init__(
         self,

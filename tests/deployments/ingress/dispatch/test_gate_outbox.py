@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from penstock.deployments.gate.wire import features_message
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch import gate_outbox
 from penstock.deployments.ingress.dispatch.gate_outbox import GateOutbox
 from penstock.deployments.ingress.dispatch.pending_admission import PendingAdmission, State
 from penstock.deployments.prediction.features import Features
 from penstock.protos.penstock.internal.v1 import channel_pb2
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from penstock.workers.request import Request, SamplingParams
 
 
@@ -152,6 +154,45 @@ def test_what_is_remembered_of_texts_is_bounded(num):
         assert not outbox._features, "no text is read before its offer is sent"
         outbox.compute_texts()
         assert len(outbox._features) == min(num, gate_outbox.MAX_FEATURES)
+
+    with_outbox(scenario)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_nothing_is_remembered_of_a_request_that_ended_without_a_length(is_open):
+    """Refused, failed, or while the gate is away."""
+
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.offer(PendingAdmission(request("a")), with_text=True)
+        outbox.offer(PendingAdmission(request("running")), with_text=True)
+        outbox.take()
+        if not is_open:
+            outbox.close()
+        outbox.ended("a", 0, is_awaited=False)
+        if is_open:
+            assert names(outbox.take().ended) == ["a"]
+        assert list(outbox._features) == ["running"]
+
+    with_outbox(scenario)
+
+
+def test_the_features_of_a_text_are_computed_once_for_the_end_and_the_length(monkeypatch):
+    computed: list[Features] = []
+
+    def counted(features: Features) -> pb.Features:
+        computed.append(features)
+        return features_message(features)
+
+    monkeypatch.setattr(gate_outbox, "features_message", counted)
+
+    async def scenario(outbox: GateOutbox) -> None:
+        admission = request("a")
+        outbox.offer(PendingAdmission(admission), with_text=True)
+        of_offer = len(computed)
+        outbox.ended("a", 3, is_awaited=False)
+        outbox.learn(admission, 3, "stop")
+        assert [each.length for each in outbox.take().labels] == [3]
+        assert len(computed) == of_offer
 
     with_outbox(scenario)
 

@@ -54,6 +54,16 @@ def test_a_text_longer_than_the_context_is_counted(raw):
     assert raw.post("/tokenize", json={"prompt": "a " * 2000}).json()["count"] > 512
 
 
+def test_the_special_tokens_are_named_as_vllm_names_them(raw):
+    found = raw.get("/tokenizer_info").json()
+    known = tokenizer().special_tokens
+    assert found["eos_token"] == known["eos_token"] and found["bos_token"] == known["bos_token"]
+    assert set(found) == {"bos_token", "eos_token", "pad_token", "unk_token"}
+    text = {"prompt": found["bos_token"], "add_special_tokens": False}
+    assert raw.post("/tokenize", json=text).json()["tokens"] == [tokenizer().bos_token_id]
+    assert raw.get("/tokenizer_info", params={"model": "b"}).status_code == 404
+
+
 def test_special_tokens(raw):
     (eos,) = tokenizer().eos_token_ids[:1]
     ids = [*tokenizer().encode("river"), eos]

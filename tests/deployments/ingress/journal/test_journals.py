@@ -271,6 +271,31 @@ def test_a_grpc_stream_is_continued_by_its_own_method_only(two: tuple[Serving, S
         assert error.value.code == "invalid_value" and COMPLETIONS in error.value.message
 
 
+def test_usage_comes_whichever_answers_of_a_grpc_call_had_ended(
+    two: tuple[Serving, Serving],
+) -> None:
+    """Replayed, answers end in another order: the one that ends last may be one that is known."""
+    with Client(two[0].grpc_target, api_key=KEYS[0]) as client:
+        whole = list(client.generate("It was", n=3, max_tokens=9, ignore_eos=True))
+        call_id, usage = whole[0].request_id, whole[-1].usage
+        assert usage is not None and usage.completion_tokens == 27
+        ids = {each: [] for each in range(3)}  # type: dict[int, list[int]]
+        for part in whole:
+            ids[part.choice] += part.token_ids
+        for ended in ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
+            received = [
+                pb.ReceivedTokens(num_tokens=9 * (i in ended), has_ended=i in ended)
+                for i in range(3)
+            ]
+            asked = pb.ResumeRequest(request_id=call_id, received=received)
+            rest = list(client._stream(client._stub.ResumeGenerate, None, asked))
+            assert [each.usage for each in rest if each.usage is not None] == [usage], ended
+            assert rest[-1].usage == usage
+            for i in range(3):
+                got = [token for part in rest if part.choice == i for token in part.token_ids]
+                assert got == ([] if i in ended else ids[i])
+
+
 def piece(*token_ids: int, ends: bool = False) -> TextDelta:
     return TextDelta("", list(token_ids), FinishReason.STOP if ends else None)
 

@@ -1,0 +1,141 @@
+"""GPTQ against a dense implementation of its definition, and against plain rounding.
+
+The oracle rounds one column, then solves the least-squares problem of all columns that are left
+anew, in fp64: no factor, no blocks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.workers.calibration.gptq import (
+    compensate,
+    compensate_in_order,
+    inverse_factor,
+    moments,
+)
+from penstock.workers.calibration.grids import GridSpec, fit, round_weight
+
+GRIDS = [
+    GridSpec(32, True, torch.float16),
+    GridSpec(64, False, torch.bfloat16),
+    GridSpec(128, True, torch.bfloat16),
+]
+
+
+def layer(width: int = 192, num_rows: int = 24, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] and correlated inputs [T, K], some larger than others."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(num_rows, width, generator=generator) * 0.05
+    mixing = torch.randn(width, width, generator=generator) / width**0.5
+    x = torch.randn(512, width, generator=generator) @ (mixing + 0.3 * torch.eye(width))
+    return weight, x * torch.logspace(-1, 1, width)[torch.randperm(width, generator=generator)]
+
+
+def damped(x: Tensor, damping: float = 0.01) -> Tensor:
+    h = x.double().T @ x.double()
+    return h + damping * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
+
+
+def dense(weight: Tensor, h: Tensor, spec: GridSpec, order: list[int] | None = None) -> Tensor:
+    """The rounded weight: after each column, the best values of those that are left.
+
+    Grids: as the code under test fits them, to the weights when a group begins, or, where an order
+    is given, to the weights as they were.
+    """
+    left = weight.double().clone()
+    done = torch.zeros_like(left)
+    width = weight.shape[1]
+    static = order is not None
+    order = order if order is not None else list(range(width))
+    inverse = torch.linalg.inv(h[order][:, order])
+    factor = torch.linalg.cholesky(inverse, upper=True).diagonal()
+    importance = torch.empty(width)
+    importance[torch.tensor(order)] = factor.float().pow(-2)
+    grids = {}
+    remaining = list(order)
+    for k in order:
+        group = k // spec.group
+        columns = slice(group * spec.group, (group + 1) * spec.group)
+        if group not in grids:
+            source = weight if static else left.float()
+            grids[group] = fit(source[:, columns].T.contiguous(), importance[columns], spec)
+        scale, zero = grids[group]
+        codes = ((left[:, k].float() / scale).round() + zero).clamp(0, 15)
+        done[:, k] = (codes - zero).double() * scale.double()
+        error = left[:, k] - done[:, k]
+        remaining.remove(k)
+        if remaining:  # minimise |error of column k + changes of the rest| under H
+            rest = torch.tensor(remaining)
+            change = torch.linalg.solve(h[rest][:, rest], h[rest, k])
+            left[:, rest] += error[:, None] * change
+    return done.float()
+
+
+def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
+    return float(((weight - rounded) @ x.T).square().sum() / (weight @ x.T).square().sum())
+
+
+@pytest.mark.parametrize("spec", GRIDS)
+def test_it_is_the_dense_definition(spec: GridSpec):
+    """Up to a rare weight between two codes, where fp32 and fp64 may part."""
+    weight, x = layer()
+    found = compensate(weight, inverse_factor(moments([x]).moments), spec).values()
+    expected = dense(weight, damped(x), spec)
+    same = torch.isclose(found, expected, atol=1e-6).float().mean()
+    assert same > 0.98
+    assert output_error(weight, found, x) == pytest.approx(
+        output_error(weight, expected, x), rel=0.02
+    )
+
+
+def test_order_of_activations_is_the_dense_definition_in_that_order():
+    weight, x = layer(seed=1)
+    spec = GRIDS[2]
+    order = x.square().sum(0).argsort(descending=True).tolist()
+    found = compensate_in_order(weight, moments([x]).moments, spec).values()
+    expected = dense(weight, damped(x), spec, order)
+    assert torch.isclose(found, expected, atol=1e-6).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("spec", GRIDS)
+@pytest.mark.parametrize("width", [96, 112, 192, 320])
+def test_outputs_are_closer_than_by_plain_rounding(spec: GridSpec, width: int):
+    """On the text and on more of its kind; 112: no group divides it, so a row is one."""
+    if width % spec.group:
+        spec = GridSpec(32 if width % 32 == 0 else width, spec.zero_points, spec.scale_dtype)
+    weight, x = layer(width, seed=2)
+    text, other = x[:400], x[400:]
+    plain = round_weight(weight, None, spec).values()
+    found = moments([text[:100], text[100:]])
+    assert found.num_tokens == 400
+    for rounded in (
+        compensate(weight, inverse_factor(found.moments), spec),
+        compensate_in_order(weight, found.moments, spec),
+    ):
+        values = rounded.values()
+        assert output_error(weight, values, text) < 0.6 * output_error(weight, plain, text)
+        assert output_error(weight, values, other) < output_error(weight, plain, other)
+
+
+def test_inputs_that_were_never_there_are_rounded_plainly():
+    """Channels that are always 0, and no input at all: no division by zero."""
+    weight, x = layer(64)
+    x[:, 32:] = 0
+    spec = GridSpec(32, True, torch.float16)
+    found = compensate(weight, inverse_factor(moments([x]).moments), spec).values()
+    plain = round_weight(weight, None, spec).values()
+    assert torch.equal(found[:, 32:], plain[:, 32:])
+    nothing = compensate(weight, inverse_factor(torch.zeros(64, 64)), spec).values()
+    assert torch.equal(nothing, plain)
+
+
+def test_the_factor_is_that_of_the_inverse():
+    _, x = layer(48)
+    h = moments([x]).moments
+    factor = inverse_factor(h, 0.05)
+    assert torch.equal(factor, factor.triu())
+    expected = torch.linalg.inv(damped(x, 0.05))
+    torch.testing.assert_close(factor.T @ factor, expected, rtol=1e-3, atol=1e-9)

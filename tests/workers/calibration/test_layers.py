@@ -1,0 +1,133 @@
+"""The text's way through the layers: transformers' model sees the same inputs of linear layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.workers.calibration.gptq import Inputs
+from penstock.workers.calibration.layers import LayerCalibrator
+from penstock.workers.calibration.scaling import fold
+from penstock.workers.calibration.tensors import ReplacedWeights
+from penstock.workers.calibration.windows import WindowRunner
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.loader import build_decoder
+from penstock.workers.weights.checkpoint import open_checkpoint
+from penstock.workers.weights.sources import CheckpointWeights
+from tests.workers.checkpoints import ALL, VOCAB_SIZE, make_checkpoint, random_model
+from tests.workers.models.test_decoder import PagedDecoder, Tokens
+
+LENGTH = 40
+
+
+def opened(folder: Path) -> ReplacedWeights:
+    tensors = open_checkpoint(folder)
+    return ReplacedWeights(CheckpointWeights(folder, tensors, "fp32", "cpu", lambda _: None))
+
+
+def config_of(folder: Path) -> ModelConfig:
+    return dataclasses.replace(ModelConfig.from_pretrained(folder), dtype="fp32")
+
+
+def texts(count: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCAB_SIZE, (count, LENGTH), generator=generator)
+
+
+class Watch:
+    """Rounds nothing; keeps the moments of each module's inputs."""
+
+    def __init__(self, tensors: ReplacedWeights):
+        self.tensors = tensors
+        self.found: dict[str, Inputs] = {}
+
+    def needs_inputs(self, modules: Sequence[str]) -> bool:
+        return True
+
+    def round_all(
+        self, modules: Sequence[str], inputs: Inputs | None, *, norm: str | None = None
+    ) -> None:
+        for module in modules:
+            if inputs is not None:
+                self.found[module] = inputs
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-bias", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2_moe-normed",
+     "qwen3_moe", "olmoe-clip"],
+)  # fmt: skip
+def test_inputs_are_those_of_transformers(name: str):
+    """Of every linear layer that it has as a module; the layers behind experts show theirs."""
+    ids = texts()
+    expected: dict[str, Tensor] = {}
+    model = random_model(*ALL[name])
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "layers" in path:
+            module.register_forward_pre_hook(
+                lambda _, given, path=path: expected.__setitem__(path, given[0].flatten(0, -2))
+            )
+    with torch.inference_mode():
+        model(ids, use_cache=False)
+    folder = make_checkpoint(name)
+    config, watch = config_of(folder), Watch(opened(folder))
+    calibrator = LayerCalibrator(config, watch, WindowRunner(config, LENGTH))
+    table = watch.tensors.stored("model.embed_tokens.weight")
+    states = [table[row] for row in ids]
+    for index in range(config.num_layers):
+        calibrator.layer(index, states)
+    compared = {
+        path for path in expected if "gate" not in path.split(".")[-1] or "gate_proj" in path
+    }
+    assert len(compared) >= 4 * config.num_layers
+    for path in compared:
+        found = watch.found[path]
+        assert found.num_tokens == ids.numel(), path
+        rows = expected[path]
+        torch.testing.assert_close(found.moments, rows.T @ rows, rtol=1e-3, atol=1e-2)
+    if any(config.moe_layers):
+        total = sum(config.moe_layers) * config.num_experts
+        assert calibrator.experts.total == total
+        assert calibrator.experts.without_text == total  # none saw 128 tokens of 120
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_folded_scales_leave_the_logits(name: str, dtype: torch.dtype):
+    """Also where the stored norm is bf16: what rounding it changes, the columns take up."""
+    folder = make_checkpoint(name)
+    config, plain, scaled = config_of(folder), opened(folder), opened(folder)
+    generator = torch.Generator().manual_seed(6)
+    layer = {"input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+             "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"]}  # fmt: skip
+    for i in range(config.num_layers):
+        for norm, modules in layer.items():
+            key = f"model.layers.{i}.{norm}.weight"
+            before = plain.stored(key).to(dtype).float()
+            plain.replaced[key] = before
+            scales = torch.exp(torch.randn(config.hidden_size, generator=generator))
+            after, exact = fold(before, scales, dtype)
+            assert after.dtype == dtype
+            scaled.replaced[key] = after.float()
+            for module in modules:
+                weight = f"model.layers.{i}.{module}.weight"
+                scaled.replaced[weight] = plain.stored(weight) * exact
+    prompt = texts(1)[0].tolist()
+    logits = [
+        PagedDecoder(build_decoder(config, source)).step((Tokens(prompt), LENGTH))[0]
+        for source in (plain, scaled)
+    ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-3)
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_a_norm_that_is_zero_somewhere_is_left_there():
+    norm = torch.tensor([0.0, 1.0, 1e-6, 2.0])
+    divided, exact = fold(norm, torch.tensor([2.0, 2.0, 1e9, 4.0]), torch.float16)
+    assert divided.tolist() == [0.0, 0.5, norm.half()[2].item(), 0.5]
+    assert exact.tolist() == [1.0, 2.0, 1.0, 4.0]

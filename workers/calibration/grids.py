@@ -1,0 +1,148 @@
+"""The 4-bit grid of a group of weights: its scale and zero point, fitted to the weights.
+
+w = (code - zero) * scale with codes 0-15, as compressed-tensors stores them. Scales are rounded to
+the dtype that the file has before a code is chosen, so that reading back changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LEVELS = 15
+MIDDLE = 8  # the code of 0 of a symmetric grid
+# Ranges that are tried, in steps more or fewer than the 15 from the least weight to the greatest.
+STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class GridSpec:
+    """What grids are like. `group`: inputs that share a scale. `zero_points`: each group has its
+    own code of 0, an integer; otherwise it is 8. `scale_dtype`: of the stored scales."""
+
+    group: int = 32
+    zero_points: bool = True
+    scale_dtype: torch.dtype = torch.bfloat16
+
+    def num_groups(self, width: int) -> int:
+        return -(-width // self.group)
+
+    def bits(self, width: int) -> float:
+        """Stored bits of a weight, its share of scales and zero points included."""
+        extra = self.scale_dtype.itemsize * 8 + (4 if self.zero_points else 0)
+        return 4 + extra * self.num_groups(width) / width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """A weight [N, K] as codes uint8 [N, K] of 0-15, scales [N, G] in the stored dtype, and zero
+    points uint8 [N, G]; None: all are 8."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+
+    def values(self) -> Tensor:
+        """The weight that they stand for, fp32 [N, K]."""
+        scales = self.scales.float().repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+        if self.zeros is None:
+            return (self.codes.float() - MIDDLE) * scales
+        zeros = self.zeros.float().repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+        return (self.codes.float() - zeros) * scales
+
+    def split(self, sizes: Sequence[int], names: Iterable[str]) -> dict[str, Codes]:
+        """The rows of several weights, `sizes` of each, by name."""
+        zeros = [None] * len(sizes) if self.zeros is None else self.zeros.split(list(sizes))
+        each = zip(names, self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros)
+        return {name: Codes(codes, scales, z, self.group) for name, codes, scales, z in each}
+
+
+def fit(values: Tensor, importance: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each column of `values` fp32 [n, R], one group each: both fp32 [R].
+
+    They minimise the squared errors, weighted by `importance` [n], over a few ranges.
+    """
+    weighted = values * importance[:, None]
+    best = torch.full_like(values[0], -1.0)
+    scale, zero = torch.ones_like(best), torch.full_like(best, float(MIDDLE))
+    for inverse, zeros in _candidates(values, spec):
+        codes = (values * inverse).round_().add_(zeros).clamp_(0, LEVELS).sub_(zeros)
+        both = (codes * weighted).sum(0)
+        square = (importance @ (codes * codes)).clamp_(min=1e-30)
+        fitted = _stored(both / square, spec)
+        # What the squared error is below that of zeros; the rounded scale is not the best one.
+        gain = fitted * (2 * both - fitted * square)
+        better = gain > best
+        best = torch.where(better, gain, best)
+        scale, zero = torch.where(better, fitted, scale), torch.where(better, zeros, zero)
+    return scale, zero
+
+
+def plain(values: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """The same from the least and the greatest value of each group alone."""
+    inverse, zeros = next(_candidates(values, spec, (0.0,)))
+    return _stored(1 / inverse, spec), zeros
+
+
+def round_to(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Codes of `values` [..., R], as floats 0-15."""
+    return (values / scale).round_().add_(zero).clamp_(0, LEVELS)
+
+
+def round_weight(weight: Tensor, importance: Tensor | None, spec: GridSpec) -> Codes:
+    """`weight` fp32 [N, K], each rounded to the nearest code of its group's fitted grid.
+
+    `importance` [K]: of each input; None: all alike."""
+    num_rows, width = weight.shape
+    if importance is None:
+        importance = torch.ones(width)
+    scales, zeros, codes = [], [], []
+    for start in range(0, width, spec.group):
+        part = weight[:, start : start + spec.group].T.contiguous()
+        scale, zero = fit(part, importance[start : start + spec.group], spec)
+        scales.append(scale)
+        zeros.append(zero)
+        codes.append(round_to(part, scale, zero))
+    return packed(torch.cat(codes), torch.stack(scales), torch.stack(zeros), spec)
+
+
+def packed(codes: Tensor, scales: Tensor, zeros: Tensor, spec: GridSpec) -> Codes:
+    """From codes [K, N], scales and zero points [G, N], all floats."""
+    return Codes(
+        codes.T.to(torch.uint8).contiguous(),
+        scales.T.to(spec.scale_dtype).contiguous(),
+        zeros.T.to(torch.uint8).contiguous() if spec.zero_points else None,
+        spec.group,
+    )
+
+
+def _candidates(
+    values: Tensor, spec: GridSpec, steps: tuple[float, ...] = STEPS
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inverse scales and zero points [R] to try."""
+    low, high = values.amin(0).clamp_(max=0), values.amax(0).clamp_(min=0)
+    flat = high == low
+    if not spec.zero_points:
+        # The scale has the sign with which the largest weight becomes the code -8.
+        extreme = torch.where(high > -low, high, low).masked_fill_(flat, 1.0)
+        middle = torch.full_like(low, float(MIDDLE))
+        for step in steps:
+            yield -(MIDDLE + step / 2) / extreme, middle
+        return
+    width = (high - low).masked_fill_(flat, 1.0)
+    for step in steps:
+        inverse = (LEVELS + step) / width
+        zero = (-low * inverse).round_()
+        for shift in (0.0, -1.0, 1.0) if len(steps) > 1 else (0.0,):
+            yield inverse, (zero + shift).clamp_(0, LEVELS)
+
+
+def _stored(scale: Tensor, spec: GridSpec) -> Tensor:
+    """The scale as the file has it; never 0."""
+    info = torch.finfo(spec.scale_dtype)
+    sign = torch.where(scale < 0, -1.0, 1.0)
+    return (sign * scale.abs().clamp(info.tiny, info.max)).to(spec.scale_dtype).float()

@@ -1,0 +1,32 @@
+"""A checkpoint's tensors in fp32, where some have been replaced: a source for the loader."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.workers.weights.sources import CheckpointWeights
+
+
+class ReplacedWeights:
+    """A WeightSource: `replaced`, by name, stands in for what the checkpoint holds."""
+
+    def __init__(self, source: CheckpointWeights):
+        self.source = source
+        self.replaced: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        found = self.replaced.get(name)
+        return self.source.take(name, *shape) if found is None else found
+
+    def has_linear(self, module: str) -> bool:
+        return self.source.has_linear(module)
+
+    def take_linear(self, module: str, *shape: int) -> Tensor:
+        return self.take(f"{module}.weight", *shape)
+
+    def stored(self, name: str) -> Tensor:
+        """The tensor `name` as it is now, in fp32, of whatever shape the checkpoint has."""
+        return self.take(name, *self.source.tensors[name].shape)
