@@ -131,7 +131,7 @@ def gated_mlp(
     """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
-    `scales` fp32, T for each group of I: for those of that product where `down` takes int8 rows, and
+    `scales` fp32, T for each group of I: for those of that product where `down` takes int8, and
     `x` may have its own there. `active` bool [T, I], for plain weights only: the neurons of each row
     that count; the memory of the others must hold finite numbers, which have no effect.
     """

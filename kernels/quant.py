@@ -189,7 +189,7 @@ def for_plain_rows(quantized: QuantizedWeight) -> QuantizedWeight:
     steps, offsets, scales = quantized.steps, quantized.offsets, quantized.scales
     if steps is None or offsets is None:
         return replace(quantized, weight_only=True)
-    scales, zeros = steps * scales[:, None], -offsets / steps.float()
+    scales, zeros = steps * scales[:, None], -offsets.float() / steps
     return replace(
         quantized, scales=scales, zeros=zeros, steps=None, offsets=None, weight_only=True
     )
