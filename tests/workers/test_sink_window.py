@@ -150,7 +150,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "starved": {"num_blocks": 26, "prefix_cache": False},
     "starved, prefix cache": {"num_blocks": 26, "max_num_batched_tokens": 32, "max_num_seqs": 8},
     "always deferred": {"kv_commit": "deferred", "kv_defer_mode": "always", "ridge_tokens": 4096},
-    "starved, deferred": {"num_blocks": 26, "kv_commit": "deferred", "ridge_tokens": 4096},
+    "starved, deferred": {"num_blocks": 24, "kv_commit": "deferred", "ridge_tokens": 4096},
 }
 
 
