@@ -22,8 +22,8 @@ _AT_ONCE = 1 << 18  # weights: a few arrays of them stay in the cache
 
 
 def search_int4(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`weight` fp32 [N, K], within +-127 of `scales` [N] -> codes uint8 [N, ceil(K / 2)], as
-    `pack_nibbles` has them, steps uint8 [N, G] of 1 to 17, and offsets int8 [N, G].
+    """`weight` fp32 [N, K], within +-127 of `scales` [N] -> codes uint8 [N, K] of 0 to 15,
+    steps uint8 [N, G] of 1 to 17, and offsets int8 [N, G].
 
     NaN counts as 0. On a CPU the native library does it, whose sums may differ in their last bits.
     """
@@ -35,24 +35,19 @@ def search_int4(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Ten
     found = [
         _search_groups(part.reshape(-1, min(group, part.shape[1])))
         for part in (units[:, :whole], units[:, whole:])
-        if part.numel()
-    ] or [_search_groups(units.new_zeros(0, group))]
-    by_row = [[part.reshape(num_rows, -1) if part.numel() else part.new_empty(num_rows, 0)
-               for part in each] for each in found]  # fmt: skip
+        if part.shape[1]
+    ]
+    if not found or not num_rows:
+        nothing = torch.empty(num_rows, 0, dtype=torch.uint8, device=weight.device)
+        return nothing, nothing, nothing.view(torch.int8)
+    by_row = [[part.reshape(num_rows, -1) for part in each] for each in found]
     codes, steps, offsets = (torch.cat(parts, 1) for parts in zip(*by_row, strict=True))
-    return pack_nibbles(codes, fill=0), steps, offsets
-
-
-def pack_nibbles(nibbles: Tensor, fill: int) -> Tensor:
-    """uint8 [N, K] with values 0-15 -> uint8 [N, ceil(K / 2)], the even k in the low nibble."""
-    if nibbles.shape[1] % 2:
-        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=fill)
-    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+    return codes, steps, offsets
 
 
 def _search_natively(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, depth = weight.shape
-    codes = torch.empty(num_rows, -(-depth // 2), dtype=torch.uint8)
+    codes = torch.empty(num_rows, depth, dtype=torch.uint8)
     steps = torch.empty(num_rows, -(-depth // group), dtype=torch.uint8)
     offsets = torch.empty(steps.shape, dtype=torch.int8)
     native.bound.library.pk_search_int4(SEARCH_INT4.pack(

@@ -132,8 +132,8 @@ def gated_mlp(
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
     `scales` fp32, T for each group of I: for those of that product where `down` takes int8, and
-    `x` may have its own there. `active` bool [T, I], for plain weights only: the neurons of each row
-    that count; the memory of the others must hold finite numbers, which have no effect.
+    `x` may have its own there. `active` bool [T, I], for plain weights only: the neurons of each
+    row that count; the memory of the others must hold finite numbers, which have no effect.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)

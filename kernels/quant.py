@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.kernels.int4_search import pack_nibbles, search_int4
+from penstock.kernels.int4_search import search_int4
 
 WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
@@ -244,6 +244,13 @@ def linear_reference(
     return y.to(x.dtype)
 
 
+def pack_nibbles(nibbles: Tensor, fill: int) -> Tensor:
+    """uint8 [N, K] with values 0-15 -> uint8 [N, ceil(K / 2)], the even k in the low nibble."""
+    if nibbles.shape[1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=fill)
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+
+
 def unpack_nibbles(codes: Tensor) -> Tensor:
     """The reverse: uint8 [N, B] -> uint8 [N, 2 * B]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
@@ -274,7 +281,8 @@ def _quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
     if group % 8 or group < 8:
         raise ValueError(f"int4 groups of {group} weights: they are multiples of 8")
     scales = (_row_max(weight) / 127.0).clamp(min=MIN_SCALE)
-    codes, steps, offsets = search_int4(weight, scales, group)
+    nibbles, steps, offsets = search_int4(weight, scales, group)
+    codes = pack_nibbles(nibbles, fill=8)
     return QuantizedWeight("int4", codes, scales, weight.shape[1], group, None, steps, offsets)
 
 

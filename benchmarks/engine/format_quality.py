@@ -79,8 +79,8 @@ def eval_set(model: str, corpus: Path, num_windows: int) -> EvalSet:
 
 
 def figures(name: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, Any]:
-    """Of the model `name`, as the page of results shows them. `judged`: names of weights and KV, and what
-    came of them; the baseline first."""
+    """Of the model `name`, as the page of results shows them. `judged`: names of weights and KV, and
+    what came of them; the baseline first."""
     base = judged[0][2]
     rows: dict[str, dict[str, Any]] = {}
     for weights, kv, each in judged:

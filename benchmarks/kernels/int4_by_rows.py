@@ -92,7 +92,9 @@ def main() -> int:
             kind: {
                 "bits_per_weight": round(8 * each.num_bytes / (num_inputs * num_outputs), 3),
                 "microseconds": {rows: round(best[kind, rows] * 1e6, 1) for rows in args.rows},
-                "ratio": {rows: round(best[kind, rows] / best[BASE, rows], 3) for rows in args.rows},
+                "ratio": {
+                    rows: round(best[kind, rows] / best[BASE, rows], 3) for rows in args.rows
+                },
             }
             for kind, each in packed.items()
         }

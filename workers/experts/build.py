@@ -83,10 +83,10 @@ def build_experts(
 ) -> tuple[RoutedExperts, set[str]]:
     """The experts of the checkpoint in `folder` with a cache, and the names of their tensors.
 
-    `weights` is the format that they are served in, `int8_group` and `int4` as for `load_model`; the
-    model computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too
-    small or a mode that the format does not support, and LoadError if the store's expert file belongs to
-    another checkpoint.
+    `weights` is the format that they are served in, `int8_group` and `int4` as for `load_model`;
+    the model computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too
+    small or a mode that the format does not support, and LoadError if the store's expert file
+    belongs to another checkpoint.
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors, weights, device.type, int4)

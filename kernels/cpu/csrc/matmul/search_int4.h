@@ -1,5 +1,5 @@
 // Rounds a weight to 4-bit codes as kernels/int4_search.py defines it (sums may differ in their last
-// bits), 2 W rows at a time: a lane is a row.
+// bits), W rows at a time: a lane is a row.
 
 #pragma once
 
@@ -13,7 +13,7 @@ struct Int4SearchArgs {
     const float* weight;  // [rows][stride]
     int64_t stride;
     const float* scales;  // [rows]: a weight divided by it is within +-127
-    uint8_t *codes, *steps, *offsets;  // [rows][depth / 2, rounded up], [rows][groups], the same
+    uint8_t *codes, *steps, *offsets;  // [rows][depth], [rows][groups], the same
     int64_t rows, depth, group, threads;
 };
 LAYOUT(Int4SearchArgs,
@@ -67,7 +67,7 @@ INLINE Int4Lattice search_int4(const float* y, int64_t count) {
 }
 
 INLINE void search_int4(const Int4SearchArgs& a) {
-    const int64_t groups = (a.depth + a.group - 1) / a.group, code_bytes = (a.depth + 1) / 2;
+    const int64_t groups = (a.depth + a.group - 1) / a.group;
 #pragma omp parallel for num_threads((int)a.threads) schedule(static)
     for (int64_t first = 0; first < a.rows; first += W) {
         static thread_local std::vector<float> own;
@@ -87,12 +87,8 @@ INLINE void search_int4(const Int4SearchArgs& a) {
             const Int4Lattice best = search_int4(y, count);
             for (int64_t k = 0; k < count; ++k) store(y + k * W, best.code(load(y + k * W)));
             for (int64_t r = 0; r < rows; ++r) {
-                uint8_t* to = a.codes + (first + r) * code_bytes;
-                for (int64_t k = 0; k < count; ++k) {
-                    const int64_t at = start + k;
-                    const uint8_t code = (uint8_t)y[k * W + r];
-                    to[at / 2] = at % 2 ? to[at / 2] | code << 4 : code;
-                }
+                uint8_t* to = a.codes + (first + r) * a.depth + start;
+                for (int64_t k = 0; k < count; ++k) to[k] = (uint8_t)y[k * W + r];
                 a.steps[(first + r) * groups + g] = (uint8_t)best.step[r];
                 a.offsets[(first + r) * groups + g] = (uint8_t)(int)best.offset[r];
             }
