@@ -2,8 +2,8 @@
 
 A row has one scale, as an int8 weight has; within a group, 4-bit codes stand for the int8 codes
 step * code + offset, evenly spaced. Steps and offsets are tried out, and those of the least squared
-error kept: all steps that cut the range of a group a little narrower or not at all, each with the
-offset that its codes ask for.
+error kept: all steps that cut the range of a group a little narrower or not at all, each from several
+offsets (what is cut may be the low end, the high end or both), moved to where their codes ask for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kernels.cpu.arguments import SEARCH_INT4
 TOP_STEP = 17  # 15 * 17 = 255: the least and the largest int8 code
 _TOP = 15
 _NARROWEST = 0.8  # of the step that spans a group's range; narrower ones do not win
-_STEPS, _ROUNDS = 5, 3  # that are tried, and how often each adjusts its offset
+_STEPS, _STARTS, _ROUNDS = 5, 5, 3  # that are tried, offsets of each, and how often they are moved
 _AT_ONCE = 1 << 18  # weights: a few arrays of them stay in the cache
 
 
@@ -80,16 +80,18 @@ def _searched(y: Tensor) -> tuple[Tensor, Tensor]:
     least = torch.full_like(low, torch.inf)
     for more in range(_STEPS):
         step = (first + more).clamp(1, TOP_STEP)
-        offset = ((low + high - _TOP * step) / 2).round()
-        for _ in range(_ROUNDS):
-            offset = torch.minimum(offset.clamp(min=-128), 127 - _TOP * step)
-            errors = y - (_nearest(y, step, offset).mul_(step).add_(offset))
-            error = errors.square().sum(0)
-            better = error < least
-            least = torch.where(better, error, least)
-            best_step = torch.where(better, step, best_step)
-            best_offset = torch.where(better, offset, best_offset)
-            offset = offset + errors.mean(0).round()
+        cut = high - low - _TOP * step
+        for start in range(_STARTS):
+            offset = (low + cut * (start / (_STARTS - 1))).round()
+            for _ in range(_ROUNDS):
+                offset = torch.minimum(offset.clamp(min=-128), 127 - _TOP * step)
+                errors = y - (_nearest(y, step, offset).mul_(step).add_(offset))
+                error = errors.square().sum(0)
+                better = error < least
+                least = torch.where(better, error, least)
+                best_step = torch.where(better, step, best_step)
+                best_offset = torch.where(better, offset, best_offset)
+                offset = offset + errors.mean(0).round()
     return best_step, best_offset
 
 

@@ -33,7 +33,7 @@ struct Int4Lattice {
 // The best of W groups of `count` weights, y[count][W].
 INLINE Int4Lattice search_int4(const float* y, int64_t count) {
     constexpr float NARROWEST = 0.8f;
-    constexpr int STEPS = 5, ROUNDS = 3;
+    constexpr int STEPS = 5, STARTS = 5, ROUNDS = 3;
     vf low = load(y), high = low;
     for (int64_t k = 1; k < count; ++k) {
         low = vmin(low, load(y + k * W));
@@ -43,10 +43,11 @@ INLINE Int4Lattice search_int4(const float* y, int64_t count) {
     const vf first = near - select((vi)(near > narrow), splat(1.0f), vf{});
     Int4Lattice best = {splat(1.0f), vf{}};
     vf least = splat(std::numeric_limits<float>::infinity());
-    for (int more = 0; more < STEPS; ++more) {
+    for (int attempt = 0; attempt < STEPS * STARTS; ++attempt) {
         Int4Lattice tried;
-        tried.step = vmin(splat(17.0f), vmax(splat(1.0f), first + (float)more));
-        tried.offset = rounded((low + high - 15.0f * tried.step) / 2.0f);
+        tried.step = vmin(splat(17.0f), vmax(splat(1.0f), first + (float)(attempt / STARTS)));
+        const vf cut = high - low - 15.0f * tried.step;
+        tried.offset = rounded(low + cut * ((float)(attempt % STARTS) / (STARTS - 1)));
         for (int round = 0; round < ROUNDS; ++round) {
             tried.offset = vmin(127.0f - 15.0f * tried.step, vmax(splat(-128.0f), tried.offset));
             vf error = {}, sum = {};
