@@ -35,6 +35,19 @@ INLINE vi load_bytes(const uint8_t* p) {
 #endif
 }
 
+// The low byte of each lane in its four places, or (`ALTERNATE`) in the first and the third: one
+// instruction, where a multiplication would take two.
+template <bool ALTERNATE>
+INLINE vi spread(vi bytes) {
+#if defined(__AVX512BW__)
+    const __m512i places = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0C0C0C0C));
+    const __mmask64 taken = ALTERNATE ? 0x5555555555555555 : ~0ull;
+    return (vi)_mm512_maskz_shuffle_epi8(taken, (__m512i)bytes, places);
+#else
+    return bytes * (ALTERNATE ? 0x00010001 : 0x01010101);
+#endif
+}
+
 // How the nibbles of one group of a panel are opened to bytes, 128 more than the int8 codes.
 struct Int4Opener {
     vu16 steps[2];
@@ -43,8 +56,8 @@ struct Int4Opener {
     // of the panel, and of its groups
     INLINE Int4Opener(const uint8_t* step, const uint8_t* offset) {
         UNROLL for (int n = 0; n < 2; ++n) {
-            steps[n] = (vu16)(load_bytes(step + n * W) * 0x00010001);
-            offsets[n] = (vu8)(load_bytes(offset + n * W) * 0x01010101);
+            steps[n] = (vu16)spread<true>(load_bytes(step + n * W));
+            offsets[n] = (vu8)spread<false>(load_bytes(offset + n * W));
         }
     }
     // codes[0 or 1][n]: the first four inputs of a word, or the last.
