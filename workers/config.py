@@ -78,7 +78,7 @@ class ModelOptions:
         "(docs/guide/quantisation.md)",
     )
     int4_group: Int4Group = option(
-        "32",
+        "16",
         "with int4 weights quantised while loading, inputs of a linear layer that share a step and "
         "an offset; fewer lose less quality and take more memory: 5 bits a weight with 16, 4.5 "
         "with 32, 4.25 with 64 (docs/guide/quantisation.md)",

@@ -60,7 +60,7 @@ class Int4Options:
     `activations` of int4 weights, stored ones too: rounded to int8 in groups, or plain: as they
     are."""
 
-    group: int = 32  # as kernels.quant.INT4_STEP_GROUP
+    group: int = 16  # as kernels.quant.INT4_STEP_GROUP
     activations: Int4Activations = "int8"
 
 

@@ -44,10 +44,10 @@ MODELS = ("builtin", "builtin-moe")
 BASELINE = "fp32"
 WEIGHTS = (BASELINE, "bf16", "int8", "fp8", "int4", "nf4")
 # The recipe's two switches: without attention's output projections, and with the head; int8 with
-# other groups than 64, or one scale a row; int4 in other groups than 32, or with plain activations.
+# other groups than 64, or one scale a row; int4 in other groups than 16, or with plain activations.
 VARIANTS = (
     *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head"),
-    *("int8-32", "int8-128", "int8-row", "int4-16", "int4-64", "int4-128", "int4-plain"),
+    *("int8-32", "int8-128", "int8-row", "int4-32", "int4-64", "int4-128", "int4-plain"),
 )
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
 WINDOW = 1024  # tokens that are scored, after the first

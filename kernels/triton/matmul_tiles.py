@@ -17,7 +17,7 @@ GpuFormat = CodeFormat | Literal["plain", "int4_steps"]
 
 WEIGHT_BYTES: dict[GpuFormat, float] = {
     "plain": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
-    "int8g": 1.0 + 4 / 32, "int4_steps": 0.5 + 2 / 32,
+    "int8g": 1.0 + 4 / 32, "int4_steps": 0.5 + 2 / 16,
 }  # fmt: skip
 # The cost of a multiply-add relative to 16 bits: weight-only formats are multiplied as 16 bits.
 OPERATIONS: dict[GpuFormat, float] = {

@@ -70,7 +70,7 @@ class Combination:
 
     weights: WeightFormat = "auto"
     int8_group: Int8Group = "64"
-    int4_group: Int4Group = "32"
+    int4_group: Int4Group = "16"
     int4_activations: Int4Activations = "int8"
     quantize_o: bool = True
     quantize_lm_head: bool = False

@@ -120,7 +120,7 @@ def make_weight(
     weight[0, : min(128, num_inputs)] = 0
     weight[1, 0] = 100.0
     kind, _, more = format.partition(" ")
-    group = {"16": 16, "64": 64, "128": 128}.get(more, quant.INT4_STEP_GROUP)
+    group = {"32": 32, "64": 64, "128": 128}.get(more, quant.INT4_STEP_GROUP)
     made = quant.quantize_weight(
         weight, cast(WeightFormat, kind), group, symmetric=more in ("scales", "zeros")
     )
@@ -150,7 +150,7 @@ LINEARS = [
     ("int4", FP32, 3, 70, 129, 1),
     ("int4", HALF, 257, 20, 384, 1),
     ("int4", FP32, 1, 33, 300, 2),
-    ("int4 16", HALF, 17, 33, 100, 1),
+    ("int4 32", HALF, 17, 33, 100, 1),
     ("int4 64", HALF, 1, 70, 40, 1),
     ("int4 128", FP32, 3, 20, 400, 3),
     ("int4 scales", FP32, 3, 70, 129, 1),
