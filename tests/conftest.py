@@ -62,39 +62,10 @@ RAY_FILES = {
     )
 }
 
-# Tests that start, stop and kill processes have time limits, which a machine that others use, too,
-# may miss. They run once more if they fail; the summary names those that did. No other test does.
-RERUN_FILES = RAY_FILES | {
-    ROOT / "deployments" / each
-    for each in (
-        "batch/test_executor.py",
-        "batch/test_kills.py",
-        "batch/test_lease.py",
-        "gate/test_drain.py",
-        "gate/test_with_workers.py",
-        "ingress/dispatch/test_continued_requests.py",
-        "ingress/dispatch/test_drain.py",
-        "ingress/dispatch/test_local_queue.py",
-        "ingress/dispatch/test_partitions.py",
-        "ingress/dispatch/test_pool.py",
-        "ingress/dispatch/test_slow_streams.py",
-        "ingress/dispatch/test_store_away.py",
-        "ingress/http/test_console.py",
-        "ingress/journal/test_background.py",
-        "ingress/journal/test_background_kills.py",
-        "ingress/journal/test_kills.py",
-        "ingress/journal/test_responses.py",
-        "ingress/test_continuation.py",
-        "ingress/test_longest_wait.py",
-        "ingress/test_replica.py",
-        "ingress/core/bounds/test_slow_readers.py",
-        "state/test_redis_faults.py",
-    )
-}
-RERUN_FILES |= {
-    ROOT / "benchmarks" / "faults" / each
-    for each in ("test_cluster.py", "test_random_kills.py", "test_table.py")
-}
+# Tests of processes, connections and deadlines have time limits, which a machine that others use,
+# too, may miss. They run once more if they fail; the summary names those that did. Tests of kernels
+# and of the engine have none, and run once.
+RERUN_FOLDERS = (ROOT / "deployments", ROOT / "benchmarks", ROOT / "clients")
 
 
 GIVES_WAY = 5
@@ -104,7 +75,7 @@ _gives_way = False
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in RAY_FILES)
     for item in items:
-        if item.path in RERUN_FILES:
+        if any(folder in item.path.parents for folder in RERUN_FOLDERS):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 

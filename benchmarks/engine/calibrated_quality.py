@@ -9,7 +9,7 @@ are opened into fp32, so that only they differ from the fp32 run; errors are of 
 By default the model is SmolLM2-135M's GGUF file moved off its own grid (common/off_grid.py).
 
 A recipe is a method, and after colons what differs from the defaults: `gptq:g128:sym:act`; `t4096`:
-calibration tokens; `b5.2`: with 8-bit layers up to so many bits a weight.
+calibration tokens; `b5.2`: with 8-bit layers, up to 5.2 bits a weight.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _prepared(args: argparse.Namespace, work: Path) -> tuple[Path, Path, Sequenc
     text = work / "text.txt"
     text.write_text(calibration_text(args.corpus), encoding="utf-8")
     tokenizer = Tokenizer.load(model)
-    begin = tokenizer.encode("")
+    begin = tokenizer.prefix_ids
     ids = [tokenizer.encode(book, add_special_tokens=False) for book in books(args.corpus)]
     return model, text, cut_windows(ids, args.windows, len(begin) + WINDOW + 1, begin)
 

@@ -75,7 +75,7 @@ def eval_set(model: str, corpus: Path, num_windows: int) -> EvalSet:
     """Windows of held-out books, after what the model's tokenizer puts before a text."""
     tokenizer = Tokenizer.load(resolve_model(model))
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in books(corpus)]
-    return EvalSet(cut_windows(ids, num_windows, WINDOW + 1, tokenizer.encode("")))
+    return EvalSet(cut_windows(ids, num_windows, WINDOW + 1, tokenizer.prefix_ids))
 
 
 def figures(name: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, Any]:

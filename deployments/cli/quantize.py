@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
+from penstock.deployments.cli.flags.engine import add_quantized_layers
 from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.hub import resolve_model
@@ -65,18 +66,7 @@ def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> Non
     quantize.add_argument(
         "--out", metavar="DIR", help="a new folder (default: the model's name and the format, here)"
     )
-    quantize.add_argument(
-        "--quantize-o",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="attention's output projections too (default: yes)",
-    )
-    quantize.add_argument(
-        "--quantize-lm-head",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the head too (default: no)",
-    )
+    add_quantized_layers(quantize)
     quantize.add_argument("--no-progress", action="store_true", help="no progress bar")
     _add_calibration(quantize)
     quantize.set_defaults(run=run)

@@ -37,9 +37,7 @@ def read_windows(
             f"--calibrate: {file} has {len(ids)} tokens; at least {least} are needed, and "
             f"{num_tokens} are used if there are as many"
         )
-    whole = tokenizer.encode(text[:1])
-    begin = whole[: whole.index(tokenizer.encode(text[:1], add_special_tokens=False)[0])]
-    return windows_of(ids, num_tokens, context, begin)
+    return windows_of(ids, num_tokens, context, tokenizer.prefix_ids)
 
 
 def windows_of(

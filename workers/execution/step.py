@@ -62,7 +62,7 @@ class PromptLogits:
     """What the model says of prompt tokens [start + 1, start + 1 + R) of one request.
 
     `hidden` [R, hidden] in the model's dtype and `logits` fp32 [R, vocab] are memory of the step:
-    whoever keeps them, copies them. A preempted prompt is computed, and seen, once more.
+    a function that keeps them copies them. A preempted prompt is computed, and seen, once more.
     """
 
     request_id: str

@@ -122,6 +122,13 @@ class Tokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
+    @cached_property
+    def prefix_ids(self) -> list[int]:
+        """The special tokens that `encode` puts before a text."""
+        first = self.encode("a", add_special_tokens=False)[0]
+        whole = self.encode("a")
+        return whole[: whole.index(first)]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; an unknown id has none."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -45,7 +45,7 @@ def run_eval(args: argparse.Namespace) -> int:
     folder = resolve_model(args.model, args.revision, args.download_dir)
     tokenizer = Tokenizer.load(folder)
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts.values()]
-    prefix = tokenizer.encode("")
+    prefix = tokenizer.prefix_ids
     eval_set = eval_set_of(args, ids, prefix)
     check_all(config, folder, [baseline, *others], eval_set.window_tokens)
     files = [

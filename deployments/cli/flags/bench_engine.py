@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
+from penstock.deployments.cli.flags.engine import add_batched_tokens, add_compute
 from penstock.deployments.cli.flags.types import positive, positive_int
 from penstock.workers.config import WEIGHTS
 
@@ -177,12 +178,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_step_flags(group: Any) -> None:
-    group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)"
-    )
-    group.add_argument(
-        "--threads", type=positive_int, metavar="N", help="CPU threads (default: all cores)"
-    )
+    add_compute(group)
     group.add_argument(
         "--max-num-seqs",
         type=positive_int,
@@ -190,10 +186,4 @@ def _add_step_flags(group: Any) -> None:
         metavar="N",
         help="maximum sequences in one step (default: 64)",
     )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=positive_int,
-        default=2048,
-        metavar="N",
-        help="maximum tokens of one step (default: 2048)",
-    )
+    add_batched_tokens(group)

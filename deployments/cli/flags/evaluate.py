@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from penstock.deployments.cli.flags.commands import add_command
+from penstock.deployments.cli.flags.engine import (
+    add_batched_tokens,
+    add_compute,
+    add_quantized_layers,
+)
 from penstock.deployments.cli.flags.types import list_of, non_negative_int, positive, positive_int
 from penstock.workers.config import WEIGHTS, Int8Group, KvFormat, KvGroup
 
@@ -118,18 +123,7 @@ def _add_combinations(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="full, or sink windows as SINKS+WINDOW or SINKS+WINDOW/ROLL in tokens (default: full)",
     )
-    group.add_argument(
-        "--quantize-o",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="quantise attention's output projections too (default: yes)",
-    )
-    group.add_argument(
-        "--quantize-lm-head",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="quantise the LM head too (default: no)",
-    )
+    add_quantized_layers(group)
     group.add_argument(
         "--activations",
         choices=("auto", "fp32", "bf16"),
@@ -150,19 +144,8 @@ def _add_list(
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)"
-    )
-    group.add_argument(
-        "--threads", type=positive_int, metavar="N", help="CPU threads (default: all cores)"
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=positive_int,
-        default=2048,
-        metavar="N",
-        help="maximum tokens of one step (default: 2048)",
-    )
+    add_compute(group)
+    add_batched_tokens(group)
     group.add_argument(
         "--kv-cache-gb", type=positive, metavar="X", help="GiB for the KV cache and activations"
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
+from penstock.deployments.cli.flags.engine import add_quantized_layers
 from penstock.deployments.cli.flags.types import non_negative, positive_int
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.planning.hardware import DEVICES
@@ -103,18 +104,7 @@ def _add_machine_flags(plan: argparse.ArgumentParser) -> None:
         help="head dimensions that share a scale in int8 and fp8 KV, or head; 0: no scales; "
         f"auto, as the engine: {DEFAULT_KV_GROUP}, or the head where that does not divide it",
     )
-    group.add_argument(
-        "--quantize-o",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="apply --weights to the attention output projections too (default: yes)",
-    )
-    group.add_argument(
-        "--quantize-lm-head",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="apply --weights to the LM head too (default: no)",
-    )
+    add_quantized_layers(group)
     group.add_argument(
         "--max-num-batched-tokens",
         type=positive_int,

@@ -26,28 +26,39 @@ Context: TypeAlias = grpc.aio.ServicerContext
 class Named:
     """A call whose request id is being sent to the client while the call is prepared.
 
-    Nothing else may be sent before `id_sent` has returned. `is_resumable`: the stream may be
-    continued, as far as is known before it begins. `trace`: of the call; None: it is not traced.
+    Nothing else may be sent before `id_sent` has returned. `waits`: the id is sent by `send_id`,
+    once it is known whether the stream can be continued. `trace`: of the call; None: it is not
+    traced.
     """
 
-    def __init__(
-        self, context: Context, *, is_resumable: bool = False, trace: RequestTrace | None = None
-    ):
+    def __init__(self, context: Context, *, waits: bool = False, trace: RequestTrace | None = None):
         self.request_id = new_request_id()
         self.trace = trace
-        metadata = [("x-request-id", self.request_id)]
-        if is_resumable:
-            metadata.append(("x-penstock-resumable", "1"))
-        if trace is not None:
-            metadata.append(("traceresponse", trace.response))
-        self._sending = asyncio.ensure_future(context.send_initial_metadata(metadata))
+        self._context = context
+        self._sending: asyncio.Future[None] | None = None
+        if not waits:
+            self.send_id()
+
+    def send_id(self, *, is_resumable: bool = False) -> asyncio.Future[None]:
+        """Begin to send the id, unless that has begun. `is_resumable`: the stream has a journal,
+        from which any ingress can continue it."""
+        if self._sending is None:
+            metadata = [("x-request-id", self.request_id)]
+            if is_resumable:
+                metadata.append(("x-penstock-resumable", "1"))
+            if self.trace is not None:
+                metadata.append(("traceresponse", self.trace.response))
+            sending = self._context.send_initial_metadata(metadata)
+            self._sending = asyncio.ensure_future(sending)
+        return self._sending
 
     async def id_sent(self) -> None:
-        await self._sending
+        await self.send_id()
 
     async def close(self) -> None:
-        self._sending.cancel()
-        await asyncio.gather(self._sending, return_exceptions=True)
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -55,14 +66,14 @@ async def answering(
     context: Context,
     num_errors_returned: Counter[str],
     *,
-    is_resumable: bool = False,
+    waits: bool = False,
     trace: RequestTrace | None = None,
 ) -> AsyncIterator[Named]:
-    """Send the request id at once; if the call fails, end it with a status and count its code.
+    """Send the request id; if the call fails, end it with a status and count its code.
 
-    `trace`: of the call, which ends here.
+    `waits`: not at once, see `Named`. `trace`: of the call, which ends here.
     """
-    named = Named(context, is_resumable=is_resumable, trace=trace)
+    named = Named(context, waits=waits, trace=trace)
     status = "CANCELLED"  # unless it comes to an end
     try:
         yield named

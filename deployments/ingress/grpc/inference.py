@@ -149,9 +149,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         journals = self._journals
         trace = begin_trace(self._core.tracer, context, method.name)
-        async with answering(
-            context, self._errors, is_resumable=journals is not None, trace=trace
-        ) as named:
+        waits = journals is not None
+        async with answering(context, self._errors, waits=waits, trace=trace) as named:
             about = context_of(
                 context,
                 self._keys,
@@ -172,6 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             journal = journals.journal_for(about, method.name, request.SerializeToString())
             generations = await self._prepared(request, replace(about, seed=journal.head.seed))
             await journals.begin(journal)
+            named.send_id(is_resumable=journal.is_kept)
             kept = journal if journal.is_kept else None
             await self._answer(request, generations, context, named, method.answer, kept)
 
@@ -198,6 +198,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             context.set_trailing_metadata((("idempotent-replayed", "true"),))
             await self._continue(journals, new, (), about, context, named, method)
             return
+        named.send_id(is_resumable=True)
         try:
             await self._answer(request, new.prepared, context, named, method.answer, new.journal)
         finally:
@@ -208,7 +209,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """`name`: of the method that resumes a stream of `method`."""
         trace = begin_trace(self._core.tracer, context, f"{SERVICE}/{name}")
-        async with answering(context, self._errors, is_resumable=True, trace=trace) as named:
+        async with answering(context, self._errors, waits=True, trace=trace) as named:
             if self._journals is None:
                 raise ServiceError("no_journal")
             about = context_of(context, self._keys, asked.request_id, "", "request_id", trace=trace)
@@ -232,6 +233,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if head.route != method.name:
             raise RequestError(f"this stream is one of {head.route}", param="request_id")
         journal = await journals.resume(call_id, head, received)
+        named.send_id(is_resumable=True)
         request = method.request.FromString(head.body)
         about = replace(
             about,

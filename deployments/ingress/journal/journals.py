@@ -51,7 +51,8 @@ log = logging.getLogger("penstock.journal")
 
 FLUSH_S = 0.25
 TTL_S = 600.0  # after the last record
-BEGIN_BUDGET_S = 0.25  # longest that the first token waits for the store
+BEGIN_BUDGET_S = 1.0  # longest that the first token waits for the store
+DOWN_BUDGET_S = 0.25  # the same, while the store takes nothing
 RESUME_BUDGET_S = 2.0
 FLUSH_BUDGET_S = 1.0
 MAX_UNSENT_BYTES = 8 << 20  # of all journals; while the store is down, journals above it end
@@ -126,11 +127,12 @@ class Journals:
                 0,
                 [head_bytes(journal.head)],
                 ttl_s=journal.head.ttl_s,
-                budget_s=BEGIN_BUDGET_S,
+                budget_s=DOWN_BUDGET_S if self._is_complaining else BEGIN_BUDGET_S,
             )
         except (StateError, ValueError) as error:  # ValueError: the body is too large for it
             self._complain(error)
         else:
+            self._is_complaining = False
             journal.is_kept = True
             self.counts.begun += 1
 

@@ -174,7 +174,9 @@ def test_lines_that_wait_are_raised_when_the_deadline_is_at_risk(files, monkeypa
     target = StarvedTarget()
     settings = {"deadline_s": time.monotonic() + 20, "max_in_flight": 8}
     assert run(files, target, **settings) is None
-    assert target.num_starved == 8  # those in flight when it was found out
+    # Those in flight when the risk was found out; on a slow machine it is found out anew after
+    # priorities were lowered again.
+    assert 8 <= target.num_starved < NUM_LINES
     ids = ids_of(files.output)
     assert ids["request 2"] == [seed_of(5, 3)]
     assert len(ids) == NUM_LINES

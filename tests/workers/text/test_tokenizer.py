@@ -61,6 +61,42 @@ def test_encode_and_decode_equal_transformers(both, add_special_tokens):
             )
 
 
+def test_the_prefix_is_what_stands_before_a_text(both):
+    """Not what some tokenizers put behind it."""
+    ours, theirs = both
+    for text in ("The water falls.", "x"):
+        plain = theirs.encode(text, add_special_tokens=False)
+        whole = theirs.encode(text)
+        assert whole[: len(ours.prefix_ids) + len(plain)] == ours.prefix_ids + plain
+
+
+def test_a_token_behind_a_text_is_no_prefix(tmp_path):
+    folder = shutil.copytree(resolve_model("builtin"), tmp_path / "model")
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    special = stored["added_tokens"]
+    first, last = special[0], special[1]
+    stored["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": first["content"], "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": last["content"], "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            each["content"]: {
+                "id": each["content"], "ids": [each["id"]], "tokens": [each["content"]]
+            }
+            for each in (first, last)
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps(stored))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("water")[-1] == last["id"]
+    assert tokenizer.prefix_ids == [first["id"]]
+
+
 def test_special_tokens_equal_transformers(both):
     ours, theirs = both
     assert ours.bos_token_id == theirs.bos_token_id

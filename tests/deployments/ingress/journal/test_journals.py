@@ -27,6 +27,7 @@ from penstock.deployments.ingress.journal.received import (
     parse_event_id,
 )
 from penstock.protos.penstock.v1 import inference_pb2 as pb
+from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.request import Delta, FinishReason, RequestError
 from tests.deployments.ingress.journal.test_resume import (
     CHAT,
@@ -167,6 +168,7 @@ def test_without_an_answer_of_the_store_streams_go_on_and_promises_are_refused(
     redis = RedisServer(tmp_path).start()
     url = f"redis://127.0.0.1:{redis.port}/0"
     with Serving(backend, state_url=url) as serving, http_of(serving, None) as http:
+        assert _grpc_says_resumable(serving)
         with http.stream("POST", COMPLETIONS, json={**BODY, "stream": True}) as response:
             call_id, lines = response.headers["x-request-id"], response.iter_lines()
             events_of(lines, 2)
@@ -177,6 +179,7 @@ def test_without_an_answer_of_the_store_streams_go_on_and_promises_are_refused(
             assert response.headers["x-penstock-resumable"] == "0"
             bodies, ids = events_of(response.iter_lines())
             assert bodies[-1] == "[DONE]" and not any(ids)
+        assert not _grpc_says_resumable(serving)
         assert http.post(COMPLETIONS, json=BODY).status_code == 200
         for answer in (
             http.get(f"/v1/penstock/streams/{call_id}"),
@@ -193,6 +196,18 @@ def test_without_an_answer_of_the_store_streams_go_on_and_promises_are_refused(
 
         eventually(is_resumable, 20)
     redis.kill()
+
+
+def _grpc_says_resumable(serving: Serving) -> bool:
+    """Of a stream that begins now."""
+    with grpc.insecure_channel(serving.grpc_target) as channel:
+        sampling = pb.SamplingParams(max_tokens=2, ignore_eos=True)
+        request = pb.GenerateRequest(text="a", sampling=sampling)
+        stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        metadata = dict(stream.initial_metadata())
+        answers = list(stream)
+        assert answers[0].request_id == metadata["x-request-id"]
+        return metadata.get("x-penstock-resumable") == "1"
 
 
 def test_the_same_key_gives_the_same_answer(two: tuple[Serving, Serving]) -> None:
