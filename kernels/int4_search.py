@@ -2,17 +2,15 @@
 
 A row has one scale, as an int8 weight has; within a group, 4-bit codes stand for the int8 codes
 step * code + offset, evenly spaced. Steps and offsets are tried out, and those of the least squared
-error kept: all steps that cut the range of a group a little narrower or not at all, each from several
-offsets (what is cut may be the low end, the high end or both), moved to where their codes ask for.
+error kept: all steps that cut the range of a group a little narrower or not at all, each from
+several offsets (what is cut may be the low end, the high end or both), moved to where their codes
+ask for. `kernels/cpu/int4_search.py` is the same in the native library.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from penstock.kernels.cpu import native
-from penstock.kernels.cpu.arguments import SEARCH_INT4
 
 TOP_STEP = 17  # 15 * 17 = 255: the least and the largest int8 code
 _TOP = 15
@@ -25,11 +23,9 @@ def search_int4(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Ten
     """`weight` fp32 [N, K], within +-127 of `scales` [N] -> codes uint8 [N, K] of 0 to 15,
     steps uint8 [N, G] of 1 to 17, and offsets int8 [N, G].
 
-    NaN counts as 0. On a CPU the native library does it, whose sums may differ in their last bits.
+    NaN counts as 0.
     """
     num_rows, depth = weight.shape
-    if weight.is_cpu and native.bound.library is not None:
-        return _search_natively(weight.contiguous(), scales.contiguous(), group)
     units = (weight / scales[:, None]).nan_to_num(0.0)
     whole = depth // group * group  # a short last group has sums of its own
     found = [
@@ -42,18 +38,6 @@ def search_int4(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Ten
         return nothing, nothing, nothing.view(torch.int8)
     by_row = [[part.reshape(num_rows, -1) for part in each] for each in found]
     codes, steps, offsets = (torch.cat(parts, 1) for parts in zip(*by_row, strict=True))
-    return codes, steps, offsets
-
-
-def _search_natively(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, depth = weight.shape
-    codes = torch.empty(num_rows, depth, dtype=torch.uint8)
-    steps = torch.empty(num_rows, -(-depth // group), dtype=torch.uint8)
-    offsets = torch.empty(steps.shape, dtype=torch.int8)
-    native.bound.library.pk_search_int4(SEARCH_INT4.pack(
-        weight.data_ptr(), weight.stride(0), scales.data_ptr(), codes.data_ptr(), steps.data_ptr(),
-        offsets.data_ptr(), num_rows, depth, group, torch.get_num_threads(),
-    ))  # fmt: skip
     return codes, steps, offsets
 
 

@@ -9,6 +9,7 @@ NF4 is Dettmers et al. 2023 (QLoRA), appendix E; FP8 is E4M3, scaled to its larg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +21,7 @@ from penstock.kernels.int4_search import search_int4
 WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
 # int8g: 8-bit codes with scales of groups. Only files hold it; nothing here rounds a weight to it.
+Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]  # as search_int4
 CodeFormat = WeightFormat | Literal["int8g"]
 INT8_GROUP = 64  # activations that share a scale before an int8 weight
 INT4_GROUP = 128  # of checkpoints in int4 as they are written: one scale, no zero point
@@ -136,13 +138,18 @@ def num_groups(depth: int, group: int | None) -> int:
 
 
 def quantize_weight(
-    weight: Tensor, format: WeightFormat, group: int = INT4_STEP_GROUP, *, symmetric: bool = False
+    weight: Tensor,
+    format: WeightFormat,
+    group: int = INT4_STEP_GROUP,
+    *,
+    symmetric: bool = False,
+    search: Search = search_int4,
 ) -> QuantizedWeight:
     """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration.
 
-    `group`: of int4, a multiple of 8. Its steps and offsets are those of the least squared error;
-    `symmetric`: as checkpoints hold it instead, in groups of any size with a scale each, that of
-    the largest weight. Raises ValueError for a group that does not fit.
+    `group`: of int4, a multiple of 8. Its steps and offsets are those of the least squared error
+    that `search` finds; `symmetric`: as checkpoints hold it instead, in groups of any size with a
+    scale each, that of the largest weight. Raises ValueError for a group that does not fit.
     """
     wide = weight.float()
     if format == "int8":
@@ -152,7 +159,9 @@ def quantize_weight(
         codes, scales = quantize_rows_fp8(wide)
         return QuantizedWeight("fp8", codes, scales, weight.shape[1])
     if format == "int4":
-        return _quantize_symmetric(wide, group) if symmetric else _quantize_int4(wide, group)
+        if symmetric:
+            return _quantize_symmetric(wide, group)
+        return _quantize_int4(wide, group, search)
     return _quantize_nf4(wide)
 
 
@@ -277,11 +286,11 @@ def dequantize_kv(codes: Tensor, scales: Tensor) -> Tensor:
     return (groups * scales.float()[..., None]).flatten(-2)
 
 
-def _quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
+def _quantize_int4(weight: Tensor, group: int, search: Search) -> QuantizedWeight:
     if group % 8 or group < 8:
         raise ValueError(f"int4 groups of {group} weights: they are multiples of 8")
     scales = (_row_max(weight) / 127.0).clamp(min=MIN_SCALE)
-    nibbles, steps, offsets = search_int4(weight, scales, group)
+    nibbles, steps, offsets = search(weight, scales, group)
     codes = pack_nibbles(nibbles, fill=8)
     return QuantizedWeight("int4", codes, scales, weight.shape[1], group, None, steps, offsets)
 

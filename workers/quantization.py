@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.int4 import INT4, Int4Options
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
-Int4Activations = Literal["int8", "plain"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
 StoredFormat = QuantizedFormat | Literal["int8g"]  # int8g: 8-bit codes in groups, of GGUF files
 METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
@@ -55,19 +55,6 @@ class StoredScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Options:
-    """`group`: inputs of int4 weights, rounded at load, that share a step and an offset.
-    `activations` of int4 weights, stored ones too: rounded to int8 in groups, or plain: as they
-    are."""
-
-    group: int = 16  # as kernels.quant.INT4_STEP_GROUP
-    activations: Int4Activations = "int8"
-
-
-INT4 = Int4Options()
-
-
-@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Which weights are quantised at load, and how. `format` None: none.
 
@@ -79,7 +66,7 @@ class WeightPlan:
     quantize_o: bool = True
     quantize_lm_head: bool = False
     int8_group: int | None = 64  # as kernels.quant.INT8_GROUP
-    int4: Int4Options = Int4Options()
+    int4: Int4Options = INT4
 
     def of_o(self) -> QuantizedFormat | None:
         """The format of attention's output projections."""

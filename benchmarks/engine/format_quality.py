@@ -6,8 +6,8 @@
 
 Windows of held-out books go through the production engine as prompts; all formats see the same
 tokens. Activations are fp32 wherever weights are not bf16. A model may be a folder; --name says in
-the figures what it is. Result files before `penstock eval` have
-standard errors over tokens; newer ones, over windows.
+the figures what it is. Result files before `penstock eval` have standard errors over tokens; newer
+ones, over windows.
 
 KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head).
 """
@@ -26,7 +26,6 @@ from benchmarks.common import record
 from benchmarks.engine.gguf_quality import books
 from penstock.workers.config import (
     EngineConfig,
-    Int4Group,
     Int8Group,
     KvFormat,
     KvGroup,
@@ -36,6 +35,7 @@ from penstock.workers.evaluation.combination import Combination
 from penstock.workers.evaluation.eval_set import EvalSet, cut_windows
 from penstock.workers.evaluation.figures import Estimate
 from penstock.workers.evaluation.judge import Judged, judge
+from penstock.workers.int4 import Int4Group
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 
@@ -79,8 +79,8 @@ def eval_set(model: str, corpus: Path, num_windows: int) -> EvalSet:
 
 
 def figures(name: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, Any]:
-    """Of the model `name`, as the page of results shows them. `judged`: names of weights and KV, and
-    what came of them; the baseline first."""
+    """Of the model `name`, as the page of results shows them. `judged`: names of weights and KV,
+    and what came of them; the baseline first."""
     base = judged[0][2]
     rows: dict[str, dict[str, Any]] = {}
     for weights, kv, each in judged:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.kernels.int4_by_rows --seconds 120 --json out.json
 
-Linear layers of random weights, more than the cache holds, one after the other; rows in bf16 that are quantised already
-where the weight takes int8 rows, as a layer gets them from the norm before it. All kinds take turns
-for as long as there is time; the fastest walk of each counts. Beside int4 as it is rounded at load:
-codes of files (symmetric, with integer zero points, with real ones), and activations left plain.
+Linear layers of random weights, more than the cache holds, one after the other; rows in bf16 that
+are quantised already where the weight takes int8 rows, as a layer gets them from the norm before
+it. All kinds take turns for as long as there is time; the fastest walk of each counts. Beside int4
+as it is rounded at load: codes of files (symmetric, with integer zero points, with real ones), and
+activations left plain.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +50,7 @@ def weights(num_outputs: int, num_inputs: int) -> dict[str, QuantizedWeight]:
 def seconds_of(
     packed: dict[str, list[PackedLinear]], num_rows: list[int], num_inputs: int, seconds: float
 ) -> dict[tuple[str, int], float]:
-    """Of one call of each kind with each number of rows, in the fastest walk through its weights."""
+    """Of one call of each kind and number of rows, in the fastest walk through its weights."""
     groups = {each[0].group for each in packed.values() if each[0].takes_int8}
     plain = {rows: torch.randn(rows, num_inputs).bfloat16() for rows in num_rows}
     coded = {
@@ -93,7 +95,7 @@ def main() -> int:
             kind: [pack_linear(weight) for _ in range(args.copies)] for kind, weight in made.items()
         }
         best = seconds_of(packed, args.rows, num_inputs, args.seconds)
-        found = {
+        found: dict[str, dict[str, Any]] = {
             kind: {
                 "bits_per_weight": round(8 * each.num_bytes / (num_inputs * num_outputs), 3),
                 "microseconds": {rows: round(best[kind, rows] * 1e6, 1) for rows in args.rows},

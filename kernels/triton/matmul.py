@@ -280,7 +280,7 @@ def _step(group: int, num_inputs: int, least: int) -> int:
             return step
     raise ValueError(
         f"groups of {group} weights: on a GPU they are multiples of {least}, or whole rows; "
-        "quantise the weight anew"
+        "set --int4-group 32, or quantise the weight anew"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.int4_search import search_int4
 from penstock.kernels.quant import (
     INT8_GROUP,
     QuantizedWeight,
@@ -20,8 +21,11 @@ from penstock.kernels.quant import (
     quantize_weight,
 )
 from penstock.workers.errors import LoadError
+from penstock.workers.int4 import INT4, Int4Options
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import INT4, Int4Options, StoredScheme
+from penstock.workers.quantization import (
+    StoredScheme,
+)
 from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
 from penstock.workers.weights.joined import moved
 from penstock.workers.weights.stored import is_stored_quantized, read_weight, stored_blocks
@@ -46,7 +50,7 @@ def planned(
     if isinstance(weight, Tensor):
         if format is None:
             return weight.to(dtype)
-        weight = quantize_weight(weight, format, int4.group)
+        weight = quantize_weight(weight, format, int4.group, search=search_int4)
     if weight.format == "int4" and int4.activations == "plain":
         return for_plain_rows(weight)
     return replace(weight, group=int8_group) if weight.format == "int8" else weight

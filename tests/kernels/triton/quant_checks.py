@@ -120,10 +120,9 @@ def make_weight(
     weight[0, : min(128, num_inputs)] = 0
     weight[1, 0] = 100.0
     kind, _, more = format.partition(" ")
-    group = {"32": 32, "64": 64, "128": 128}.get(more, quant.INT4_STEP_GROUP)
-    made = quant.quantize_weight(
-        weight, cast(WeightFormat, kind), group, symmetric=more in ("scales", "zeros")
-    )
+    is_symmetric = more in ("scales", "zeros")
+    size = 128 if is_symmetric else int(more) if more.isdigit() else quant.INT4_STEP_GROUP
+    made = quant.quantize_weight(weight, cast(WeightFormat, kind), size, symmetric=is_symmetric)
     if format == "int8 rows" or format == "int8 32":
         made = replace(made, group=None if format == "int8 rows" else 32)
     codes, scales, zeros, group = made.codes, made.scales, made.zeros, made.group
@@ -222,7 +221,7 @@ def test_rows_that_are_quantised_already(format):
 
 def test_groups_that_no_slab_fits():
     made = make_weight("int4 scales", 4, 96)
-    odd = QuantizedWeight("int4", made.codes, made.scales[:, :2], 96, 48)
+    odd = QuantizedWeight("int4", made.codes, made.scales.repeat(1, 2), 96, 48)
     with pytest.raises(ValueError, match="multiples of 32"):
         matmul_triton.pack(odd)
 

@@ -75,7 +75,7 @@ constexpr int32_t EIGHT_TIMES = 0x78787878;
 // The codes of one group, 8 u - zero + 128, as [K / 4][PANELC][4].
 INLINE void open_groups(const uint8_t* from, int64_t words, const Int4Group& by, uint8_t* to) {
     vc4 add[2];
-    UNROLL for (int n = 0; n < 2; ++n) add[n] = (vc4)((128 - by.zeros[n]) * 0x01010101);
+    UNROLL for (int n = 0; n < 2; ++n) add[n] = (vc4)((vu)(128 - by.zeros[n]) * 0x01010101u);
     for (int64_t word = 0; word < words; ++word, from += WORD_BYTES, to += 2 * WORD_BYTES)
         UNROLL for (int n = 0; n < 2; ++n) {
             prefetch_ahead(from + n * VECTOR_BYTES);

@@ -44,7 +44,7 @@ INLINE vi spread(vi bytes) {
     const __mmask64 taken = ALTERNATE ? 0x5555555555555555 : ~0ull;
     return (vi)_mm512_maskz_shuffle_epi8(taken, (__m512i)bytes, places);
 #else
-    return bytes * (ALTERNATE ? 0x00010001 : 0x01010101);
+    return (vi)((vu)bytes * (ALTERNATE ? 0x00010001u : 0x01010101u));  // may pass 31 bits
 #endif
 }
 
