@@ -12,7 +12,6 @@ from typing import ClassVar, Literal, get_args
 from penstock.workers.cpu_affinity import parse_cores
 from penstock.workers.errors import ConfigError
 from penstock.workers.hub_name import check_revision
-from penstock.workers.int4 import Int4Activations, Int4Group, Int4Options
 from penstock.workers.settings import check_settings, option
 
 WeightFormat = Literal["auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8"]
@@ -20,6 +19,8 @@ Device = Literal["auto", "cpu", "cuda"]
 KvFormat = Literal["auto", "int8", "fp8"]
 KvGroup = Literal["auto", "8", "32", "64", "head"]
 Int8Group = Literal["32", "64", "128", "row"]
+Int4Group = Literal["16", "32", "64", "128"]
+Int4Activations = Literal["int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
 MoeMode = Literal["exact", "quantized", "sparse"]
@@ -121,11 +122,6 @@ class ModelOptions:
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
     )
-
-    @property
-    def int4(self) -> Int4Options:
-        """The two settings of int4 weights."""
-        return Int4Options(int(self.int4_group), self.int4_activations)
 
 
 @dataclass(frozen=True, kw_only=True)

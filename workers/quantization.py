@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.workers.config import Int4Activations, ModelOptions
 from penstock.workers.errors import ConfigError
-from penstock.workers.int4 import INT4, Int4Options
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
@@ -52,6 +52,23 @@ class StoredScheme:
         if weights in QUANTIZED_FORMATS:
             return self.method == "gguf" and self.formats[0] != weights
         return weights != "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Options:
+    """`group`: inputs of int4 weights, rounded at load, that share a step and an offset.
+    `activations` of int4 weights, stored ones too: rounded to int8 in groups, or plain: as they
+    are."""
+
+    group: int = 16  # as kernels.quant.INT4_STEP_GROUP
+    activations: Int4Activations = "int8"
+
+
+INT4 = Int4Options()
+
+
+def int4_options(settings: ModelOptions) -> Int4Options:
+    return Int4Options(int(settings.int4_group), settings.int4_activations)
 
 
 @dataclass(frozen=True, slots=True)

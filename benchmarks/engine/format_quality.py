@@ -26,6 +26,7 @@ from benchmarks.common import record
 from benchmarks.engine.gguf_quality import books
 from penstock.workers.config import (
     EngineConfig,
+    Int4Group,
     Int8Group,
     KvFormat,
     KvGroup,
@@ -35,7 +36,6 @@ from penstock.workers.evaluation.combination import Combination
 from penstock.workers.evaluation.eval_set import EvalSet, cut_windows
 from penstock.workers.evaluation.figures import Estimate
 from penstock.workers.evaluation.judge import Judged, judge
-from penstock.workers.int4 import Int4Group
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 

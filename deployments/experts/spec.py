@@ -9,7 +9,7 @@ import shutil
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from penstock.workers.int4 import INT4, Int4Options
+from penstock.workers.quantization import INT4, Int4Options
 
 HotExpert = tuple[int, int, int]  # layer, expert, steps that needed it
 

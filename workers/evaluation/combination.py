@@ -12,13 +12,14 @@ from typing import Any
 
 from penstock.workers.config import (
     EngineConfig,
+    Int4Activations,
+    Int4Group,
     Int8Group,
     KvFormat,
     KvGroup,
     WeightFormat,
 )
 from penstock.workers.errors import ConfigError
-from penstock.workers.int4 import Int4Activations, Int4Group
 
 _WINDOW = re.compile(r"(\d+)\+(\d+)(?:/(\d+))?")
 FULL = "full"

@@ -26,9 +26,10 @@ from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.experts.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
-from penstock.workers.int4 import INT4, Int4Options
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
+    INT4,
+    Int4Options,
     check_neurons,
 )
 from penstock.workers.weights.checkpoint import StoredTensor

@@ -12,10 +12,11 @@ from torch import Tensor
 from penstock.kernels.expert_rows import neuron_rows
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.expert_file import checkpoint_identity
-from penstock.workers.int4 import INT4, Int4Options
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
+    INT4,
     QUANTIZED_FORMATS,
+    Int4Options,
 )
 from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
 from penstock.workers.weights.sources import DTYPES

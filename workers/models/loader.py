@@ -17,7 +17,6 @@ from penstock.workers.experts.build import ExpertSettings, build_experts
 from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.gguf.header import find_gguf
-from penstock.workers.int4 import INT4, Int4Options
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
@@ -25,7 +24,9 @@ from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
+    INT4,
     QUANTIZED_FORMATS,
+    Int4Options,
     QuantizedFormat,
     WeightPlan,
     weight_plan,

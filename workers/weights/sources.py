@@ -21,9 +21,10 @@ from penstock.kernels.quant import (
     quantize_weight,
 )
 from penstock.workers.errors import LoadError
-from penstock.workers.int4 import INT4, Int4Options
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
+    INT4,
+    Int4Options,
     StoredScheme,
 )
 from penstock.workers.weights.checkpoint import StoredTensor, find_tensor

@@ -16,11 +16,11 @@ from penstock.kernels.matmul import linear, pack_linear
 from penstock.kernels.quant import quantize_weight
 from penstock.workers.errors import LoadError
 from penstock.workers.gguf.header import read_header
-from penstock.workers.int4 import Int4Options
 from penstock.workers.model_config import ModelConfig, read_limits, read_stored_scheme
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
 from penstock.workers.quantization import (
+    Int4Options,
     StoredScheme,
 )
 from penstock.workers.weights.gguf import GgufTensor, open_gguf

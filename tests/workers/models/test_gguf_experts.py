@@ -18,10 +18,10 @@ from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.gguf.config import stated_by
 from penstock.workers.gguf.header import read_header
-from penstock.workers.int4 import Int4Options
 from penstock.workers.model_config import ModelConfig, read_limits
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.moe import MoeMlp
+from penstock.workers.quantization import Int4Options
 from tests.workers.checkpoints import (
     make_checkpoint,
     random_model,

@@ -22,10 +22,10 @@ from penstock.deployments.config import config_from
 from penstock.deployments.preflight import check_before_start
 from penstock.kernels.quant import NF4_VALUES
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.int4 import Int4Options
 from penstock.workers.model_config import read_limits
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
+from penstock.workers.quantization import Int4Options
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 from tests.workers.models.test_decoder import PagedDecoder
 
