@@ -20,7 +20,7 @@ KvFormat = Literal["auto", "int8", "fp8"]
 KvGroup = Literal["auto", "8", "32", "64", "head"]
 Int8Group = Literal["32", "64", "128", "row"]
 Int4Group = Literal["16", "32", "64", "128"]
-Int4Activations = Literal["int8", "plain"]
+Int4Activations = Literal["auto", "int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
 MoeMode = Literal["exact", "quantized", "sparse"]
@@ -84,10 +84,11 @@ class ModelOptions:
         "with 32, 4.25 with 64 (docs/guide/quantisation.md)",
     )
     int4_activations: Int4Activations = option(
-        "int8",
-        "activations of layers with int4 weights, quantised while loading or stored; int8: rounded "
-        "in groups of 64 or 32; plain: not rounded, which loses a little less quality and is half "
-        "as fast for many rows (docs/guide/quantisation.md)",
+        "auto",
+        "activations of layers with int4 weights; int8: rounded in groups of 64 or 32; plain: not "
+        "rounded, which loses a little less quality and is half as fast for many rows; auto: int8 "
+        "for weights quantised while loading, plain for those that a checkpoint or a GGUF file "
+        "holds in 4 bits (docs/guide/quantisation.md)",
     )
     quantize_o: bool = option(True, "apply weights to the attention output projections too")
     quantize_lm_head: bool = option(

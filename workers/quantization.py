@@ -57,11 +57,11 @@ class StoredScheme:
 @dataclass(frozen=True, slots=True)
 class Int4Options:
     """`group`: inputs of int4 weights, rounded at load, that share a step and an offset.
-    `activations` of int4 weights, stored ones too: rounded to int8 in groups, or plain: as they
-    are."""
+    `activations` of int4 weights: rounded to int8 in groups; plain: as they are; auto: plain for
+    stored weights only."""
 
     group: int = 16  # as kernels.quant.INT4_STEP_GROUP
-    activations: Int4Activations = "int8"
+    activations: Int4Activations = "auto"
 
 
 INT4 = Int4Options()

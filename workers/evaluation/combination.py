@@ -71,7 +71,7 @@ class Combination:
     weights: WeightFormat = "auto"
     int8_group: Int8Group = "64"
     int4_group: Int4Group = "16"
-    int4_activations: Int4Activations = "int8"
+    int4_activations: Int4Activations = "auto"
     quantize_o: bool = True
     quantize_lm_head: bool = False
     activations: str = "auto"

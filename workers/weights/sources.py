@@ -48,11 +48,13 @@ def planned(
     """A weight as it will be packed: quantised in `format` unless it already is quantised; in the
     model's `dtype` if `format` is None. `int8_group`: the activations of int8 weights that share a
     scale; None: a whole row."""
+    is_stored = isinstance(weight, QuantizedWeight)
     if isinstance(weight, Tensor):
         if format is None:
             return weight.to(dtype)
         weight = quantize_weight(weight, format, int4.group, search=search_int4)
-    if weight.format == "int4" and int4.activations == "plain":
+    is_plain = int4.activations == "plain" or (is_stored and int4.activations == "auto")
+    if weight.format == "int4" and is_plain:
         return for_plain_rows(weight)
     return replace(weight, group=int8_group) if weight.format == "int8" else weight
 

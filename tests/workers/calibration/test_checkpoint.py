@@ -32,7 +32,6 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
-from penstock.workers.quantization import Int4Options
 from tests.workers.checkpoints import VOCAB_SIZE, make_checkpoint, random_prompt
 from tests.workers.models.test_decoder import PagedDecoder, Tokens
 from tests.workers.weights.test_quantized_checkpoints import oracle_ids
@@ -102,7 +101,7 @@ def test_it_is_served_as_it_was_written(name: str, recipe: Recipe, tmp_path: Pat
     assert sum(seen) == plan.num_weights > 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     plain, prompt = plain_weights(out), random_prompt(11)
-    model = load_model(out, int4=Int4Options(activations="plain"), progress=False)
+    model = load_model(out, progress=False)
     assert model.weights.format == "int4"
     assert PagedDecoder(model).greedy(prompt, NUM_NEW) == oracle_ids(name, plain, prompt)[:NUM_NEW]
     assert experts.total == (15 if name == "mixtral" else 0)

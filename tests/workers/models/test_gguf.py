@@ -19,10 +19,7 @@ from penstock.workers.gguf.header import read_header
 from penstock.workers.model_config import ModelConfig, read_limits, read_stored_scheme
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
-from penstock.workers.quantization import (
-    Int4Options,
-    StoredScheme,
-)
+from penstock.workers.quantization import StoredScheme
 from penstock.workers.weights.gguf import GgufTensor, open_gguf
 from penstock.workers.weights.model_digest import model_digest
 from tests.workers.checkpoints import (
@@ -139,8 +136,7 @@ def test_the_format_that_a_file_is_served_in(blocks, type, weights, format, dtyp
 def test_kept_codes_are_the_decoded_weights(blocks, type, table):
     """To the rounding of fp32 sums; the head too, which shares the embedding's blocks."""
     file = file_of(blocks, type, table)
-    plain = Int4Options(activations="plain")
-    kept = load_model(file, dtype="fp32", int4=plain, progress=False)
+    kept = load_model(file, dtype="fp32", progress=False)
     decoded = load_model(file, weights="fp32", progress=False)
     assert kept.weights.format in ("int4", "int8g") and decoded.weights.format == "fp32"
     assert kept.lm_head.format in ("int4", "int8g") and decoded.lm_head.format == "fp32"

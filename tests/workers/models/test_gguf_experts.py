@@ -21,7 +21,6 @@ from penstock.workers.gguf.header import read_header
 from penstock.workers.model_config import ModelConfig, read_limits
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.quantization import Int4Options
 from tests.workers.checkpoints import (
     make_checkpoint,
     random_model,
@@ -40,7 +39,6 @@ NAMES = (
     *("mixtral", "mixtral-window"),
 )
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "mixed")
-PLAIN = Int4Options(activations="plain")  # as decoded weights take them
 _BLOCK = {
     "vocab_size": 199,
     "hidden_size": 256,
@@ -140,7 +138,7 @@ def test_decoded_is_the_checkpoint_of_its_decoded_weights(type, tmp_path):
 @pytest.mark.parametrize("type", [each for each in TYPES if each not in ("F16", "BF16")])
 def test_kept_codes_are_the_decoded_weights(type):
     """To the rounding of fp32 sums; the experts too are multiplied in the file's own bits."""
-    kept = load_model(file_of(type), dtype="fp32", int4=PLAIN, progress=False)
+    kept = load_model(file_of(type), dtype="fp32", progress=False)
     decoded = load_model(file_of(type), weights="fp32", progress=False)
     formats = {"mixed": {"int4", "int8g"}, "Q4_0": {"int4"}, "Q4_1": {"int4"}, "Q4_K": {"int4"}}
     found = set()
@@ -158,7 +156,7 @@ def test_kept_codes_are_the_decoded_weights(type):
 def test_other_architectures_in_blocks(model_type, tmp_path):
     file = file_of("mixed", model_type)
     copy = decoded_copy(blocks(model_type), file, tmp_path / "decoded")
-    _, ids = logits_and_ids(load_model(file, dtype="fp32", int4=PLAIN, progress=False))
+    _, ids = logits_and_ids(load_model(file, dtype="fp32", progress=False))
     assert ids == reference_greedy(copy, random_prompt(20), NUM_NEW)
 
 

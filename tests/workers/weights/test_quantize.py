@@ -28,7 +28,7 @@ from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.pooling import MEAN, Pooling, read_pooling
-from penstock.workers.quantization import QUANTIZED_FORMATS, QuantizedFormat
+from penstock.workers.quantization import QUANTIZED_FORMATS, Int4Options, QuantizedFormat
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from penstock.workers.weights.quantized_layout import group_of
@@ -252,7 +252,7 @@ class TestTool:
         seen: list[int] = []
         write_quantized(plan, out, seen.append)
         assert sum(seen) == plan.num_source_bytes
-        model = load_model(out, progress=False)
+        model = load_model(out, int4=Int4Options(activations="int8"), progress=False)
         assert model.weights.format == format
         prompt = random_prompt(19)
         if format == "nf4":  # its blocks run on over the ends of rows

@@ -25,7 +25,6 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_limits
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
-from penstock.workers.quantization import Int4Options
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 from tests.workers.models.test_decoder import PagedDecoder
 
@@ -282,7 +281,7 @@ def test_ids_are_those_of_the_weights_that_are_stored(layout: str, name: str, tm
     plain = quantized_copy(folder, make_checkpoint(name), layout)
     prompt = random_prompt(11)
     expected = oracle_ids(name, plain, prompt)
-    decoder = load_model(folder, int4=Int4Options(activations="plain"), progress=False)
+    decoder = load_model(folder, progress=False)
     assert decoder.weights.format == ("nf4" if "nf4" in layout else "int4")
     assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == expected
     assert len(set(expected)) > 5
@@ -378,8 +377,7 @@ def test_fused_parts_keep_their_zero_points(tmp_path: Path):
         _, plain[f"{module}.weight"] = as_packed(weight, seed)
     save_file(tensors, file)
     prompt = random_prompt(11)
-    plain_rows = Int4Options(activations="plain")
-    decoder = load_model(tmp_path / "model", int4=plain_rows, progress=False)
+    decoder = load_model(tmp_path / "model", progress=False)
     assert decoder.layers[0].attention.qkv.format == "int4"
     assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
 
