@@ -22,7 +22,7 @@ from penstock.workers.config import EngineConfig, ModelOptions
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.hub_name import hub_name
-from penstock.workers.model_config import read_limits, read_stored_scheme
+from penstock.workers.model_config import check_length, read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
 from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.text.chat_settings import check_template, load_tokenizer
@@ -65,8 +65,8 @@ def _check_one_model(config: ServeConfig) -> None:
     check_model(config.engine.model)
     check_pins(config.engine)
     check_chat_template(config.engine)
-    if config.engine.model not in NAMES and not is_hub_id(config.engine.model):
-        check_formats(config.engine, Path(config.engine.model).expanduser())
+    if not is_hub_id(config.engine.model):
+        check_formats(config.engine, resolve_model(config.engine.model))
     check_cores(config)
 
 
@@ -75,6 +75,7 @@ def check_formats(engine: EngineConfig, folder: Path) -> None:
     configured."""
     scheme = read_stored_scheme(folder)
     weight_plan(scheme, engine.weights)
+    check_length(engine.max_model_len, read_limits(folder)[1])
     _check_experts(engine, scheme)
     read_sampling_defaults(folder, engine.generation_config)
 

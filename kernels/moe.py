@@ -131,13 +131,13 @@ def gated_mlp(
     """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
-    `scales` fp32, T for each group of I: for those of that product where `down` is int8, and `x`
-    may have its own there. `active` bool [T, I], for plain weights only: the neurons of each row
-    that count; the memory of the others must hold finite numbers, which have no effect.
+    `scales` fp32, T for each group of I: for those of that product where `down` takes int8, and
+    `x` may have its own there. `active` bool [T, I], for plain weights only: the neurons of each
+    row that count; the memory of the others must hold finite numbers, which have no effect.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
-    if down.format == "int8":
+    if down.takes_int8:
         assert active is None
         rows = silu_mul_int8(both, out=Int8Rows.inside(gate, down.group, scales))
         return linear(rows, down, out=out)

@@ -9,18 +9,23 @@ NF4 is Dettmers et al. 2023 (QLoRA), appendix E; FP8 is E4M3, scaled to its larg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.int4_search import search_int4
+
 WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
 # int8g: 8-bit codes with scales of groups. Only files hold it; nothing here rounds a weight to it.
+Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]  # as search_int4
 CodeFormat = WeightFormat | Literal["int8g"]
 INT8_GROUP = 64  # activations that share a scale before an int8 weight
-INT4_GROUP = 128
+INT4_GROUP = 128  # of checkpoints in int4 as they are written: one scale, no zero point
+INT4_STEP_GROUP = 16  # inputs of an int4 weight, rounded at load, that share a step and an offset
 NF4_GROUP = 64
 FP8_MAX = 448.0
 MIN_SCALE = 1e-7  # of weights and activations: a row of zeros divides by it
@@ -41,10 +46,12 @@ class QuantizedWeight:
 
     int8, fp8: `codes` [N, K] (int8, float8_e4m3fn), `scales` [N]; w = code * scale. `group` of
     int8: inputs whose activations share a scale (32 or a multiple of 64; None: a whole row).
-    int4: `codes` uint8 [N, ceil(K / 2)], the even k in the low nibble; `scales` [N, G] of G =
-    ceil(K / group) groups; w = (nibble - zero) * scale, where zero is 8, or the group's own in
-    `zeros` [N, G], uint8 or fp32. nf4: the same with w = NF4_VALUES[nibble] * scale. The last
-    nibble of an odd K is the code of 0.
+    int4: `codes` uint8 [N, ceil(K / 2)], the even k in the low nibble; G = ceil(K / group) groups.
+    As files have it, `scales` [N, G] and w = (nibble - zero) * scale, where zero is 8, or the
+    group's own in `zeros` [N, G], uint8 or fp32. As it is made here, w = (step * nibble + offset) *
+    scale with `steps` uint8 and `offsets` int8 [N, G] and `scales` [N]: codes of int8, of which 16
+    occur in a group. nf4: `scales` [N, G] and w = NF4_VALUES[nibble] * scale. The last nibble of an
+    odd K does not count.
     int8g: `codes` int8 [N, K], `scales` [N, G]; w = (code - zero) * scale, where zero is 0, or the
     group's own in `zeros` fp32 [N, G].
     """
@@ -55,6 +62,9 @@ class QuantizedWeight:
     in_features: int
     group: int | None = None
     zeros: Tensor | None = None
+    steps: Tensor | None = None
+    offsets: Tensor | None = None
+    weight_only: bool = False  # of int4: activations stay as they are
 
     @property
     def out_features(self) -> int:
@@ -62,9 +72,27 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and zeros."""
-        parts = [self.codes, self.scales] + ([] if self.zeros is None else [self.zeros])
-        return sum(part.numel() * part.element_size() for part in parts)
+        """Bytes of codes, scales, zeros, steps and offsets."""
+        parts = (self.codes, self.scales, self.zeros, self.steps, self.offsets)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    @property
+    def takes_int8(self) -> bool:
+        """Whether the activations are quantised to int8, in groups of `row_group`."""
+        return self.format == "int8" or (self.format == "int4" and self.row_group is not None)
+
+    @property
+    def row_group(self) -> int | None:
+        """Inputs whose activations share a scale. int8: its group (None: a whole row). int4: 64, or
+        32 where files have groups of so few; None: theirs are cut otherwise, and activations stay
+        as they are."""
+        if self.format == "int8":
+            return self.group
+        if self.format != "int4" or self.group is None or self.weight_only:
+            return None
+        if self.steps is not None or self.group >= self.in_features:
+            return INT8_GROUP
+        return next((size for size in (INT8_GROUP, 32) if self.group % size == 0), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +138,18 @@ def num_groups(depth: int, group: int | None) -> int:
 
 
 def quantize_weight(
-    weight: Tensor, format: WeightFormat, group: int = INT4_GROUP
+    weight: Tensor,
+    format: WeightFormat,
+    group: int = INT4_STEP_GROUP,
+    *,
+    symmetric: bool = False,
+    search: Search = search_int4,
 ) -> QuantizedWeight:
     """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration.
 
-    `group`: of int4.
+    `group`: of int4, a multiple of 8. Its steps and offsets are those of the least squared error
+    that `search` finds; `symmetric`: as checkpoints hold it instead, in groups of any size with a
+    scale each, that of the largest weight. Raises ValueError for a group that does not fit.
     """
     wide = weight.float()
     if format == "int8":
@@ -124,14 +159,17 @@ def quantize_weight(
         codes, scales = quantize_rows_fp8(wide)
         return QuantizedWeight("fp8", codes, scales, weight.shape[1])
     if format == "int4":
-        return _quantize_int4(wide, group)
+        if symmetric:
+            return _quantize_symmetric(wide, group)
+        return _quantize_int4(wide, group, search)
     return _quantize_nf4(wide)
 
 
 def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
     """The weight that the codes stand for: fp32 [N, K]."""
-    if quantized.format in ("int8", "fp8"):
-        return quantized.codes.float() * quantized.scales[:, None]
+    if quantized.format in ("int8", "fp8") or quantized.steps is not None:
+        codes = int8_codes(quantized) if quantized.format == "int4" else quantized.codes
+        return codes.float() * quantized.scales[:, None]
     assert quantized.group is not None
     codes, zeros = quantized.codes, quantized.zeros
     columns = torch.arange(quantized.in_features, device=codes.device) // quantized.group
@@ -144,6 +182,26 @@ def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
     else:
         values = codes.float() - (8 if quantized.format == "int4" else 0)
     return values * quantized.scales[:, columns]
+
+
+def int8_codes(quantized: QuantizedWeight) -> Tensor:
+    """int8 [N, K] that the nibbles of an int4 weight stand for, which has steps and offsets."""
+    assert quantized.steps is not None and quantized.offsets is not None and quantized.group
+    nibbles = unpack_nibbles(quantized.codes)[:, : quantized.in_features].to(torch.int16)
+    columns = torch.arange(quantized.in_features, device=nibbles.device) // quantized.group
+    codes = nibbles * quantized.steps[:, columns] + quantized.offsets[:, columns]
+    return codes.to(torch.int8)
+
+
+def for_plain_rows(quantized: QuantizedWeight) -> QuantizedWeight:
+    """The same int4 weight, multiplied with activations as they are."""
+    steps, offsets, scales = quantized.steps, quantized.offsets, quantized.scales
+    if steps is None or offsets is None:
+        return replace(quantized, weight_only=True)
+    scales, zeros = steps * scales[:, None], -offsets.float() / steps
+    return replace(
+        quantized, scales=scales, zeros=zeros, steps=None, offsets=None, weight_only=True
+    )
 
 
 def quantize_rows_int8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
@@ -166,17 +224,24 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn), scales
 
 
-def linear_reference(x: Tensor, quantized: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def linear_reference(
+    x: Tensor, quantized: QuantizedWeight, bias: Tensor | None = None, *, weight_only: bool = False
+) -> Tensor:
     """The reference of a quantised linear: `x` [M, K] -> [M, N] in `x.dtype`, rounded once.
 
-    int8 and fp8 quantise x too (W8A8), in groups and in rows; the others are weight-only. The sums
-    are in fp64.
+    int8, fp8 and, where it `takes_int8`, int4 quantise x too, in groups or rows; the others are
+    weight-only, as is int4 of files on a GPU (`weight_only`). The sums are in fp64.
     """
-    if quantized.format == "int8":
-        rows, scales = quantize_rows_int8(x, quantized.group)
-        columns = torch.arange(x.shape[1], device=x.device) // (quantized.group or x.shape[1] or 1)
+    if quantized.takes_int8 and not weight_only:
+        group = quantized.row_group
+        rows, scales = quantize_rows_int8(x, group)
+        columns = torch.arange(x.shape[1], device=x.device) // (group or x.shape[1] or 1)
         scaled = rows.double() * scales.double()[:, columns]
-        y = scaled @ quantized.codes.double().T * quantized.scales.double()
+        if quantized.format == "int8" or quantized.steps is not None:
+            codes = quantized.codes if quantized.format == "int8" else int8_codes(quantized)
+            y = scaled @ codes.double().T * quantized.scales.double()
+        else:
+            y = scaled @ dequantize_weight(quantized).double().T
     elif quantized.format == "fp8":
         rows, scales = quantize_rows_fp8(x)
         total = rows.double() @ quantized.codes.double().T
@@ -221,7 +286,16 @@ def dequantize_kv(codes: Tensor, scales: Tensor) -> Tensor:
     return (groups * scales.float()[..., None]).flatten(-2)
 
 
-def _quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
+def _quantize_int4(weight: Tensor, group: int, search: Search) -> QuantizedWeight:
+    if group % 8 or group < 8:
+        raise ValueError(f"int4 groups of {group} weights: they are multiples of 8")
+    scales = (_row_max(weight) / 127.0).clamp(min=MIN_SCALE)
+    nibbles, steps, offsets = search(weight, scales, group)
+    codes = pack_nibbles(nibbles, fill=8)
+    return QuantizedWeight("int4", codes, scales, weight.shape[1], group, None, steps, offsets)
+
+
+def _quantize_symmetric(weight: Tensor, group: int) -> QuantizedWeight:
     groups = _groups(weight, group)
     place = groups.abs().argmax(-1, keepdim=True)
     extreme = groups.gather(-1, place).squeeze(-1)

@@ -252,8 +252,8 @@ class PackedLinear:
     """A weight [N, K] in the form that `linear` reads fastest, and its bias [N] or None.
 
     `payload` is that form, and `layout` names the kernels that read it. `num_bytes` is read in one
-    pass over the weight: codes, scales and zeros, or plain elements. `group` of int8: inputs whose
-    activations share a scale; None: a whole row.
+    pass over the weight: codes, scales and zeros, or plain elements. `takes_int8`: it multiplies
+    int8 rows, and quantises others; `group`: inputs of such rows that share a scale; None: a row's.
     """
 
     payload: Any
@@ -264,6 +264,7 @@ class PackedLinear:
     format: LinearFormat
     layout: Layout
     group: int | None = None
+    takes_int8: bool = False
 
     @classmethod
     def of_floats(

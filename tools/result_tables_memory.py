@@ -26,7 +26,32 @@ def matmul(results: Sequence[Result]) -> str:
     return markdown(head, rows)
 
 
+def int4_by_rows(result: Result) -> str:
+    """The time of each kind of int4 against int8's, by the number of rows."""
+    shapes = result.figures["shapes"]
+    rows = [
+        (each["shape"], kind, fixed(found["bits_per_weight"], 2),
+         *(fixed(ratio, 2) for ratio in found["ratio"].values()))
+        for each in shapes
+        for kind, found in each["kinds"].items()
+        if kind != "int8"
+    ]  # fmt: skip
+    counts = shapes[0]["kinds"]["int8"]["ratio"]
+    return markdown(("K x N", "weights", "bits", *(f"{n} rows" for n in counts)), rows)
+
+
 FORMATS = ("fp32", "bf16", "int8", "int4", "nf4", "fp8")
+
+
+def int4_quality(result: Result) -> str:
+    """What `penstock eval`'s judge says of each format, with KV plain."""
+    rows = [
+        (row["weights"], fixed(row["bits_per_weight"], 2), _change(row, "auto"),
+         fixed(row["kl"]["auto"], 4), f"{row['same_top1_percent']['auto']:.1f} %")
+        for row in result.figures["rows"]
+    ]  # fmt: skip
+    name = result.figures["model"]
+    return markdown((f"weights ({name})", "bits a weight", "perplexity", "KL", "same top-1"), rows)
 
 
 def format_quality(result: Result) -> str:

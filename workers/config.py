@@ -19,6 +19,8 @@ Device = Literal["auto", "cpu", "cuda"]
 KvFormat = Literal["auto", "int8", "fp8"]
 KvGroup = Literal["auto", "8", "32", "64", "head"]
 Int8Group = Literal["32", "64", "128", "row"]
+Int4Group = Literal["16", "32", "64", "128"]
+Int4Activations = Literal["auto", "int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
 MoeMode = Literal["exact", "quantized", "sparse"]
@@ -30,7 +32,8 @@ MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
 # Settings that change the numbers of a step, beside the model and the format of its weights.
 NUMERICS = (
-    *("quantize_o", "quantize_lm_head", "int8_group", "kv", "kv_group"),
+    *("quantize_o", "quantize_lm_head", "int8_group", "int4_group", "int4_activations"),
+    *("kv", "kv_group"),
     *("expert_cache_gb", "moe_mode", "moe_keep", "moe_score"),
 )
 DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
@@ -73,6 +76,19 @@ class ModelOptions:
         "with int8 weights, inputs of a linear layer whose activations share one scale; row: all "
         "of them, one scale a token, which is faster for many rows and loses more quality "
         "(docs/guide/quantisation.md)",
+    )
+    int4_group: Int4Group = option(
+        "16",
+        "with int4 weights quantised while loading, inputs of a linear layer that share a step and "
+        "an offset; fewer lose less quality and take more memory: 5 bits a weight with 16, 4.5 "
+        "with 32, 4.25 with 64 (docs/guide/quantisation.md)",
+    )
+    int4_activations: Int4Activations = option(
+        "auto",
+        "activations of layers with int4 weights; int8: rounded in groups of 64 or 32; plain: not "
+        "rounded, which loses a little less quality and is half as fast for many rows; auto: int8 "
+        "for weights quantised while loading, plain for those that a checkpoint or a GGUF file "
+        "holds in 4 bits (docs/guide/quantisation.md)",
     )
     quantize_o: bool = option(True, "apply weights to the attention output projections too")
     quantize_lm_head: bool = option(

@@ -157,6 +157,17 @@ def read_limits(path: str | Path) -> tuple[int, int]:
     return config.vocab_size, config.max_position_embeddings
 
 
+def check_length(max_model_len: int | None, limit: int) -> None:
+    """Raise ConfigError if more tokens are asked for than the model's positions reach: beyond them
+    its answers are of no use."""
+    if max_model_len is not None and max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {max_model_len:,} exceeds the {limit:,} tokens that this model was "
+            "made for; leave it out, or for longer answers serve a model with a longer context or "
+            "take --context-policy sink_window"
+        )
+
+
 def read_stored_scheme(path: str | Path) -> StoredScheme | None:
     """How the checkpoint in `path` is quantised; None if it is not. Raises ConfigError."""
     folder = Path(path)

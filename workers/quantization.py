@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.workers.config import Int4Activations, ModelOptions
 from penstock.workers.errors import ConfigError
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
@@ -54,6 +55,23 @@ class StoredScheme:
 
 
 @dataclass(frozen=True, slots=True)
+class Int4Options:
+    """`group`: inputs of int4 weights, rounded at load, that share a step and an offset.
+    `activations` of int4 weights: rounded to int8 in groups; plain: as they are; auto: plain for
+    stored weights only."""
+
+    group: int = 16  # as kernels.quant.INT4_STEP_GROUP
+    activations: Int4Activations = "auto"
+
+
+INT4 = Int4Options()
+
+
+def int4_options(settings: ModelOptions) -> Int4Options:
+    return Int4Options(int(settings.int4_group), settings.int4_activations)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Which weights are quantised at load, and how. `format` None: none.
 
@@ -65,6 +83,7 @@ class WeightPlan:
     quantize_o: bool = True
     quantize_lm_head: bool = False
     int8_group: int | None = 64  # as kernels.quant.INT8_GROUP
+    int4: Int4Options = INT4
 
     def of_o(self) -> QuantizedFormat | None:
         """The format of attention's output projections."""

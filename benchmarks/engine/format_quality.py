@@ -5,9 +5,9 @@
     python -m benchmarks.engine.format_quality --weights int8 --kv auto,int8-64       some of it
 
 Windows of held-out books go through the production engine as prompts; all formats see the same
-tokens. Activations are fp32 wherever weights are not bf16, but for int4-bf16: a bf16 checkpoint
-with --weights int4, which a CPU multiplies in integers. Result files before `penstock eval` have
-standard errors over tokens; newer ones, over windows.
+tokens. Activations are fp32 wherever weights are not bf16. A model may be a folder; --name says in
+the figures what it is. Result files before `penstock eval` have standard errors over tokens; newer
+ones, over windows.
 
 KV formats: auto, fp8 (a scale for a head), int8-8, int8-32, int8-64 (the whole head).
 """
@@ -24,7 +24,14 @@ import torch
 
 from benchmarks.common import record
 from benchmarks.engine.gguf_quality import books
-from penstock.workers.config import EngineConfig, Int8Group, KvFormat, KvGroup, WeightFormat
+from penstock.workers.config import (
+    EngineConfig,
+    Int4Group,
+    Int8Group,
+    KvFormat,
+    KvGroup,
+    WeightFormat,
+)
 from penstock.workers.evaluation.combination import Combination
 from penstock.workers.evaluation.eval_set import EvalSet, cut_windows
 from penstock.workers.evaluation.figures import Estimate
@@ -36,11 +43,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("builtin", "builtin-moe")
 BASELINE = "fp32"
 WEIGHTS = (BASELINE, "bf16", "int8", "fp8", "int4", "nf4")
-# The recipe's two switches: without attention's output projections, and with the head; activations
-# in bf16; and of int8 activations other groups than 64, or one scale a row.
+# The recipe's two switches: without attention's output projections, and with the head; int8 with
+# other groups than 64, or one scale a row; int4 in other groups than 16, or with plain activations.
 VARIANTS = (
-    *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head", "int4-bf16"),
-    *("int8-32", "int8-128", "int8-row"),
+    *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head"),
+    *("int8-32", "int8-128", "int8-row", "int4-32", "int4-64", "int4-128", "int4-plain"),
 )
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
 WINDOW = 1024  # tokens that are scored, after the first
@@ -50,13 +57,15 @@ def combination_of(weights: str, kv: str) -> Combination:
     """The settings behind the names of WEIGHTS, VARIANTS and KV."""
     format, _, variant = weights.partition("-")
     kind, _, group = kv.partition("-")
-    is_group = variant in ("32", "128", "row")
+    group_of = {format: variant} if variant in ("16", "32", "64", "128", "row") else {}
     return Combination(  # EngineConfig checks the values
         weights=cast(WeightFormat, format),
-        int8_group=cast(Int8Group, variant) if is_group else Combination().int8_group,
+        int8_group=cast(Int8Group, group_of.get("int8", Combination().int8_group)),
+        int4_group=cast(Int4Group, group_of.get("int4", Combination().int4_group)),
+        int4_activations="plain" if variant == "plain" else "auto",
         quantize_o=variant != "no-o",
         quantize_lm_head=variant == "head",
-        activations="bf16" if "bf16" in (format, variant) else "fp32",
+        activations="bf16" if format == "bf16" else "fp32",
         kv=cast(KvFormat, kind),
         kv_group=cast(KvGroup, "auto" if kind == "auto" else group or "head"),
     )
@@ -69,9 +78,9 @@ def eval_set(model: str, corpus: Path, num_windows: int) -> EvalSet:
     return EvalSet(cut_windows(ids, num_windows, WINDOW + 1, tokenizer.prefix_ids))
 
 
-def figures(model: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, Any]:
-    """Of one model, as the page of results shows them. `judged`: names of weights and KV, and what
-    came of them; the baseline first."""
+def figures(name: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, Any]:
+    """Of the model `name`, as the page of results shows them. `judged`: names of weights and KV,
+    and what came of them; the baseline first."""
     base = judged[0][2]
     rows: dict[str, dict[str, Any]] = {}
     for weights, kv, each in judged:
@@ -86,7 +95,7 @@ def figures(model: str, judged: Sequence[tuple[str, str, Judged]]) -> dict[str, 
         row["kl"][kv] = round(found.kl.mean.value, 6)
         row["same_top1_percent"][kv] = round(100 * found.same_top1.value, 2)
     return {
-        "model": model,
+        "model": name,
         "perplexity_fp32": base.figures.perplexity.value,
         "window_tokens": WINDOW,
         "tokens": base.scores.nll.size,
@@ -122,6 +131,7 @@ def main() -> int:
     parser.add_argument("--kv", default=",".join(KV))
     parser.add_argument("--windows", type=int, default=16, help=f"of {WINDOW} tokens (default: 16)")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", help="of the model, in the figures (default: as given)")
     parser.add_argument("--json", type=Path, help="also write the figures of one model here")
     args = parser.parse_args()
     if args.json and "," in args.models:
@@ -147,7 +157,9 @@ def main() -> int:
         print(f"{model}: perplexity in fp32 {judged[0][2].figures.perplexity.value:.3f}")
         show(judged)
         if args.json:
-            record.write(args.json, __file__, figures(model, judged), threads=args.threads)
+            record.write(
+                args.json, __file__, figures(args.name or model, judged), threads=args.threads
+            )
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -15,10 +16,13 @@ from penstock.kernels.triton import rowwise as rowwise_triton
 from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton.matmul import GpuWeight
 
-GpuFormat = WeightFormat | Literal["plain"]
-FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+# int4: as files have it; int4_steps: as it is rounded at load, which multiplies int8 rows.
+CodedFormat = WeightFormat | Literal["int4_steps"]
+GpuFormat = CodedFormat | Literal["plain"]
+FORMATS: tuple[CodedFormat, ...] = (*get_args(WeightFormat), "int4_steps")
 WITH_PLAIN: tuple[GpuFormat, ...] = ("plain", *FORMATS)
-UNITS: dict[str, Unit] = {"int8": "int8", "fp8": "fp8"}  # others multiply 16-bit numbers
+# The units that multiply; others than these multiply 16-bit numbers.
+UNITS: dict[str, Unit] = {"int8": "int8", "int4_steps": "int8", "fp8": "fp8"}
 GROUPS = {"int4": quant.INT4_GROUP, "nf4": quant.NF4_GROUP}
 # outputs x inputs
 ODD = [(70, 200), (33, 129), (5, 30), (300, 384)]
@@ -26,16 +30,16 @@ LARGE = [(4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)]
 
 
 def on_cpu(weight: QuantizedWeight) -> QuantizedWeight:
-    zeros = None if weight.zeros is None else weight.zeros.cpu()
-    return QuantizedWeight(
-        weight.format, weight.codes.cpu(), weight.scales.cpu(), weight.in_features, weight.group,
-        zeros,
-    )  # fmt: skip
+    names = ("codes", "scales", "zeros", "steps", "offsets")
+    parts = {name: part.cpu() for name in names if (part := getattr(weight, name)) is not None}
+    return replace(weight, **parts)
 
 
-def random_weight(format: WeightFormat, num_outputs: int, num_inputs: int) -> QuantizedWeight:
+def random_weight(format: CodedFormat, num_outputs: int, num_inputs: int) -> QuantizedWeight:
     """Codes drawn as they are: a large weight in fp32 would not fit next to the others."""
     scale = num_inputs**-0.5
+    if format == "int4_steps":
+        return _random_steps(torch.rand(num_outputs, device=DEVICE) * scale / 64, num_inputs)
     if format in GROUPS:
         group = GROUPS[format]
         shape = (num_outputs, -(-num_inputs // 2))
@@ -51,6 +55,19 @@ def random_weight(format: WeightFormat, num_outputs: int, num_inputs: int) -> Qu
     return QuantizedWeight(format, codes, scales, num_inputs, rows_of)
 
 
+def _random_steps(scales: torch.Tensor, num_inputs: int) -> QuantizedWeight:
+    group, num_outputs = quant.INT4_STEP_GROUP, len(scales)
+    shape = (num_outputs, -(-num_inputs // 2))
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    steps = torch.randint(1, 18, (num_outputs, -(-num_inputs // group)), device=DEVICE)
+    spare = 255 - 15 * steps  # of int8's range
+    offsets = (torch.rand(steps.shape, device=DEVICE) * (spare + 1)).long().clamp(max=spare) - 128
+    return QuantizedWeight(
+        "int4", codes, scales, num_inputs, group, steps=steps.to(torch.uint8),
+        offsets=offsets.to(torch.int8),
+    )  # fmt: skip
+
+
 def check_linear(dtype: torch.dtype) -> Triples:
     for format in FORMATS:
         for rows in (1, 3, 17, 64, 257):
@@ -59,8 +76,11 @@ def check_linear(dtype: torch.dtype) -> Triples:
                 bias = torch.randn(num_outputs, device=DEVICE).to(dtype)
                 wide = torch.full((rows, num_inputs + 8), float("nan"), device=DEVICE).to(dtype)
                 x = wide[:, :num_inputs].copy_(torch.randn(rows, num_inputs))
-                y = matmul_triton.linear(x, matmul_triton.pack(weight, bias))
-                want = quant.linear_reference(x.cpu(), on_cpu(weight), bias.cpu())
+                packed = matmul_triton.pack(weight, bias)
+                y = matmul_triton.linear(x, packed)
+                want = quant.linear_reference(
+                    x.cpu(), on_cpu(weight), bias.cpu(), weight_only=not packed.takes_int8
+                )
                 yield f"{format} {rows} x {num_inputs} x {num_outputs}", y, want.to(DEVICE)
 
 

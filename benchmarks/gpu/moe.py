@@ -15,10 +15,12 @@ from penstock.kernels.types import PackedLinear
 
 
 def packed(weight: GpuWeight) -> PackedLinear:
-    format = "bf16" if weight.format == "plain" else weight.format
+    kind = weight.format
+    format = "int4" if kind == "int4_steps" else "bf16" if kind == "plain" else kind
     return PackedLinear(
-        weight, None, weight.in_features, weight.out_features, weight.num_bytes, format, "triton"
-    )
+        weight, None, weight.in_features, weight.out_features, weight.num_bytes, format, "triton",
+        weight.row_group, weight.takes_int8,
+    )  # fmt: skip
 
 
 def check_grouped(dtype: torch.dtype) -> Triples:

@@ -175,26 +175,43 @@ def _say_settings(
 
 
 class WorkerCount:
-    """Prints a line when the number of workers of a model changes."""
+    """Prints a line when a worker of a model no longer reports, reports again, or is new.
+
+    A worker is listed while it reports. On a machine that others use its report may come late: then
+    it has not ended, and nothing replaces it.
+    """
 
     def __init__(self, config: ServeConfig):
         self._config = config
         self._num = config.min_workers
+        self._listed: set[int] = set()
+        self._known: set[int] = set()
 
     def report(self, view: ClusterView) -> None:
         config = self._config
-        own = [
-            info for info, _ in view.workers if not config.key or info.model == config.model_name
-        ]
-        if len(own) == self._num:
-            return
-        is_less, self._num = len(own) < self._num, len(own)
+        epochs = {
+            info.epoch
+            for info, _ in view.workers
+            if not config.key or info.model == config.model_name
+        }
+        listed, self._listed = self._listed, epochs
+        new, back = epochs - self._known, (epochs & self._known) - listed
+        num, self._num = self._num, len(epochs)
+        is_first, self._known = not self._known, self._known | epochs
         of = f" of {config.model_name}" if config.key else ""
         if config.is_autoscaled:
-            _say(f"{self._num} workers{of} serve, of {config.num_workers}")
+            if len(epochs) != num:
+                _say(f"{len(epochs)} workers{of} serve, of {config.num_workers}")
             return
-        what = "was lost and is being replaced" if is_less else "is ready"
-        _say(f"a worker{of} {what}: {self._num} of {config.num_workers} workers serve")
+        if is_first and len(epochs) == num:
+            return  # those that were waited for
+        serve = f"{len(epochs)} of {config.num_workers} workers serve"
+        if listed - epochs or len(epochs) < num:
+            _say(f"a worker{of} does not report, and is replaced if it has ended: {serve}")
+        if back:
+            _say(f"a worker{of} reports again: {serve}")
+        if new:
+            _say(f"a worker{of} is ready: {serve}")
 
 
 def _say(text: str) -> None:

@@ -177,7 +177,7 @@ class ExpertStore:
         weight_plan(config.stored_scheme, spec.weights)
         if spec.has_int8_copies:
             check_neurons(config.stored_scheme, spec.weights, "moe_mode quantized")
-        experts = CheckpointExperts(folder, config, tensors, spec.weights, spec.device)
+        experts = CheckpointExperts(folder, config, tensors, spec.weights, spec.device, spec.int4)
         return experts, DTYPES[config.dtype]
 
     def _found(self) -> ExpertFile | None:

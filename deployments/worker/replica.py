@@ -31,6 +31,7 @@ from penstock.deployments.supervision.replicas import (
 from penstock.deployments.supervision.view import short_node
 from penstock.deployments.worker.start_reports import StartReports
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
+from penstock.workers.quantization import int4_options
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
 
@@ -143,5 +144,6 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
         is_single=engine.expert_store == "one",
         revision=engine.revision,
         download_dir=engine.download_dir,
+        int4=int4_options(engine),
     )
     return ExpertStoreClient(spec)

@@ -59,7 +59,14 @@ PACK = Arguments("dtype weight weight_stride packed columns depth threads")
 LINEAR = Arguments("dtype x x_stride packed bias out out_stride rows columns depth threads")
 PACK_INT8 = Arguments("codes stride packed columns depth threads")
 LINEAR_INT8 = Arguments(
-    "dtype x x_stride x_scales packed scales bias out out_stride rows columns depth group threads"
+    "dtype x x_stride x_scales packed scales bias out out_stride rows columns depth group threads "
+    "steps offsets weight_group"
+)
+PACK_INT4 = Arguments("codes stride packed columns depth threads")
+SEARCH_INT4 = Arguments("weight stride scales codes steps offsets rows depth group threads")
+LINEAR_INT4_GROUPS = Arguments(
+    "dtype x x_stride x_scales packed scales zeros minimums bias out out_stride rows columns depth "
+    "group weight_group threads"
 )
 PACK_CODES = Arguments("run codes stride packed columns depth group threads")
 LINEAR_CODES = Arguments(
@@ -93,6 +100,9 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "linear": LINEAR,
     "pack_int8": PACK_INT8,
     "linear_int8": LINEAR_INT8,
+    "pack_int4": PACK_INT4,
+    "search_int4": SEARCH_INT4,
+    "linear_int4_groups": LINEAR_INT4_GROUPS,
     "pack_codes": PACK_CODES,
     "linear_codes": LINEAR_CODES,
     "write_kv": WRITE_KV,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.cpu import huge_pages, native
+from penstock.kernels.cpu import huge_pages, matmul_int4, native
 from penstock.kernels.cpu.arguments import (
     LINEAR,
     LINEAR_CODES,
@@ -59,10 +59,14 @@ def suits(weight: Tensor | QuantizedWeight) -> bool:
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
     if isinstance(weight, QuantizedWeight):
+        payload: NativeWeight | matmul_int4.NativeInt4
+        if weight.format == "int4" and weight.takes_int8:
+            payload = matmul_int4.pack(weight, bias)
+        else:
+            payload = _pack_codes(weight, bias)
         return PackedLinear(
-            _pack_codes(weight, bias), bias, weight.in_features, weight.out_features,
-            weight.num_bytes, weight.format, "native",
-            weight.group if weight.format == "int8" else None,
+            payload, bias, weight.in_features, weight.out_features, weight.num_bytes,
+            weight.format, "native", weight.row_group, weight.takes_int8,
         )  # fmt: skip
     num_outputs, num_inputs = weight.shape
     if weight.stride(1) != 1:
@@ -77,7 +81,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
 
 
 def packed_linear(x: Tensor | Int8Rows, packed: PackedLinear, out: Tensor | None) -> Tensor:
-    if isinstance(packed.payload, NativeWeight):
+    if isinstance(packed.payload, NativeWeight | matmul_int4.NativeInt4):
         return _quantised_linear(x, packed.payload, out)
     assert isinstance(x, Tensor), f"{packed.format} weights take plain activations"
     assert x.dtype == packed.payload.dtype and x.shape[1] == packed.in_features
@@ -137,7 +141,9 @@ def _pack_codes(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
     return NativeWeight(quantized.format, packed, scales, shifts, bias, depth, num_outputs, group)
 
 
-def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | None) -> Tensor:
+def _quantised_linear(
+    x: Tensor | Int8Rows, weight: NativeWeight | matmul_int4.NativeInt4, out: Tensor | None
+) -> Tensor:
     """fp16 rows are computed in fp32."""
     if x.dtype not in native.DTYPES:
         if isinstance(x, Int8Rows):
@@ -153,6 +159,8 @@ def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | 
     lib = native.bound.library
     assert out.stride(1) == 1 and out.dtype == x.dtype
     assert rows.shape[1] == weight.in_features and out.shape[0] == rows.shape[0]
+    if isinstance(weight, matmul_int4.NativeInt4):
+        return matmul_int4.linear(x, rows, weight, out)
     source = (native.DTYPES[x.dtype], rows.data_ptr(), rows.stride(0))
     bias, threads = 0 if weight.bias is None else weight.bias.data_ptr(), torch.get_num_threads()
     target = (out.data_ptr(), out.stride(0), *out.shape, weight.in_features)
@@ -162,7 +170,7 @@ def _quantised_linear(x: Tensor | Int8Rows, weight: NativeWeight, out: Tensor | 
         lib.pk_linear_int8(LINEAR_INT8.pack(
             *source, x.scales.data_ptr() if isinstance(x, Int8Rows) else 0,
             weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target,
-            max(1, weight.group), threads,
+            max(1, weight.group), threads, 0, 0, 0,
         ))  # fmt: skip
     else:
         assert isinstance(x, Tensor), f"{weight.format} weights take plain activations"

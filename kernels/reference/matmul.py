@@ -14,8 +14,10 @@ from penstock.kernels.quant import (
     Int8Rows,
     QuantizedWeight,
     dequantize_weight,
+    int8_codes,
     quantize_rows_fp8,
     quantize_rows_int8,
+    unpack_nibbles,
 )
 from penstock.kernels.types import PackedLinear
 
@@ -26,7 +28,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
     if isinstance(weight, QuantizedWeight):
         return PackedLinear(
             weight, bias, weight.in_features, weight.out_features, weight.num_bytes, weight.format,
-            "plain", weight.group if weight.format == "int8" else None,
+            "plain", weight.row_group, weight.takes_int8,
         )  # fmt: skip
     if not onednn_packs(weight):
         return PackedLinear.of_floats(weight, weight, bias, "plain")
@@ -66,18 +68,17 @@ def _quantised_linear(
     x: Tensor | Int8Rows, quantized: QuantizedWeight, bias: Tensor | None
 ) -> Tensor:
     """With the weight unpacked at every call."""
-    if quantized.format == "int8":
-        group = quantized.group
+    if quantized.takes_int8:
+        group = quantized.row_group
         rows = x
         if isinstance(rows, Tensor):
             rows = Int8Rows(*quantize_rows_int8(rows, group), group, rows.dtype)
-        step = group or max(1, quantized.in_features)
-        y = torch.zeros(rows.shape[0], quantized.out_features, device=rows.codes.device)
-        for g, (some, others) in enumerate(
-            zip(rows.codes.split(step, dim=1), quantized.codes.split(step, dim=1), strict=True)
-        ):
-            y += _exact_product(some, others).float() * rows.scales[:, g, None]
-        y *= quantized.scales
+        if quantized.format == "int8":
+            y = _int8_sums(rows, quantized.codes, quantized.scales)
+        elif quantized.steps is not None:
+            y = _int8_sums(rows, int8_codes(quantized), quantized.scales)
+        else:
+            y = _int4_sums(rows, quantized)
     else:
         assert isinstance(x, Tensor), f"{quantized.format} weights take plain activations"
         if quantized.format == "fp8":
@@ -89,6 +90,32 @@ def _quantised_linear(
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype)
+
+
+def _int8_sums(rows: Int8Rows, codes: Tensor, scales: Tensor) -> Tensor:
+    step = rows.group or max(1, rows.shape[1])
+    y = torch.zeros(rows.shape[0], codes.shape[0], device=codes.device)
+    for g, (some, others) in enumerate(
+        zip(rows.codes.split(step, dim=1), codes.split(step, dim=1), strict=True)
+    ):
+        y += _exact_product(some, others).float() * rows.scales[:, g, None]
+    return y * scales
+
+
+def _int4_sums(rows: Int8Rows, weight: QuantizedWeight) -> Tensor:
+    assert rows.group is not None and weight.group is not None
+    codes = unpack_nibbles(weight.codes)[:, : weight.in_features].to(torch.int8)
+    y = torch.zeros(rows.shape[0], weight.out_features, device=codes.device)
+    for g, (some, others) in enumerate(
+        zip(rows.codes.split(rows.group, dim=1), codes.split(rows.group, dim=1), strict=True)
+    ):
+        of_weight = g * rows.group // weight.group
+        part = _exact_product(some, others).float()
+        sums = some.sum(1, dtype=torch.int32).float()[:, None]
+        zeros = 8.0 if weight.zeros is None else weight.zeros[:, of_weight].float()
+        scales = rows.scales[:, g, None] * weight.scales[:, of_weight]
+        y += (part - zeros * sums) * scales
+    return y
 
 
 def _exact_product(rows: Tensor, codes: Tensor) -> Tensor:

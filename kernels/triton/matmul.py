@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from penstock.kernels.quant import (
+    INT8_GROUP,
     NF4_VALUES,
     Int8Rows,
     QuantizedWeight,
@@ -36,8 +37,10 @@ class GpuWeight:
     plain, int8, fp8: `codes` [N, K], row by row; codes of 8 bits as uint8 or int8, their rows
     padded with zeros to 16 bytes. int4, nf4: `codes` uint8 [slabs, N, step / 2], in which a tile is
     one run of bytes; byte j of a slab holds its input j, and j + step / 2 in the high nibble.
-    int8g: `codes` int8 [N, K], rows padded with zeros to whole steps. `scales` fp32 [N], or [G, N]
-    of groups; `zeros` [G, N], uint8 or fp32. `group` of int8 is of the activations.
+    int4_steps: the same with `zeros` int16 [G, N]: offset * 32 + step. int8g: `codes` int8 [N, K],
+    rows padded with zeros to whole steps. `scales` fp32 [N], or [G, N] of groups; `zeros` else
+    [G, N], uint8 or fp32. `group` of int8 is of the activations; those of int4_steps are as long
+    as a step.
     """
 
     format: GpuFormat
@@ -49,6 +52,17 @@ class GpuWeight:
     out_features: int
     group: int
     step: int
+
+    @property
+    def takes_int8(self) -> bool:
+        return self.format in ("int8", "int4_steps")
+
+    @property
+    def row_group(self) -> int | None:
+        """Inputs of int8 rows that share a scale; None: a whole row."""
+        if self.format == "int4_steps":
+            return self.step
+        return self.group if self.format == "int8" and self.group < self.in_features else None
 
     @property
     def num_bytes(self) -> int:
@@ -74,14 +88,14 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
             quantized.format, codes, scales, None, bias, num_inputs, num_outputs, group, step
         )
     assert quantized.group is not None
+    if quantized.steps is not None:
+        return _pack_steps(quantized, bias)
     is_int8 = quantized.format == "int8g"
     step = _step(quantized.group, num_inputs, SLAB // 8 if is_int8 else SLAB // 4)
     if is_int8:
         codes = _padded(quantized.codes, -num_inputs % step)
     else:
-        nibbles = _padded(unpack_nibbles(quantized.codes)[:, :num_inputs], -num_inputs % step)
-        halves = nibbles.unflatten(1, (-1, 2, step // 2)).permute(1, 0, 2, 3)  # [slabs, N, 2, half]
-        codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).contiguous()
+        codes = _slabs(quantized, step)
     scales = quantized.scales.float().T.contiguous()
     zeros = None if quantized.zeros is None else quantized.zeros.T.contiguous()
     group = quantized.group if scales.shape[0] > 1 else num_inputs + -num_inputs % step
@@ -90,13 +104,34 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
     )
 
 
+def _pack_steps(quantized: QuantizedWeight, bias: Tensor | None) -> GpuWeight:
+    assert quantized.steps is not None and quantized.offsets is not None
+    both = quantized.offsets.to(torch.int16) * 32 + quantized.steps.to(torch.int16)
+    assert quantized.group is not None
+    return GpuWeight(
+        "int4_steps", _slabs(quantized, INT8_GROUP), quantized.scales.float().contiguous(),
+        both.T.contiguous(), bias, quantized.in_features, quantized.out_features, quantized.group,
+        INT8_GROUP,
+    )  # fmt: skip
+
+
+def _slabs(quantized: QuantizedWeight, step: int) -> Tensor:
+    """Nibbles as [slabs, N, step / 2] bytes of two halves."""
+    num_inputs = quantized.in_features
+    nibbles = _padded(unpack_nibbles(quantized.codes)[:, :num_inputs], -num_inputs % step)
+    halves = nibbles.unflatten(1, (-1, 2, step // 2)).permute(1, 0, 2, 3)  # [slabs, N, 2, half]
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).contiguous()
+
+
 def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-    """Plain weights too: cuBLAS orders a row's sum by the number of rows."""
+    """Plain weights too: cuBLAS orders a row's sum by the number of rows. int4 codes of files take
+    activations as they are."""
     if not isinstance(weight, QuantizedWeight):
         return PackedLinear.of_floats(pack_plain(weight, bias), weight, bias, "triton")
+    takes_int8 = weight.format == "int8" or weight.steps is not None
     return PackedLinear(
         pack(weight, bias), bias, weight.in_features, weight.out_features, weight.num_bytes,
-        weight.format, "triton", weight.group if weight.format == "int8" else None,
+        weight.format, "triton", weight.row_group if takes_int8 else None, takes_int8,
     )  # fmt: skip
 
 
@@ -123,8 +158,8 @@ def linear(
 ) -> Tensor:
     """`x` [M, K] times `weight`, plus its bias -> [M, N] in `x.dtype`, into `out` if given.
 
-    int8 and fp8 quantise the rows of `x` first, unless they are `Int8Rows`. `tiles` and `fp8_units`
-    (are there any?) are found out where they are not given.
+    int8, int4_steps and fp8 quantise the rows of `x` first, unless they are `Int8Rows`. `tiles` and
+    `fp8_units` (are there any?) are found out where they are not given.
     """
     values, x_scales = activations(x, weight)
     num_rows = values.shape[0]
@@ -140,15 +175,16 @@ def activations(x: Tensor | Int8Rows, weight: GpuWeight) -> tuple[Tensor, Tensor
     """What the kernel multiplies: values or codes [M, K], and the codes' scales [M, G]."""
     assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
     if isinstance(x, Int8Rows):
-        if weight.format != "int8":
+        if not weight.takes_int8:
             raise ValueError(f"int8 rows for {weight.format} weights: give them plain activations")
-        assert min(x.group or weight.in_features, weight.in_features) == weight.group
+        depth = weight.in_features
+        assert min(x.group or depth, depth) == min(weight.row_group or depth, depth)
         return x.codes, x.scales
     x = x if x.stride(1) == 1 else x.contiguous()
-    if weight.format not in ("int8", "fp8"):
+    if not weight.takes_int8 and weight.format != "fp8":
         return x, None
-    codes = torch.empty(x.shape, dtype=weight.codes.dtype, device=x.device)
-    group = weight.group if _has_groups(weight) else None
+    kind, group = torch.int8 if weight.takes_int8 else torch.uint8, weight.row_group
+    codes = torch.empty(x.shape, dtype=kind, device=x.device)
     shape = x.shape[0], num_groups(x.shape[1], group)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     return rowwise_quant_triton.quantize_rows(x, codes, scales, group)
@@ -193,7 +229,7 @@ def launch(
     format: str = weight.format
     if format == "fp8" and not (_has_fp8_units(x.device) if fp8_units is None else fp8_units):
         format = "fp8_upcast"
-    if _has_groups(weight):
+    if format == "int8" and weight.row_group is not None:
         format = "int8_groups"
     steps = triton.cdiv(weight.in_features, tiles.inputs)
     # Sums of one scale a row are exact: one program takes all its inputs as one piece.
@@ -244,13 +280,8 @@ def _step(group: int, num_inputs: int, least: int) -> int:
             return step
     raise ValueError(
         f"groups of {group} weights: on a GPU they are multiples of {least}, or whole rows; "
-        "quantise the weight anew"
+        "set --int4-group 32, or quantise the weight anew"
     )
-
-
-def _has_groups(weight: GpuWeight) -> bool:
-    """Whether the activations of an int8 weight have more than one scale a row."""
-    return weight.format == "int8" and weight.group < weight.in_features
 
 
 def _padded(rows: Tensor, spare: int) -> Tensor:

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from penstock.kernels.triton.matmul_sums import (
     sum_grouped,
+    sum_int4_steps,
     sum_int8_groups,
     sum_nibbles,
     sum_whole,
@@ -75,6 +76,11 @@ def _sum_piece(
             acc, x_ptr, x_scales_ptr, x_rows, sources, seen, codes_ptr, n, codes_stride, first, end,
             num_inputs, GROUP, STEP, EVEN,
         )  # fmt: skip
+    elif FORMAT == "int4_steps":
+        acc = sum_int4_steps(
+            acc, x_ptr, x_scales_ptr, x_rows, sources, seen, codes_ptr, n, num_outputs, zeros_ptr,
+            first, end, num_inputs, GROUP, STEP, EVEN,
+        )  # fmt: skip
     elif FORMAT == "int8g":
         acc = sum_grouped(
             acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, num_outputs, scales_ptr,
@@ -92,12 +98,13 @@ def _sum_piece(
 def _finished(total, x_scales_ptr, rows, seen, scales_ptr, bias_ptr, n, FORMAT: tl.constexpr):
     """Sums [outputs, rows] -> y in fp32: the scales that are not yet in it, and the bias."""
     y = total.to(tl.float32)
-    if FORMAT != "int8_groups" and x_scales_ptr is not None:  # both operands are codes
+    BY_GROUP: tl.constexpr = FORMAT == "int8_groups" or FORMAT == "int4_steps"
+    if not BY_GROUP and x_scales_ptr is not None:  # both operands are codes
         x_scales = tl.load(x_scales_ptr + rows, mask=seen, other=0.0)
         if FORMAT == "fp8_upcast":
             y *= UPCAST
         y = y * tl.load(scales_ptr + n)[:, None] * x_scales[None, :]
-    if FORMAT == "int8_groups":
+    if BY_GROUP:
         y = y * tl.load(scales_ptr + n)[:, None]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n)[:, None].to(tl.float32)

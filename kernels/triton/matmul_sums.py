@@ -91,6 +91,45 @@ def sum_int8_groups(
 
 
 @triton.jit
+def open_steps(nibbles, steps_ptr, n, num_outputs, k, num_inputs, GROUP: tl.constexpr):
+    """int8 codes of nibbles [outputs, inputs from k on]: step * nibble + offset of each group, of
+    which an int16 holds offset * 32 + step."""
+    at = k + tl.arange(0, nibbles.shape[1])
+    group = tl.minimum(at, num_inputs - 1) // GROUP * num_outputs
+    both = tl.load(steps_ptr + group[None, :] + n[:, None])
+    return (nibbles.to(tl.int16) * (both & 31) + (both >> 5)).to(tl.int8)
+
+
+@triton.jit
+def sum_int4_steps(
+    acc, x_ptr, x_scales_ptr, x_rows, sources, seen, codes_ptr, n, num_outputs, steps_ptr,
+    first, end, num_inputs,
+    GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same as `sum_int8_groups` for weights kept in 4 bits, in slabs as `sum_nibbles` has them,
+    which are the groups of the rows: opened, then multiplied as int8. Not yet run on a GPU."""
+    HALF: tl.constexpr = STEP // 2
+    num_groups = tl.cdiv(num_inputs, STEP)
+    j = tl.arange(0, HALF)
+    for k in range(first, end, STEP):
+        packed = tl.load(codes_ptr + (k // STEP * num_outputs + n)[:, None] * HALF + j[None, :])
+        at = x_rows[None, :] + (k + j)[:, None]
+        low_seen, high_seen = seen[None, :], seen[None, :]
+        if not EVEN:
+            low_seen = low_seen & (k + j < num_inputs)[:, None]
+            high_seen = high_seen & (k + HALF + j < num_inputs)[:, None]
+        low_x = tl.load(x_ptr + at, mask=low_seen, other=0)
+        high_x = tl.load(x_ptr + at + HALF, mask=high_seen, other=0)
+        low = open_steps(packed & 15, steps_ptr, n, num_outputs, k, num_inputs, GROUP)
+        high = open_steps(packed >> 4, steps_ptr, n, num_outputs, k + HALF, num_inputs, GROUP)
+        part = tl.dot(low, low_x, out_dtype=tl.int32)
+        part = tl.dot(high, high_x, part, out_dtype=tl.int32).to(tl.float32)
+        scales = tl.load(x_scales_ptr + sources * num_groups + k // STEP, mask=seen, other=0.0)
+        acc = tl.fma(part, tl.broadcast_to(scales[None, :], part.shape), acc)
+    return acc
+
+
+@triton.jit
 def sum_nibbles(
     acc, x_ptr, x_rows, seen, codes_ptr, n, num_outputs, scales_ptr, zeros_ptr, table_ptr,
     first, end, num_inputs,

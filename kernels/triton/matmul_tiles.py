@@ -1,4 +1,4 @@
-"""Chooses the tiles of a GPU matmul, and the fastest number format for a number of rows.
+"""Chooses the tiles of a GPU matmul.
 
 Arithmetic on sizes, formats and two generations of GPU; no tensors. The one place where the batch
 size decides how a linear runs on a GPU: by whom its pieces are summed, never in which order. Not
@@ -12,15 +12,17 @@ from typing import Literal
 
 from penstock.kernels.quant import CodeFormat
 
-GpuFormat = CodeFormat | Literal["plain"]
+# int4_steps: int4 weights with steps and offsets, which are multiplied as int8.
+GpuFormat = CodeFormat | Literal["plain", "int4_steps"]
 
 WEIGHT_BYTES: dict[GpuFormat, float] = {
     "plain": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
-    "int8g": 1.0 + 4 / 32,
+    "int8g": 1.0 + 4 / 32, "int4_steps": 0.5 + 2 / 16,
 }  # fmt: skip
 # The cost of a multiply-add relative to 16 bits: weight-only formats are multiplied as 16 bits.
 OPERATIONS: dict[GpuFormat, float] = {
     "plain": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 1.0, "nf4": 1.0, "int8g": 1.0,
+    "int4_steps": 0.5,
 }  # fmt: skip
 # Rows from which a 16-bit matmul is bound by FLOPs: rate * 2 bytes / (2 * bandwidth). A100: 312
 # TFLOP/s and 2.0 TB/s; H200: 989 and 4.8. The rest follows: int8 turns at the same number of rows
@@ -79,19 +81,3 @@ def choose_tiles(
 def ridge_rows(format: GpuFormat, ridge_16: float = RIDGE_16[9]) -> float:
     """Rows of a batch from which a linear is bound by FLOPs and no longer by its weight's bytes."""
     return ridge_16 * (WEIGHT_BYTES[format] / 2) / OPERATIONS[format]
-
-
-def fastest_format(
-    num_rows: int, formats: tuple[GpuFormat, ...], ridge_16: float = RIDGE_16[9]
-) -> GpuFormat:
-    """Of `formats`, the one whose floor is lowest for `num_rows` rows; the first of equals.
-
-    Serving does not call it yet: it is for choosing the format by batch size, which needs several
-    copies of a weight. With an int4 and an int8 copy: int4 up to 76 rows on an A100 and 103 on an
-    H200, int8 from there. (Two copies cost 1.5 bytes per parameter, so memory must be spare.)
-    """
-
-    def floor(format: GpuFormat) -> float:  # in units of one 16-bit byte's reading time
-        return max(WEIGHT_BYTES[format], 2 * OPERATIONS[format] * num_rows / ridge_16)
-
-    return min(formats, key=floor)

@@ -106,9 +106,9 @@ def moe_mlp(
         grouped_linear(values, scales, gate_up, routes.starts, both, first, tokens)
         gate, _ = both.chunk(2, dim=1)
         product: Tensor | Int8Rows
-        if down.first.format == "int8":
+        if down.first.takes_int8:
             product = rowwise_quant_triton.silu_mul_int8(
-                both, Int8Rows.inside(gate, down.first.group)
+                both, Int8Rows.inside(gate, down.first.row_group)
             )
         else:
             product = rowwise_triton.silu_mul(both, gate)

@@ -220,6 +220,14 @@ def test_models_are_looked_up_before_anything_starts(tmp_path):
         check_model(str(tmp_path / "config.json"))
 
 
+@pytest.mark.parametrize(("model", "limit"), [("builtin", 2048), ("builtin-moe", 2048)])
+def test_a_length_beyond_the_models_positions_is_refused(model, limit):
+    ports = {"http_port": free_port(), "grpc_port": free_port()}
+    check_before_start(config_from({"model": model, "max_model_len": str(limit), **ports}))
+    with pytest.raises(ConfigError, match=r"max_model_len 2,049 exceeds the 2,048 tokens"):
+        check_before_start(config_from({"model": model, "max_model_len": str(limit + 1), **ports}))
+
+
 def test_a_port_in_use_is_named_with_the_flag_that_moves_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels import quant
+from penstock.kernels.cpu import native
 
 SHAPES = [(1, 1), (3, 17), (5, 64), (7, 128), (4, 129), (2, 300), (33, 257)]
 
@@ -28,19 +29,72 @@ def test_no_other_code_is_nearer(format: quant.WeightFormat, shape: tuple[int, i
             else torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
         )
         table = table[table.isfinite()]
+    elif format == "int4":
+        assert quantized.steps is not None and quantized.offsets is not None
+        groups = torch.arange(shape[1]) // quant.INT4_STEP_GROUP
+        steps, offsets = quantized.steps[:, groups], quantized.offsets[:, groups]
+        scales = quantized.scales[:, None].expand(shape)
+        table = steps[..., None] * torch.arange(16) + offsets[..., None].float()
     else:
         assert quantized.group is not None
         scales = quantized.scales[:, torch.arange(shape[1]) // quantized.group]
-        table = torch.tensor(quant.NF4_VALUES) if format == "nf4" else torch.arange(-8, 8).float()
+        table = torch.tensor(quant.NF4_VALUES)
     nearest = (weight[..., None] - table * scales[..., None]).abs().amin(-1)
     assert torch.allclose(error, nearest, atol=1e-6)
 
 
-def test_int4_scale_uses_the_eighth_code_of_the_negative_side() -> None:
+def test_symmetric_int4_uses_the_eighth_code_of_the_negative_side() -> None:
     weight = torch.tensor([[-8.0, 3.0], [7.0, -3.0]])
-    quantized = quant.quantize_weight(weight, "int4")
+    quantized = quant.quantize_weight(weight, "int4", 128, symmetric=True)
     assert quantized.scales.flatten().tolist() == [1.0, 1.0]
     assert torch.equal(quant.dequantize_weight(quantized), weight)
+
+
+@pytest.mark.parametrize("native_search", [True, False])
+def test_int4_codes_of_sixteen_int8_codes_come_back(
+    native_search: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every step and either sign: the weight that they stand for is rounded to itself. Groups
+    that hold the first and the last of their codes, a short one among them."""
+    if not native_search:
+        monkeypatch.setattr(native.bound, "library", None)
+    elif native.bound.library is None:
+        pytest.skip("no compiler")
+    steps = torch.stack([torch.arange(1, 17), torch.arange(16, 0, -1)], 1)
+    offsets = torch.stack([127 - 15 * steps[:, 0], torch.arange(16) - 127], 1)
+    nibbles = torch.randint(0, 16, (16, 49))
+    nibbles[:, [0, 33]], nibbles[:, [1, 34]] = 0, 15
+    groups = torch.arange(49) // 32
+    codes = steps[:, groups] * nibbles + offsets[:, groups]  # 127 is the largest of each row
+    found = quant.quantize_weight(codes * (0.5 / 127), "int4", 32)
+    assert found.steps is not None
+    assert torch.equal(quant.int8_codes(found).long(), codes)
+    assert torch.equal(found.steps.long(), steps)
+
+
+def test_int4_is_searched_alike_by_the_library_and_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if native.bound.library is None:
+        pytest.skip("no compiler")
+    weight = _weight((70, 517)) * torch.logspace(-4, 2, 70)[:, None]
+    weight[3, 200:264], weight[5], weight[6, 8] = 0, 0, float("nan")
+    library = quant.quantize_weight(weight, "int4")
+    monkeypatch.setattr(native.bound, "library", None)
+    plain = quant.quantize_weight(weight, "int4")
+    assert torch.equal(library.scales.nan_to_num(), plain.scales.nan_to_num())
+    assert library.scales.isnan().nonzero().tolist() == [[6]]
+    found, wanted = quant.dequantize_weight(library), quant.dequantize_weight(plain)
+    same = (quant.int8_codes(library) == quant.int8_codes(plain)).float().mean()
+    assert same > 0.999  # sums that differ in their last bits decide between equals
+    for each in (found, wanted):
+        error = ((each - weight)[7:].square().sum(1) / weight[7:].square().sum(1)).sqrt()
+        assert error.max() < 0.09 and not each[5].any()  # plain rounding in groups of 128: 0.11
+
+
+def test_int4_groups_are_whole_words() -> None:
+    with pytest.raises(ValueError, match="groups of 12 weights: they are multiples of 8"):
+        quant.quantize_weight(torch.zeros(2, 24), "int4", 12)
 
 
 @pytest.mark.parametrize("format", quant.WEIGHT_FORMATS)

@@ -27,6 +27,7 @@ from penstock.workers.memory.arena import BlockLayout
 from penstock.workers.memory.kv_format import KvFormat, kv_format
 from penstock.workers.memory.restore import PROBE_ROWS, Rates
 from penstock.workers.memory.workspace import StepMemory
+from penstock.workers.model_config import check_length
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.scheduling.deferral import (
     Rule,
@@ -57,6 +58,7 @@ def build_parts(
     config: EngineConfig, model: Decoder, commit_rule: Rule | None, capture: Capture | None
 ) -> EngineParts:
     """The connected parts. Raises ConfigError where memory is short. Arguments: those of Engine."""
+    check_length(config.max_model_len, model.config.max_position_embeddings)
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     layout = _block_layout(config, model, kv)
     sizes = graph_sizes(config, model, capture is not None)

@@ -20,6 +20,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.pooling import read_pooling
 from penstock.workers.progress import PREPARING, Progress, Report
+from penstock.workers.quantization import int4_options
 from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ def load_configured(
         quantize_o=config.quantize_o,
         quantize_lm_head=config.quantize_lm_head,
         int8_group=None if config.int8_group == "row" else int(config.int8_group),
+        int4=int4_options(config),
         dtype=dtype,
         device=device,
         progress=progress,

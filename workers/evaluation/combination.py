@@ -10,7 +10,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.workers.config import EngineConfig, Int8Group, KvFormat, KvGroup, WeightFormat
+from penstock.workers.config import (
+    EngineConfig,
+    Int4Activations,
+    Int4Group,
+    Int8Group,
+    KvFormat,
+    KvGroup,
+    WeightFormat,
+)
 from penstock.workers.errors import ConfigError
 
 _WINDOW = re.compile(r"(\d+)\+(\d+)(?:/(\d+))?")
@@ -62,6 +70,8 @@ class Combination:
 
     weights: WeightFormat = "auto"
     int8_group: Int8Group = "64"
+    int4_group: Int4Group = "16"
+    int4_activations: Int4Activations = "auto"
     quantize_o: bool = True
     quantize_lm_head: bool = False
     activations: str = "auto"
@@ -74,13 +84,17 @@ class Combination:
         """Equal for combinations that have the same model in memory."""
         group = self.int8_group if self.weights in ("auto", "int8") else None
         return (
-            *(self.weights, group, self.quantize_o, self.quantize_lm_head),
+            *(self.weights, group, self.int4_group, self.int4_activations),
+            *(self.quantize_o, self.quantize_lm_head),
             self.activations,
         )
 
     def config(self, base: EngineConfig) -> EngineConfig:
         """`base` with the number formats of this combination. Raises ConfigError."""
-        names = ("weights", "int8_group", "quantize_o", "quantize_lm_head", "kv", "kv_group")
+        names = (
+            *("weights", "int8_group", "int4_group", "int4_activations"),
+            *("quantize_o", "quantize_lm_head", "kv", "kv_group"),
+        )
         return dataclasses.replace(base, **{name: getattr(self, name) for name in names})
 
     @property
@@ -89,6 +103,10 @@ class Combination:
         parts: list[str] = [self.weights]
         if self.weights == "int8" and self.int8_group != Combination().int8_group:
             parts.append(f"group {self.int8_group}")
+        if self.weights == "int4" and self.int4_group != Combination().int4_group:
+            parts.append(f"group {self.int4_group}")
+        if self.int4_activations != Combination().int4_activations:
+            parts.append(f"int4 activations {self.int4_activations}")
         parts += ["o_proj plain"] * (not self.quantize_o)
         parts += ["head too"] * self.quantize_lm_head
         if self.activations != "auto":

@@ -27,7 +27,11 @@ from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.experts.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import check_neurons
+from penstock.workers.quantization import (
+    INT4,
+    Int4Options,
+    check_neurons,
+)
 from penstock.workers.weights.checkpoint import StoredTensor
 from penstock.workers.weights.sources import DTYPES
 
@@ -79,16 +83,17 @@ def build_experts(
     device: torch.device,
     weights: str = "auto",
     int8_group: int | None = INT8_GROUP,
+    int4: Int4Options = INT4,
 ) -> tuple[RoutedExperts, set[str]]:
     """The experts of the checkpoint in `folder` with a cache, and the names of their tensors.
 
-    `weights` is the format that they are served in, `int8_group` as for `load_model`; the model
-    computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too small or
-    a mode that the format does not support, and LoadError if the store's expert file belongs to
-    another checkpoint.
+    `weights` is the format that they are served in, `int8_group` and `int4` as for `load_model`;
+    the model computes in `config.dtype`. Raises ConfigError for a dense model, a budget that is too
+    small or a mode that the format does not support, and LoadError if the store's expert file
+    belongs to another checkpoint.
     """
     compute = DTYPES[config.dtype]
-    experts = CheckpointExperts(folder, config, tensors, weights, device.type)
+    experts = CheckpointExperts(folder, config, tensors, weights, device.type, int4)
     if settings.mode != "exact" or settings.thresholds is not None:
         who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
         check_neurons(config.stored_scheme, weights, who)

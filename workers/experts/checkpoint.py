@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,11 @@ from penstock.kernels.expert_rows import neuron_rows
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.expert_file import checkpoint_identity
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import QUANTIZED_FORMATS
+from penstock.workers.quantization import (
+    INT4,
+    QUANTIZED_FORMATS,
+    Int4Options,
+)
 from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
 from penstock.workers.weights.sources import DTYPES
 from penstock.workers.weights.stored import stored_blocks
@@ -36,6 +40,7 @@ class CheckpointExperts:
     tensors: dict[str, StoredTensor]
     weights: str = "auto"
     device: str = "cpu"
+    int4: Int4Options = INT4  # how weights in int4 are made and multiplied
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -111,7 +116,7 @@ class CheckpointExperts:
         files = {stored.file for stored in self.tensors.values()}
         facts = {"dtype": NAMES[self.dtype(compute)], "int8_copies": has_int8_copies}
         if self.is_packed:
-            facts |= {"weights": self.weights, "device": self.device}
+            facts |= {"weights": self.weights, "device": self.device, "int4": astuple(self.int4)}
         return checkpoint_identity({str(f): f.stat() for f in files}, facts)
 
     def routers(self) -> str:

@@ -69,7 +69,7 @@ class PackedExperts:
         return gate_up, down
 
     def _planned(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
-        return planned(weight, self._format, self.compute, self.int8_group)
+        return planned(weight, self._format, self.compute, self.int8_group, self.experts.int4)
 
     def rows(self, layer: int, expert: int) -> Bytes:
         """The bytes of an expert in pieces, [num_rows, PIECE_BYTES], padded with zeros. Raises

@@ -45,10 +45,9 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
-        int8 = [packed for packed in linears_of(layers) if packed.format == "int8"]
-        self.int8_group = int8[0].group if int8 else None
         num_scales = max(
-            (num_groups(packed.in_features, packed.group) for packed in int8), default=1
+            (num_groups(p.in_features, p.group) for p in linears_of(layers) if p.takes_int8),
+            default=1,
         )
         self.plan = activation_plan(config, self.dtype, num_scales)
         slots = () if routed is None else routed.cache.table
@@ -56,9 +55,10 @@ class Decoder:
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normalised with the next layer's norm, which writes
-        # int8 rows at once if that layer takes them.
+        # int8 rows at once, in its groups, if that layer takes them.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
-        self._next_int8 = [layer.attention.takes_int8 for layer in layers[1:]] + [False]
+        takers = [part for layer in layers for part in (layer.attention, layer.mlp)]
+        self._row_groups = [(taker.takes_int8, taker.row_group) for taker in takers]
 
     @torch.inference_mode()
     def forward(
@@ -105,31 +105,36 @@ class Decoder:
     ) -> Tensor:
         """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
         eps, hidden = self.config.rms_norm_eps, ws.residual
-        first, rows = self.layers[0], Int8Rows.inside(ws.normed, self.int8_group, ws.row_scales)
+        first = self.layers[0]
+        of_group = {  # the codes lie in the same memory, whatever groups they have
+            group: Int8Rows.inside(ws.normed, group, ws.row_scales)
+            for group in {group for takes_int8, group in self._row_groups if takes_int8}
+        }
+        rows = [of_group[group] if takes else None for takes, group in self._row_groups] + [None]
         rolled = None
         if inputs.rolling is not None:
             q_sink = ws.q_sink.unflatten(1, (-1, self.config.head_dim))
             rolled = inputs.rolling.split(q_sink, inputs.num_decode)
         x: Tensor | Int8Rows
-        if first.attention.takes_int8:
-            x = rms_norm_int8(hidden, first.input_norm, eps, out=rows)
+        if rows[0] is not None:
+            x = rms_norm_int8(hidden, first.input_norm, eps, out=rows[0])
         else:
             x = rms_norm(hidden, first.input_norm, eps, out=ws.normed)
-        for layer, next_norm, next_int8, cache in zip(
-            self.layers, self._next_norms, self._next_int8, kv_layers, strict=True
+        for layer, next_norm, mlp_rows, next_rows, cache in zip(
+            self.layers, self._next_norms, rows[1::2], rows[2::2], kv_layers, strict=True
         ):
             y = layer.attention(x, ws, inputs, cache, rolled)
-            x = self._add_norm(y, layer.post_attention_norm, ws, rows, layer.mlp.takes_int8)
+            x = self._add_norm(y, layer.post_attention_norm, ws, mlp_rows)
             y = layer.mlp(x, ws)
-            x = self._add_norm(y, next_norm, ws, rows, next_int8)
+            x = self._add_norm(y, next_norm, ws, next_rows)
         return ws.normed
 
     def _add_norm(
-        self, y: Tensor, weight: Tensor, ws: Workspace, rows: Int8Rows, int8: bool
+        self, y: Tensor, weight: Tensor, ws: Workspace, rows: Int8Rows | None
     ) -> Tensor | Int8Rows:
         """The residual stream grows by `y`; its norm lies where the last one did, maybe as int8."""
         hidden, eps = ws.residual, self.config.rms_norm_eps
-        if int8:
+        if rows is not None:
             return rms_norm_int8(y, weight, eps, residual=hidden, out=rows, total=hidden)
         return rms_norm(y, weight, eps, residual=hidden, out=ws.normed, total=hidden)[0]
 

@@ -93,7 +93,7 @@ class Attention:
         self.norm_over_all_heads = config.qk_norm == "full"
         self.eps = config.rms_norm_eps
         self.clip = config.clip_qkv
-        self.takes_int8 = qkv.format == "int8"
+        self.takes_int8, self.row_group = qkv.takes_int8, qkv.group
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ class Attention:
         rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
         attended = workspace.attended
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
-        if self.o.format == "int8":
+        if self.o.takes_int8:
             rows = Int8Rows.inside(attended, self.o.group, workspace.row_scales)
             rows = quantize_int8(attended, out=rows)
             return linear(rows, self.o, out=workspace.projected)
@@ -170,7 +170,7 @@ class Mlp:
     def __init__(self, gate_up: PackedLinear, down: PackedLinear):
         self.gate_up = gate_up
         self.down = down
-        self.takes_int8 = gate_up.format == "int8"
+        self.takes_int8, self.row_group = gate_up.takes_int8, gate_up.group
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         """`x` [T, hidden], which may lie in R2 -> [T, hidden] in R2. Int8 rows: as `Attention`."""

@@ -24,7 +24,9 @@ from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
+    INT4,
     QUANTIZED_FORMATS,
+    Int4Options,
     QuantizedFormat,
     WeightPlan,
     weight_plan,
@@ -51,6 +53,7 @@ def load_model(
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
     int8_group: int | None = INT8_GROUP,
+    int4: Int4Options = INT4,
     dtype: str = "auto",
     device: str = "cpu",
     progress: bool | Report = True,
@@ -73,11 +76,11 @@ def load_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
-    plan = dataclasses.replace(plan, int8_group=int8_group)
+    plan = dataclasses.replace(plan, int8_group=int8_group, int4=int4)
     routed, in_expert_file = None, set[str]()
     if experts is not None:
         routed, in_expert_file = build_experts(
-            experts, folder, config, tensors, torch.device(device), weights, int8_group
+            experts, folder, config, tensors, torch.device(device), weights, int8_group, int4
         )
     total = sum(each.num_bytes for name, each in tensors.items() if name not in in_expert_file)
     with showing(told(progress)) as report:
@@ -121,12 +124,13 @@ def build_random(
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
     int8_group: int | None = INT8_GROUP,
+    int4: Int4Options = INT4,
 ) -> Decoder:
     """A decoder with random weights (normal, standard deviation 0.02), for benchmarks."""
     config = dataclasses.replace(config, dtype="fp32") if config.dtype == "auto" else config
     config = dataclasses.replace(config, stored_scheme=None)
     plan = weight_plan(None, weights, quantize_o, quantize_lm_head)
-    plan = dataclasses.replace(plan, int8_group=int8_group)
+    plan = dataclasses.replace(plan, int8_group=int8_group, int4=int4)
     config = _with_dtype(config, weights, torch.device(device))
     return build_decoder(config, RandomWeights(config, seed, device), plan)
 
@@ -297,7 +301,12 @@ class _Builder:
     def _packed(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, format: QuantizedFormat | None
     ) -> PackedLinear:
-        return pack_linear(planned(weight, format, self.dtype, self.plan.int8_group), bias)
+        return pack_linear(self._planned(weight, format), bias)
+
+    def _planned(
+        self, weight: Tensor | QuantizedWeight, format: QuantizedFormat | None
+    ) -> Tensor | QuantizedWeight:
+        return planned(weight, format, self.dtype, self.plan.int8_group, self.plan.int4)
 
 
 def _with_dtype(config: ModelConfig, dtype: str, device: torch.device) -> ModelConfig:

@@ -38,7 +38,7 @@ WEIGHT_FORMATS = {
     "bf16": WeightCost(2, "bf16"),
     "int8": WeightCost(1, "int8", row_bytes=4),  # W8A8
     "fp8": WeightCost(1, "fp8", row_bytes=4),
-    "int4": WeightCost(0.5 + 4 / 128, "bf16"),  # weight-only, a scale for 128
+    "int4": WeightCost(0.5 + 2 / 16, "int8", row_bytes=4),  # a step and an offset for 16
     "nf4": WeightCost(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
     "int8g": WeightCost(1 + 4 / 32, "bf16"),  # weight-only, a scale for 32: of GGUF files
 }

@@ -83,7 +83,7 @@ def tensors_of(weight: Tensor, format: QuantizedFormat, dtype: str) -> list[Tens
     if format == "nf4":
         return _bitsandbytes(weight, dtype)
     group = _group_or_fail(weight.shape[1]) if format == "int4" else INT4_GROUP
-    quantized = quantize_weight(weight, format, group)
+    quantized = quantize_weight(weight, format, group, symmetric=True)
     if format in ("int8", "fp8"):
         return [quantized.codes, quantized.scales[:, None]]
     nibbles = unpack_nibbles(quantized.codes)[:, : weight.shape[1]]

@@ -11,16 +11,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.int4_search import search_int4
 from penstock.kernels.quant import (
     INT8_GROUP,
     QuantizedWeight,
     WeightFormat,
     dequantize_weight,
+    for_plain_rows,
     quantize_weight,
 )
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.quantization import StoredScheme
+from penstock.workers.quantization import (
+    INT4,
+    Int4Options,
+    StoredScheme,
+)
 from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
 from penstock.workers.weights.joined import moved
 from penstock.workers.weights.stored import is_stored_quantized, read_weight, stored_blocks
@@ -37,14 +43,19 @@ def planned(
     format: WeightFormat | None,
     dtype: torch.dtype,
     int8_group: int | None = INT8_GROUP,
+    int4: Int4Options = INT4,
 ) -> Tensor | QuantizedWeight:
     """A weight as it will be packed: quantised in `format` unless it already is quantised; in the
     model's `dtype` if `format` is None. `int8_group`: the activations of int8 weights that share a
     scale; None: a whole row."""
+    is_stored = isinstance(weight, QuantizedWeight)
     if isinstance(weight, Tensor):
         if format is None:
             return weight.to(dtype)
-        weight = quantize_weight(weight, format)
+        weight = quantize_weight(weight, format, int4.group, search=search_int4)
+    is_plain = int4.activations == "plain" or (is_stored and int4.activations == "auto")
+    if weight.format == "int4" and is_plain:
+        return for_plain_rows(weight)
     return replace(weight, group=int8_group) if weight.format == "int8" else weight
 
 

@@ -10,7 +10,8 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +101,41 @@ def _shown(
 
 def combinations_of(args: argparse.Namespace) -> tuple[Combination, list[Combination]]:
     """The baseline, and all combinations of the lists; those that differ in nothing once."""
-    found: dict[Combination, None] = {}
     plain = Combination()
     contexts = [ContextChoice.parse(each) for each in args.context_policy]
-    for weights in args.weights:
-        for group in args.int8_group if weights == "int8" else (plain.int8_group,):
-            for kv in args.kv:
-                for kv_group in args.kv_group if kv != "auto" else (plain.kv_group,):
-                    for context in contexts:
-                        combination = Combination(
-                            weights=weights,
-                            int8_group=group,
-                            quantize_o=args.quantize_o,
-                            quantize_lm_head=args.quantize_lm_head,
-                            activations=args.activations,
-                            kv=kv,
-                            kv_group=kv_group,
-                            context=context,
-                        )
-                        found[combination] = None
+    caches = [
+        (kv, group)
+        for kv in args.kv
+        for group in (args.kv_group if kv != "auto" else (plain.kv_group,))
+    ]
+    found = dict.fromkeys(
+        replace(
+            weights,
+            quantize_o=args.quantize_o,
+            quantize_lm_head=args.quantize_lm_head,
+            activations=args.activations,
+            kv=kv,
+            kv_group=kv_group,
+            context=context,
+        )
+        for weights in _weights_of(args)
+        for kv, kv_group in caches
+        for context in contexts
+    )
     return Combination(weights=args.baseline), list(found)
+
+
+def _weights_of(args: argparse.Namespace) -> Iterator[Combination]:
+    """Each format of weights with each of the choices that it has."""
+    plain = Combination()
+    for weights in args.weights:
+        is_int4, is_int8 = weights in ("int4", "auto"), weights == "int8"
+        yield from (
+            replace(plain, weights=weights, int8_group=int8, int4_group=int4, int4_activations=rows)
+            for int8 in (args.int8_group if is_int8 else (plain.int8_group,))
+            for int4 in (args.int4_group if weights == "int4" else (plain.int4_group,))
+            for rows in (args.int4_activations if is_int4 else (plain.int4_activations,))
+        )
 
 
 def config_of(args: argparse.Namespace) -> EngineConfig:

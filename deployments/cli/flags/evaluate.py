@@ -13,7 +13,14 @@ from penstock.deployments.cli.flags.engine import (
     add_quantized_layers,
 )
 from penstock.deployments.cli.flags.types import list_of, non_negative_int, positive, positive_int
-from penstock.workers.config import WEIGHTS, Int8Group, KvFormat, KvGroup
+from penstock.workers.config import (
+    WEIGHTS,
+    Int4Activations,
+    Int4Group,
+    Int8Group,
+    KvFormat,
+    KvGroup,
+)
 
 DESCRIPTION = """\
 Measure what number formats and context policies cost in quality on this model and this text. The
@@ -109,6 +116,14 @@ def _add_combinations(parser: argparse.ArgumentParser) -> None:
     _add_list(group, "--weights", WEIGHTS, "int8,int4", "weight formats")
     _add_list(
         group, "--int8-group", get_args(Int8Group), "64", "of int8, activations that share a scale"
+    )
+    _add_list(group, "--int4-group", get_args(Int4Group), "16", "of int4, inputs that share a step")
+    _add_list(
+        group,
+        "--int4-activations",
+        get_args(Int4Activations),
+        "auto",
+        "of int4, stored ones too: rounded, plain, or as the server chooses",
     )
     _add_list(
         group, ("--kv", "--kv-dtype", "--kv-cache-dtype"), get_args(KvFormat), "auto", "KV formats"

@@ -51,7 +51,8 @@ LINES = (
     r"  logs       \S+/session_latest/logs/serve \(removed at the end; --ray-dir keeps them\)",
     "the chat template renders no tools: they are described in the system message",
     *("Ctrl-C stops", r"\d\d:\d\d:\d\d prompt .* tok/s.*", "stopped"),
-    r"a worker (was lost and is being replaced: 0|is ready: 1) of 1 workers serve",
+    "a worker does not report, and is replaced if it has ended: 0 of 1 workers serve",
+    "a worker (reports again|is ready): 1 of 1 workers serve",
 )
 PROMPT = [{"role": "user", "content": "Who was at the door?"}]
 

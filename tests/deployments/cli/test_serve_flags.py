@@ -188,21 +188,36 @@ def test_line_breaks_of_any_kind_are_dumped_as_they_are(value, tmp_path):
     assert read_config(str(tmp_path / "x.yaml")) == {"served_model_name": value}
 
 
-def test_a_lost_worker_is_reported_with_its_model_where_there_are_several(capsys):
-    def seen(*models: str) -> ClusterView:
-        infos = [WorkerInfo(f"a:{n}", n, "", 1, model, 9) for n, model in enumerate(models)]
-        return ClusterView(workers=tuple((info, EngineStats()) for info in infos))
+def seen(*workers: tuple[str, int]) -> ClusterView:
+    """A view of workers, each a model and an epoch."""
+    infos = [WorkerInfo(f"a:{epoch}", epoch, "", 1, model, 9) for model, epoch in workers]
+    return ClusterView(workers=tuple((info, EngineStats()) for info in infos))
 
+
+def test_a_lost_worker_is_reported_with_its_model_where_there_are_several(capsys):
     config = config_from({"models": [{"model": "builtin"}, {"model": "builtin-moe"}]})
     counts = [WorkerCount(each) for each in config.each_model]
-    for view in (seen("builtin", "builtin-moe"), seen("builtin"), seen("builtin-moe", "builtin")):
+    first, lost, replaced = ("builtin", 1), ("builtin-moe", 2), ("builtin-moe", 3)
+    for view in (seen(first, lost), seen(first), seen(replaced, first)):
         for count in counts:
             count.report(view)
+    gone = "does not report, and is replaced if it has ended"
     assert capsys.readouterr().out.splitlines() == [
-        "a worker of builtin-moe was lost and is being replaced: 0 of 1 workers serve",
+        f"a worker of builtin-moe {gone}: 0 of 1 workers serve",
         "a worker of builtin-moe is ready: 1 of 1 workers serve",
     ]
-    WorkerCount(ServeConfig()).report(seen())  # as it always was
-    assert capsys.readouterr().out == (
-        "a worker was lost and is being replaced: 0 of 1 workers serve\n"
-    )
+    WorkerCount(ServeConfig()).report(seen())  # lost before it was seen
+    assert capsys.readouterr().out == f"a worker {gone}: 0 of 1 workers serve\n"
+
+
+def test_a_worker_whose_report_came_late_is_not_called_replaced(capsys):
+    count = WorkerCount(config_from({"num_workers": 2}))
+    both, one = seen(("m", 1), ("m", 2)), seen(("m", 1))
+    for view in (both, one, one, both, seen(("m", 2), ("m", 3))):
+        count.report(view)
+    assert capsys.readouterr().out.splitlines() == [
+        "a worker does not report, and is replaced if it has ended: 1 of 2 workers serve",
+        "a worker reports again: 2 of 2 workers serve",
+        "a worker does not report, and is replaced if it has ended: 2 of 2 workers serve",
+        "a worker is ready: 2 of 2 workers serve",
+    ]

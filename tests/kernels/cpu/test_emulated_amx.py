@@ -49,12 +49,19 @@ def test_int8(emulated, dtype, group):
                 assert torch.equal(linear(x, packed), expected), (num_outputs, num_inputs, num_rows)
 
 
-@pytest.mark.parametrize("group", [24, 32, 128, 300])
-def test_int4(emulated, group):
-    """bf16 rows, which become int16: two bytes, and two sums."""
+@pytest.mark.parametrize("zeros", ["none", "integers", "real", "steps"])
+@pytest.mark.parametrize("group", [24, 32, 128, 304])
+def test_int4(emulated, group, zeros):
+    """Groups of 24 and 304 as files have them take bf16 rows, which become int16: two bytes, and
+    two sums."""
     for num_outputs, num_inputs in ((31, 33), (70, 517)):
         weight = torch.randn(num_outputs, num_inputs)
-        packed = pack_linear(quant.quantize_weight(weight, "int4", group=group))
+        made = quant.quantize_weight(weight, "int4", group, symmetric=zeros != "steps")
+        if zeros == "integers":
+            made = replace(made, zeros=torch.randint(0, 17, made.scales.shape, dtype=torch.uint8))
+        elif zeros == "real":
+            made = replace(made, zeros=torch.randn(made.scales.shape) * 9)
+        packed = pack_linear(made)
         for num_rows in ROWS:
             x = torch.randn(num_rows, num_inputs).bfloat16()
             expected = linear(x, packed)

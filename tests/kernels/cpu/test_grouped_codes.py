@@ -65,6 +65,15 @@ def naive(x: Tensor, weight: quant.QuantizedWeight) -> tuple[Tensor, Tensor]:
     return x.double() @ values.T, x.double().abs() @ values.abs().T
 
 
+def as_multiplied(x: Tensor, weight: quant.QuantizedWeight) -> Tensor:
+    """Rows as they are multiplied: rounded to int8 in groups where the weight takes such."""
+    if not weight.takes_int8:
+        return x
+    codes, scales = quant.quantize_rows_int8(x, weight.row_group)
+    columns = torch.arange(x.shape[1]) // (weight.row_group or x.shape[1])
+    return codes.double() * scales.double()[:, columns]
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("format", "group", "with_zeros"), KINDS)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SIZES)
@@ -78,12 +87,14 @@ def test_linear(cpu_path, format, group, with_zeros, dtype, num_outputs, num_inp
         x = rows_of(num_rows, num_inputs, dtype)
         out = torch.full((num_rows, num_outputs + 1), float("nan"), dtype=dtype)
         linear(x, packed, out=out[:, :num_outputs])
-        want, _ = naive(x, weight)
+        want, _ = naive(as_multiplied(x, weight), weight)
         assert_linear(out[:, :num_outputs], (want + bias.double()).to(dtype))
         assert out[:, num_outputs].isnan().all()  # nothing is written past a row
 
 
-@pytest.mark.parametrize(("format", "group", "with_zeros"), KINDS)
+@pytest.mark.parametrize(
+    ("format", "group", "with_zeros"), [kind for kind in KINDS if kind[:2] != ("int4", 32)]
+)
 def test_bf16_rows_are_multiplied_as_int16(native_path, format, group, with_zeros):
     """To the last bits of fp32 sums, whatever the rows' sizes."""
     weight = grouped_weight(format, 70, 517, group, with_zeros)
@@ -125,7 +136,7 @@ def test_a_row_is_alone(native_path, format, group, with_zeros, dtype):
 def test_fp16_and_no_rows(cpu_path, format, group):
     weight = grouped_weight(format, 40, 128, group)
     x = torch.randn(5, 128).half()
-    want, _ = naive(x, weight)
+    want, _ = naive(as_multiplied(x, weight), weight)
     packed = pack_linear(weight)
     torch.testing.assert_close(linear(x, packed), want.half(), rtol=2e-3, atol=2e-3)
     assert linear(x[:0], packed).shape == (0, 40)

@@ -137,12 +137,14 @@ def fixed_point(x: Tensor, group: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("group", [24, 100, 128, 300])
+@pytest.mark.parametrize("group", [24, 100, 300])
 @pytest.mark.parametrize("with_zeros", [False, True])
-def test_int4_takes_bf16_rows_as_int16(native_path, group, with_zeros):
+def test_int4_of_odd_groups_takes_bf16_rows_as_int16(native_path, group, with_zeros):
     """Values within a factor of 128 of the largest are exact; an outlier costs its own 128."""
     num_outputs, num_inputs = 70, 517
-    quantized = quant.quantize_weight(torch.randn(num_outputs, num_inputs), "int4", group=group)
+    weight = torch.randn(num_outputs, num_inputs)
+    quantized = quant.quantize_weight(weight, "int4", group, symmetric=True)
+    assert not quantized.takes_int8
     if with_zeros:
         zeros = torch.randint(0, 16, quantized.scales.shape, dtype=torch.uint8)
         quantized = replace(quantized, zeros=zeros)
@@ -163,8 +165,9 @@ def test_int4_takes_bf16_rows_as_int16(native_path, group, with_zeros):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_int8_rows_are_taken_as_they_are(cpu_path, dtype):
-    quantized = quantized_weight("int8", 50, 129)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_int8_rows_are_taken_as_they_are(cpu_path, format, dtype):
+    quantized = quantized_weight(format, 50, 129)
     packed = pack_as(cpu_path, quantized, torch.randn(50))
     x = rows_of(19, 129, dtype)
     memory = rows_of(19, 129, dtype)
@@ -191,6 +194,50 @@ def test_int8_with_groups_of_activations(cpu_path, group, dtype):
             assert torch.equal(linear(x[-num_rows:], packed), together[-num_rows:])
 
 
+@pytest.mark.parametrize("group", [8, 16, 32, 40, 64, 128, 2000])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_int4_has_the_bits_of_the_int8_weight_it_stands_for(cpu_path, group, dtype):
+    """Opened in registers for few rows and in memory for many; codes at both ends of int8."""
+    for num_outputs, num_inputs in ((1, 1), (33, 65), (70, 576), (31, 1001)):
+        quantized = quant.quantize_weight(torch.randn(num_outputs, num_inputs), "int4", group)
+        codes = quant.int8_codes(quantized)
+        same = quant.QuantizedWeight("int8", codes, quantized.scales, num_inputs, quant.INT8_GROUP)
+        bias = torch.randn(num_outputs)
+        packed, other = pack_as(cpu_path, quantized, bias), pack_as(cpu_path, same, bias)
+        x = rows_of(130, num_inputs, dtype)
+        x[3, 0], x[5], x[6] = 1e3, 0, 1
+        want = linear(x, other)
+        assert_linear(want, quant.linear_reference(x, quantized, bias))
+        for num_rows in (1, 2, 4, 6, 7, 8, 9, 13, 25, 49, 97, 130):
+            assert torch.equal(linear(x[:num_rows], packed), want[:num_rows]), num_rows
+            assert torch.equal(linear(x[-num_rows:], packed), want[-num_rows:]), num_rows
+
+
+@pytest.mark.parametrize("zeros", ["none", "integers", "real"])
+@pytest.mark.parametrize("group", [32, 64, 128, 1000])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_int4_codes_of_files_take_int8_rows(cpu_path, group, zeros, dtype):
+    for num_outputs, num_inputs in ((1, 1), (33, 65), (70, 576), (31, 1000)):
+        weight = torch.randn(num_outputs, num_inputs)
+        quantized = quant.quantize_weight(weight, "int4", group, symmetric=True)
+        shape = quantized.scales.shape
+        if zeros == "integers":
+            quantized = replace(quantized, zeros=torch.randint(0, 17, shape, dtype=torch.uint8))
+        elif zeros == "real":
+            quantized = replace(quantized, zeros=torch.randn(shape) * 20)
+        packed = pack_as(cpu_path, quantized, torch.randn(num_outputs))
+        assert packed.takes_int8 and packed.group == (32 if group == 32 < num_inputs else 64)
+        x = rows_of(130, num_inputs, dtype)
+        x[3, 0], x[5] = 1e3, 0
+        together = linear(x, packed)
+        size = quant.linear_reference(x.abs(), replace(quantized, scales=quantized.scales.abs()))
+        truth = quant.linear_reference(x, quantized, packed.bias)
+        assert_linear(together / (1 + size.abs()), truth / (1 + size.abs()))
+        for num_rows in (1, 2, 4, 6, 7, 8, 9, 13, 25, 97) if cpu_path == "native" else ():
+            assert torch.equal(linear(x[:num_rows], packed), together[:num_rows]), num_rows
+            assert torch.equal(linear(x[-num_rows:], packed), together[-num_rows:]), num_rows
+
+
 def test_a_group_that_is_not_finite_leaves_no_number(native_path):
     """One group of one row: that row is NaN, the others keep their bits."""
     packed = pack_linear(quantized_weight("int8", 33, 200))
@@ -209,7 +256,7 @@ def test_fp16(cpu_path, format):
     x = torch.randn(5, 129).half()
     truth = quant.linear_reference(x, quantized, bias)
     torch.testing.assert_close(linear(x, packed), truth, rtol=2e-3, atol=2e-3)
-    if format == "int8":
+    if packed.takes_int8:
         rows = rowwise.quantize_int8(x, group=packed.group)
         out = torch.empty(5, 40, dtype=torch.float16)
         assert linear(rows, packed, out=out) is out
@@ -217,8 +264,8 @@ def test_fp16(cpu_path, format):
 
 
 def test_int8_rows_want_int8_weights(cpu_path):
-    packed = pack_as(cpu_path, quantized_weight("int4", 8, 16), None)
-    with pytest.raises(AssertionError, match="int4"):
+    packed = pack_as(cpu_path, quantized_weight("nf4", 8, 16), None)
+    with pytest.raises(AssertionError, match="nf4"):
         linear(rowwise.quantize_int8(torch.randn(2, 16)), packed)
 
 

@@ -111,7 +111,7 @@ def make_grouped(format: str, num_outputs: int, num_inputs: int) -> QuantizedWei
 
 
 def make_weight(
-    format: WeightFormat | Literal["int4 zeros", "int8 rows", "int8 32"],
+    format: str,  # a format of weights, and a variant: a group, "rows", "scales" or "zeros"
     num_outputs: int,
     num_inputs: int,
 ) -> QuantizedWeight:
@@ -119,7 +119,10 @@ def make_weight(
     weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
     weight[0, : min(128, num_inputs)] = 0
     weight[1, 0] = 100.0
-    made = quant.quantize_weight(weight, cast(WeightFormat, format.split()[0]))
+    kind, _, more = format.partition(" ")
+    is_symmetric = more in ("scales", "zeros")
+    size = 128 if is_symmetric else int(more) if more.isdigit() else quant.INT4_STEP_GROUP
+    made = quant.quantize_weight(weight, cast(WeightFormat, kind), size, symmetric=is_symmetric)
     if format == "int8 rows" or format == "int8 32":
         made = replace(made, group=None if format == "int8 rows" else 32)
     codes, scales, zeros, group = made.codes, made.scales, made.zeros, made.group
@@ -127,9 +130,12 @@ def make_weight(
         group, groups = 32, -(-num_inputs // 32)
         zeros = torch.randint(0, 16, (num_outputs, groups), dtype=torch.uint8).to(DEVICE)
         scales = torch.rand(num_outputs, groups)
+    steps, offsets = made.steps, made.offsets
     return QuantizedWeight(
-        made.format, codes.to(DEVICE), scales.to(DEVICE), num_inputs, group, zeros
-    )
+        made.format, codes.to(DEVICE), scales.to(DEVICE), num_inputs, group, zeros,
+        None if steps is None else steps.to(DEVICE),
+        None if offsets is None else offsets.to(DEVICE),
+    )  # fmt: skip
 
 
 # format, dtype, rows, outputs, inputs, pieces with a program each
@@ -142,6 +148,12 @@ LINEARS = [
     ("int8 rows", FP32, 1, 33, 300, 2),
     ("int4", FP32, 3, 70, 129, 1),
     ("int4", HALF, 257, 20, 384, 1),
+    ("int4", FP32, 1, 33, 300, 2),
+    ("int4 32", HALF, 17, 33, 100, 1),
+    ("int4 64", HALF, 1, 70, 40, 1),
+    ("int4 128", FP32, 3, 20, 400, 3),
+    ("int4 scales", FP32, 3, 70, 129, 1),
+    ("int4 scales", HALF, 257, 20, 384, 1),
     ("int4 zeros", HALF, 3, 33, 100, 1),
     ("int4 zeros", FP32, 1, 5, 30, 1),
     ("nf4", HALF, 64, 20, 200, 1),
@@ -167,7 +179,7 @@ def test_linear(format, dtype, rows, outputs, inputs, pieces):
     packed = matmul_triton.pack(quantized, bias)
     auto = matmul_triton.tiles_for(packed, rows, x)
     tiles = Tiles(auto.rows, auto.outputs, auto.inputs, pieces, True, 4, 3)
-    want = quant.linear_reference(x, quantized, bias)
+    want = quant.linear_reference(x, quantized, bias, weight_only=not packed.takes_int8)
     for fp8_units in (False, True) if format == "fp8" else (None,):
         wide = torch.full((rows, outputs + 3), math.nan).to(DEVICE, dtype)
         out = wide[:, 1 : outputs + 1]
@@ -193,12 +205,14 @@ def test_plain_linear(dtype, rows):
     assert_close(matmul_triton.linear(x, packed.payload, tiles=tiles), want)
 
 
-def test_rows_that_are_quantised_already():
-    quantized, x = make_weight("int8", 20, 96), torch.randn(3, 96).to(DEVICE, HALF)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_rows_that_are_quantised_already(format):
+    quantized, x = make_weight(format, 20, 96), torch.randn(3, 96).to(DEVICE, HALF)
     packed = matmul_triton.pack(quantized)
-    codes, scales = quant.quantize_rows_int8(x.cpu(), quantized.group)
-    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), quantized.group, x.dtype)
-    outer = PackedLinear(packed, None, 96, 20, packed.num_bytes, "int8", "triton", packed.group)
+    codes, scales = quant.quantize_rows_int8(x.cpu(), quantized.row_group)
+    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), quantized.row_group, x.dtype)
+    outer = matmul_triton.pack_linear(quantized, None)
+    assert outer.takes_int8 and outer.group == quantized.row_group
     assert torch.equal(matmul.linear(rows, outer), matmul_triton.linear(x, packed))
     with pytest.raises(ValueError, match="nf4 weights"):
         matmul_triton.linear(rows, matmul_triton.pack(make_weight("nf4", 20, 96)))
@@ -206,7 +220,7 @@ def test_rows_that_are_quantised_already():
 
 
 def test_groups_that_no_slab_fits():
-    made = make_weight("int4", 4, 96)
+    made = make_weight("int4 scales", 4, 96)
     odd = QuantizedWeight("int4", made.codes, made.scales.repeat(1, 2), 96, 48)
     with pytest.raises(ValueError, match="multiples of 32"):
         matmul_triton.pack(odd)
@@ -243,7 +257,8 @@ def packed_expert(format: str, weight: torch.Tensor) -> tuple[PackedLinear, Quan
 
 def one_linear(x: torch.Tensor, weight: torch.Tensor, quantized: QuantizedWeight | None):
     if quantized is not None:
-        return quant.linear_reference(x, quantized)
+        weight_only = quantized.format == "int4" and quantized.steps is None
+        return quant.linear_reference(x, quantized, weight_only=weight_only)
     return (x.double() @ weight.double().T).to(x.dtype)
 
 

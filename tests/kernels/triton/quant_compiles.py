@@ -23,9 +23,9 @@ SIZES = {"DIM": 4096, "GROUP": 64, "TILE": 4096}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
 
-def linear(format: str, num_rows: int, pointers: dict[str, str], group: int = 128):
+def linear(format: str, num_rows: int, pointers: dict[str, str], group: int = 128, step: int = 0):
     """As launched for a weight [4096, 4096]; with the pointers of ROUTED, for 128 of them."""
-    step = 64 if format == "plain" else min(128, group)
+    step = step or (64 if format == "plain" else min(128, group))
     tiles = choose_tiles(num_rows, 4096, step, 4096, element_bytes=2)
     constants = {
         "FORMAT": format, "GROUP": group, "STEP": tiles.inputs, "ROWS": tiles.rows,
@@ -38,6 +38,7 @@ def linear(format: str, num_rows: int, pointers: dict[str, str], group: int = 12
 
 
 GROUPED = LINEAR | {"codes_ptr": "i8"}
+STEPS = CODES | {"x_ptr": "i8", "zeros_ptr": "i16"}
 INT8 = CODES | {"x_ptr": "i8", "codes_ptr": "i8"}  # one scale a row
 KERNELS = {
     "int8 decode": linear("int8", 1, INT8),
@@ -58,6 +59,10 @@ KERNELS = {
     "int4 64 rows": linear("int4", 64, LINEAR),
     "int4 fp16": linear("int4", 16, LINEAR | {"x_ptr": "fp16", "out_ptr": "fp16"}),
     "int4 real zeros": linear("int4", 1, LINEAR | {"zeros_ptr": "fp32"}, 32),
+    "int4 steps decode": linear("int4_steps", 1, STEPS, 16, 64),
+    "int4 steps prefill": linear("int4_steps", 4096, STEPS, 32, 64),
+    "int4 steps of 32": linear("int4_steps", 16, STEPS, 32, 64),
+    "int4 steps routed": linear("int4_steps", 16, STEPS | ROUTED, 64, 64),
     "int8g decode": linear("int8g", 1, GROUPED, 32),
     "int8g of 16 with zeros": linear("int8g", 64, GROUPED | {"zeros_ptr": "fp32"}, 16),
     "int8g prefill": linear("int8g", 4096, GROUPED, 32),

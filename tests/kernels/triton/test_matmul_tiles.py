@@ -7,9 +7,7 @@ import pytest
 from penstock.kernels.triton.matmul_tiles import (
     RIDGE_16,
     WEIGHT_BYTES,
-    GpuFormat,
     choose_tiles,
-    fastest_format,
     ridge_rows,
 )
 
@@ -21,13 +19,6 @@ def test_ridges_are_those_of_the_published_cards() -> None:
         assert ridge_rows("int8", RIDGE_16[major]) == ridge
         bare = 0.5 / WEIGHT_BYTES["int4"]  # without its scales
         assert ridge_rows("int4", RIDGE_16[major]) * bare == pytest.approx(ridge_int4)
-
-
-def test_int4_is_for_small_batches_and_int8_for_large() -> None:
-    both: tuple[GpuFormat, ...] = ("int4", "int8")
-    assert [fastest_format(m, both, RIDGE_16[8]) for m in (1, 76, 77)] == ["int4", "int4", "int8"]
-    assert [fastest_format(m, both) for m in (103, 104)] == ["int4", "int8"]
-    assert fastest_format(10_000, ("plain", "int4")) == "plain"  # the first of equals
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 64, 257, 8192])

@@ -320,6 +320,9 @@ def test_a_request_that_breaks_the_step_fails_alone(models, monkeypatch):
 def test_pool_that_holds_no_block_is_refused(models):
     with pytest.raises(ConfigError, match="raise kv_cache_gb"):
         Engine(EngineConfig(kv_cache_gb=1e-9), models("llama"))
+    limit = models("llama").config.max_position_embeddings
+    with pytest.raises(ConfigError, match=f"exceeds the {limit:,} tokens"):
+        Engine(EngineConfig(num_blocks=4, max_model_len=limit + 1), models("llama"))
 
 
 def test_memory_is_one_allocation_with_disjoint_blocks(models):

@@ -188,7 +188,7 @@ def test_what_is_there_comes_first():
 def test_demand_overtakes_prefetch():
     """On a slow link: of a prefetch under way no more than a chunk goes before what is needed."""
     inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
-    cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.2)  # an expert in 0.2 s
+    cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.6)  # an expert in 0.6 s
     cache.prefetch(1, [0, 1, 2])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
     visit(cache, 0, [0])

@@ -28,9 +28,10 @@ from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.pooling import MEAN, Pooling, read_pooling
-from penstock.workers.quantization import QUANTIZED_FORMATS, QuantizedFormat
+from penstock.workers.quantization import QUANTIZED_FORMATS, Int4Options, QuantizedFormat
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
+from penstock.workers.weights.quantized_layout import group_of
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 
@@ -62,7 +63,7 @@ def greedy(model: Decoder, prompts: list[list[int]], **settings) -> list[list[in
 def rounded_rows(x: Tensor, format: str, group: int | None = INT8_GROUP) -> Tensor:
     """Each row, or of int8 each group, on the grid of its own scale, where the format rounds
     activations."""
-    if format == "int8":
+    if format in ("int8", "int4"):
         parts = x.split(group or x.shape[-1], dim=-1)
         return torch.cat([on_grid(part, 127.0).round() * grid(part, 127.0) for part in parts], -1)
     if format == "fp8":
@@ -78,19 +79,30 @@ def on_grid(x: Tensor, top: float) -> Tensor:
     return (x / grid(x, top)).clamp(-top, top)
 
 
-def rounded_weight(weight: Tensor, format: QuantizedFormat) -> Tensor:
+def rounded_weight(weight: Tensor, format: QuantizedFormat, stored: bool) -> Tensor:
+    """As it is rounded at load, or `stored` by the tool: int4 is another there."""
+    if format == "int4" and stored:
+        return in_groups(weight, group_of(weight.shape[1]) or 0)
     return dequantize_weight(quantize_weight(weight, format))
 
 
 class NaiveExperts(torch.nn.Module):
     """A layer's routed experts: all of them for all tokens, weighted by the router's choice."""
 
-    def __init__(self, block, top_k: int, format: QuantizedFormat, norm: bool, group: int | None):
+    def __init__(
+        self,
+        block,
+        top_k: int,
+        format: QuantizedFormat,
+        norm: bool,
+        group: int | None,
+        stored: bool,
+    ):
         super().__init__()
         self.block, self.top_k, self.format, self.norm = block, top_k, format, norm
         self.group = group
-        self.gate_ups = [rounded_weight(w, format) for w in block.experts.gate_up_proj]
-        self.downs = [rounded_weight(w, format) for w in block.experts.down_proj]
+        self.gate_ups = [rounded_weight(w, format, stored) for w in block.experts.gate_up_proj]
+        self.downs = [rounded_weight(w, format, stored) for w in block.experts.down_proj]
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -116,20 +128,23 @@ def oracle(
     format: QuantizedFormat,
     prompt: tuple[int, ...],
     group: int | None = INT8_GROUP,
+    stored: bool = False,
 ) -> list[int]:
     """Greedy ids of the naive model, the whole sequence computed anew for each."""
     model = random_model(*ALL[name])
     facts = model.config
     for path, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and path.split(".")[-1] in LINEARS:
-            module.weight.copy_(rounded_weight(module.weight, format))
+            module.weight.copy_(rounded_weight(module.weight, format, stored))
             module.register_forward_pre_hook(
                 lambda _, given: (rounded_rows(given[0], format, group),)
             )
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             norm = name == "mixtral" or facts.norm_topk_prob
-            layer.mlp = NaiveExperts(layer.mlp, facts.num_experts_per_tok, format, norm, group)
+            layer.mlp = NaiveExperts(
+                layer.mlp, facts.num_experts_per_tok, format, norm, group, stored
+            )
     ids = list(prompt)
     for _ in range(NUM_NEW):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -158,7 +173,7 @@ def test_ids_are_the_naive_models_however_the_batch_is_cut(name: str, format: Qu
 def test_other_groups_of_int8_activations(name: str, group: int | None):
     prompt = random_prompt(19)
     model = decoder_of(name, "int8", group)
-    assert model.int8_group == group
+    assert model.layers[0].attention.row_group == group
     expected = oracle(name, "int8", tuple(prompt), group)
     assert greedy(model, [prompt], max_num_seqs=1, max_num_batched_tokens=7) == [expected]
     if name == "llama":
@@ -237,13 +252,13 @@ class TestTool:
         seen: list[int] = []
         write_quantized(plan, out, seen.append)
         assert sum(seen) == plan.num_source_bytes
-        model = load_model(out, progress=False)
+        model = load_model(out, int4=Int4Options(activations="int8"), progress=False)
         assert model.weights.format == format
         prompt = random_prompt(19)
         if format == "nf4":  # its blocks run on over the ends of rows
             assert len(greedy(model, [prompt])[0]) == NUM_NEW
         else:
-            assert greedy(model, [prompt]) == [oracle(name, format, tuple(prompt))]
+            assert greedy(model, [prompt]) == [oracle(name, format, tuple(prompt), stored=True)]
 
     @pytest.mark.parametrize("format", QUANTIZED_FORMATS)
     def test_bytes_are_those_that_the_layouts_prescribe(
@@ -344,7 +359,7 @@ class TestTool:
 
 
 def in_groups(weight: Tensor, group: int) -> Tensor:
-    return dequantize_weight(quantize_weight(weight, "int4", group))
+    return dequantize_weight(quantize_weight(weight, "int4", group, symmetric=True))
 
 
 def by_hand(tensors: dict[str, Tensor], module: str, format: str, shape) -> Tensor:

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "matmul/amx.h"
-#include "matmul/linear_int8.h"
+#include "matmul/int8_vectors.h"
 
 #if HAVE_AMX
 constexpr int64_t INT8_AMX_FROM = 4;  // rows
@@ -72,7 +72,7 @@ void linear_int8_amx(const Int8LinearArgs& a) {
     std::vector<uint8_t>& memory = own_rows;
     Shares& shares = own_shares;
     block.reserve_rows(a, std::min(a.rows, AMX_BLOCK));
-    if (block.groups == 1) return linear_int8_amx_rows<T>(a, block);
+    if (block.groups == 1 && !a.steps) return linear_int8_amx_rows<T>(a, block);
     const int threads = (int)a.threads;
     const int64_t panels = (a.columns + PANEL8 - 1) / PANEL8;
     const int64_t steps = (block.quads + TILE_ROWS - 1) / TILE_ROWS;
@@ -98,8 +98,7 @@ void linear_int8_amx(const Int8LinearArgs& a) {
                 if (first >= end) return;
                 alignas(VECTOR_BYTES) float totals[AMX_BLOCK * PANEL8];
                 std::memset(totals, 0, (end - first) * PANEL8 * sizeof(float));
-                int8_panel_amx(block, x, steps, first, end, a.packed + p * block.quads * 4 * PANEL8,
-                               totals);
+                int8_panel_amx(block, x, steps, first, end, int8_panel(a, block, p), totals);
                 for (int64_t row = first; row < end; ++row)
                     finish_int8<T>(a, start + row, p, totals + (row - first) * PANEL8);
             });

@@ -33,11 +33,14 @@ struct Int8LinearArgs {
     int64_t out_stride, rows, columns, depth;
     int64_t group;  // inputs that share a scale of x: 16, 32, a multiple of 64, or depth
     int64_t threads;
+    // Of a weight in 4 bits (open_int4.h), else null: [panels][groups of weight_group inputs][PANEL8].
+    const uint8_t *steps, *offsets;
+    int64_t weight_group;  // a multiple of 8
 };
 LAYOUT(Int8LinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(x_scales) FIELD(packed) FIELD(scales) FIELD(bias)
        FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
-       FIELD(threads))
+       FIELD(threads) FIELD(steps) FIELD(offsets) FIELD(weight_group))
 
 struct Int8PackArgs {
     const int8_t* codes;
@@ -106,7 +109,7 @@ struct Int8Block {
         grow(num_rest, many);
     }
     void reserve_rows(const Int8LinearArgs& a, int64_t rows) {
-        quads = (a.depth + 3) / 4;
+        quads = a.weight_group ? (a.depth + 7) / 8 * 2 : (a.depth + 3) / 4;  // whole words
         group = std::max<int64_t>(1, (a.group + 3) / 4);
         groups = std::max<int64_t>(1, (quads + group - 1) / group);
         grow(scales, rows * groups);
@@ -140,6 +143,7 @@ INLINE int32_t split_pairs(int32_t& quad) {
 }
 
 // Row `row` of a block from its codes [4 * quads], zeros past K.
+template <bool SPLIT = SPLITS>
 INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Tiling& tiling) {
     const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
     int32_t* to = block.tiles.data() + first * block.quads + (row - first);
@@ -148,12 +152,12 @@ INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Ti
     for (int64_t at = 0; at < block.quads; ++at) {
         int32_t quad;
         std::memcpy(&quad, codes + 4 * at, 4);
-        if constexpr (SPLITS)
+        if constexpr (SPLIT)
             if (const int32_t over = split_pairs(quad)) rest[count++] = {(int32_t)at, over};
         to[at * step] = quad;
     }
     block.add_up(row, codes);
-    block.num_rest[row] = count;
+    if constexpr (SPLIT) block.num_rest[row] = count;
     const int64_t at = first * block.groups + (row - first);
     for (int64_t g = 0; g < block.groups; ++g) {
         const int64_t place = row * block.groups + g;
@@ -245,39 +249,6 @@ INLINE void finish_int8(const Int8LinearArgs& a, int64_t row, int64_t panel, con
         vf y = load(totals + n * W) * load_up_to(a.scales + at, left);
         if (a.bias) y += load_up_to(a.bias + at, left);
         store_up_to(out + at, y, left);
-    }
-}
-
-template <class T>
-void linear_int8_vectors(const Int8LinearArgs& a) {
-    static thread_local Int8Block own;
-    static thread_local Shares own_shares;
-    Int8Block& block = own;  // the caller's, for all threads
-    Shares& shares = own_shares;
-    block.reserve(a);
-    const int threads = (int)a.threads;
-    const int64_t panels = (a.columns + PANEL8 - 1) / PANEL8;
-#pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
-    for (int64_t start = 0; start < a.rows; start += BLOCK) {
-        const Tiling tiling(std::min(BLOCK, a.rows - start), panels, threads,
-                            int8_rows(a.rows, block.groups));
-#pragma omp single nowait
-        shares.cut(tiling.parts, panels, threads);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < tiling.rows; ++row)
-            lay_out(block, row, codes_of<T>(a, block, start, row), tiling);
-        shares.take([&](int64_t part, int64_t p) {
-            tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
-                float totals[width.value * PANEL8];
-                int8_tile<width.value>(block, row, rows, a.packed + p * block.quads * 4 * PANEL8,
-                                       totals);
-                for (int64_t r = 0; r < rows; ++r)
-                    finish_int8<T>(a, start + row + r, p, totals + r * PANEL8);
-            });
-        });
-        if (start + BLOCK < a.rows) {
-#pragma omp barrier
-        }
     }
 }
 

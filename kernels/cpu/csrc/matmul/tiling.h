@@ -83,6 +83,9 @@ struct Tiling {
     int64_t first_of(int64_t row) const { return row / tile * tile; }
     int64_t width_at(int64_t first) const { return even(std::min(tile, rows - first)); }
 
+    int64_t tiles_of(int64_t part) const {
+        return std::max<int64_t>(0, (std::min(part_rows, rows - part * part_rows) + tile - 1) / tile);
+    }
     // body(first row, rows, width) for the tiles of a part.
     template <class Body>
     INLINE void each_tile(int64_t part, Body&& body) const {
