@@ -29,7 +29,7 @@ from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
-from penstock.deployments.supervision.ray_processes import only_what_is_used, system_config
+from penstock.deployments.supervision.ray_processes import SYSTEM_CONFIG, only_what_is_used
 from penstock.deployments.supervision.ray_workarounds import (
     deploy_application,
     is_start_timeout,
@@ -106,14 +106,13 @@ class Cluster:
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        num_processes = num_actors(config)
-        with only_what_is_used(num_processes, self._environments):
+        with only_what_is_used(self._environments):
             ray.init(
                 address="local",  # overrides RAY_ADDRESS
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=os.path.abspath(folder),
-                _system_config=system_config(num_processes),
+                _system_config=SYSTEM_CONFIG,
                 **quiet,
             )
 
@@ -278,14 +277,6 @@ def _import_serve() -> None:
     """Import what `deploy` needs, which then waits for the end of it, or reports its error."""
     with contextlib.suppress(ImportError):
         importlib.import_module("penstock.deployments.app")
-
-
-def num_actors(config: ServeConfig) -> int:
-    """The Ray actors of a deployment at its least, each a process; without ingresses, whose
-    environment is made when they are ordered."""
-    gates = sum(each.admission != "optimistic" for each in config.each_model)
-    workers = sum(each.min_workers for each in config.each_model)
-    return 2 + gates + workers  # registry, Serve's controller
 
 
 def num_reached(config: ServeConfig, ingress: IngressInfo) -> int:

@@ -28,29 +28,16 @@ PLACEHOLDER_FLAGS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 NOT_STARTED = ("start_api_server", "start_log_monitor", "start_monitor")  # methods of ray's Node
 NO_PORT = 1  # of an agent that does not listen: only root may open it, so no one else answers
 RAYLET = "raylet"
-EARLY_FLAG = "--num_prestart_python_workers"
-
-
-def system_config(num_processes: int) -> dict[str, Any]:
-    """For `ray.init(_system_config=...)`, as `only_what_is_used`.
-
-    Processes collect no metrics for the agent, which would pass them on, and do not wait for it.
-    Of those that wait for an actor the raylet ends none below `num_processes`.
-    """
-    return {
-        "enable_metrics_collection": False,
-        "num_workers_soft_limit": num_processes,
-        **PRELOADED,
-    }
+# For `ray.init(_system_config=...)`: processes collect no metrics for the agent, which would pass
+# them on, and do not wait for it.
+SYSTEM_CONFIG = {"enable_metrics_collection": False, **PRELOADED}
 
 
 @contextlib.contextmanager
-def only_what_is_used(num_processes: int, environments: Environments) -> Iterator[None]:
+def only_what_is_used(environments: Environments) -> Iterator[None]:
     """Meanwhile `ray.init` starts no process that nothing here uses.
 
-    `num_processes`: of actors that will be made. They start with the raylet, each to become the
-    first actor that needs one, and so have imported Ray when that actor is ordered; by default Ray
-    starts as many as there are CPUs, and every further one only then. `environments`: answers in
+    `environments`: answers in
     place of the agent that makes them.
 
     Look in `start_head_processes` (_private/node.py) and `start_raylet` (_private/services.py) for
@@ -64,7 +51,6 @@ def only_what_is_used(num_processes: int, environments: Environments) -> Iterato
     def start(command: Sequence[str], process_type: str, *args: Any, **options: Any) -> Any:
         if process_type == RAYLET:
             command = without_agents(command, environments)
-            command = started_early(command, num_processes)
         return start_process(command, process_type, *args, **options)
 
     with contextlib.ExitStack() as replaced:
@@ -100,12 +86,6 @@ def without_agents(command: Sequence[str], environments: Environments) -> list[s
         f"{flag}={placeholder}" if (flag := part.split("=", 1)[0]) in PLACEHOLDER_FLAGS else part
         for part in command
     ]
-
-
-def started_early(command: Sequence[str], num_processes: int) -> list[str]:
-    """The raylet's command with `num_processes` that wait for actors."""
-    flag = f"{EARLY_FLAG}={num_processes}"
-    return [flag if part.startswith(f"{EARLY_FLAG}=") else part for part in command]
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -40,8 +40,7 @@ def test_what_is_replaced_is_what_ray_starts_processes_with():
     assert "start_ray_process(" in source
     assert all(f'"{flag}=' in source for flag in ray_processes.PLACEHOLDER_FLAGS)
     settings = RAYLET.read_bytes()
-    assert all(name.encode() in settings for name in ray_processes.system_config(5))
-    assert f'"{ray_processes.EARLY_FLAG}={{}}"' in source
+    assert all(name.encode() in settings for name in ray_processes.SYSTEM_CONFIG)
 
 
 def test_functions_of_ray_are_replaced_only_meanwhile():
@@ -49,7 +48,7 @@ def test_functions_of_ray_are_replaced_only_meanwhile():
         return [Node.start_monitor, services.start_ray_process, worker._maybe_modify_runtime_env]
 
     before = functions()
-    with ray_processes.only_what_is_used(5, Environments()):
+    with ray_processes.only_what_is_used(Environments()):
         assert not set(functions()) & set(before)
         assert Node.start_monitor(None) is None  # a real one would need its node
         assert worker._maybe_modify_runtime_env({}, False) == {}
@@ -60,7 +59,7 @@ def test_functions_of_ray_are_put_back_where_its_start_fails():
     before = (Node.start_monitor, services.start_ray_process)
 
     def fail() -> None:
-        with ray_processes.only_what_is_used(5, Environments()):
+        with ray_processes.only_what_is_used(Environments()):
             raise ConnectionError
 
     with pytest.raises(ConnectionError):
@@ -88,12 +87,6 @@ def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path, 
     with socket.create_connection(("127.0.0.1", port(raylet.RUNTIME_ENV_AGENT_PORT_NAME)), 5):
         pass
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_the_raylet_starts_the_processes_of_all_actors():
-    command = ["raylet", "--num_prestart_python_workers=2", "--head"]
-    early = ray_processes.started_early(command, 7)
-    assert early == ["raylet", "--num_prestart_python_workers=7", "--head"]
 
 
 def test_a_placeholder_ends_with_the_process_that_started_it():
