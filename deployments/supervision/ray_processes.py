@@ -37,8 +37,7 @@ SYSTEM_CONFIG = {"enable_metrics_collection": False, **PRELOADED}
 def only_what_is_used(environments: Environments) -> Iterator[None]:
     """Meanwhile `ray.init` starts no process that nothing here uses.
 
-    `environments`: answers in
-    place of the agent that makes them.
+    `environments`: answers in place of the agent that makes them.
 
     Look in `start_head_processes` (_private/node.py) and `start_raylet` (_private/services.py) for
     settings. Raises AttributeError if Ray lacks one of the functions that are replaced.
