@@ -29,23 +29,22 @@ examples:
 
 formats:
   int8  8-bit weights and activations (W8A8); a scale for each output channel, one for each token
-  int4  4-bit weights, groups of 128 along the input; activations stay
+  int4  4-bit weights; a scale and a zero point for 32 inputs (--group-size, --symmetric)
   nf4   4-bit weights, a table of 16 values, blocks of 64; activations stay
   fp8   E4M3 weights and activations; scales as int8
 
 int8, int4 and fp8 are written in compressed-tensors' layout (int-quantized, pack-quantized,
 float-quantized), nf4 in bitsandbytes': other engines read them too. Without --calibrate each weight
-is rounded to the nearest code. Embedding, norms, biases, routers and, unless asked for, the head
-stay as they are. The same at load, without a second checkpoint: penstock serve MODEL --weights
-int8.
+is rounded to the nearest code; int4's scales and zero points are those of the least squared error,
+4.6 bits a weight. Embedding, norms, biases, routers and, unless asked for, the head stay as they
+are. At load, without a second checkpoint: penstock serve MODEL --weights int8.
 
 With --calibrate FILE, a plain text in UTF-8 like those that the model will see, the model runs over
-parts of it, and rounding errors are made up for by the weights that follow (GPTQ); with a zero
-point and a 16-bit scale for each 32 weights, 4.6 bits a weight. Methods with awq also scale the
-input channels that follow a norm, and divide the norm by these scales.
+parts of it, and int4's rounding errors are made up for by the weights that follow (GPTQ). Methods
+with awq also scale the input channels that follow a norm, and divide the norm by these scales.
 """
-_NEEDS_TEXT = ("calibration_tokens", "method", "group_size", "symmetric", "act_order", "damping",
-               "bits_per_weight")  # fmt: skip
+_NEEDS_TEXT = ("calibration_tokens", "method", "act_order", "damping", "bits_per_weight")
+_OF_INT4 = ("calibrate", "group_size", "symmetric")
 
 
 def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -74,6 +73,16 @@ def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> Non
 
 def _add_calibration(quantize: argparse.ArgumentParser) -> None:
     """The flags of --calibrate. Their defaults are None: given or not can be told apart."""
+    grids = quantize.add_argument_group("int4")
+    grids.add_argument(
+        "--group-size",
+        type=int,
+        choices=(32, 64, 128),
+        help="inputs that share a scale; larger ones take fewer bits (default: 32)",
+    )
+    grids.add_argument(
+        "--symmetric", action="store_const", const=True, help="no zero points: 0.125 bits less"
+    )
     flags = quantize.add_argument_group("int4 with data")
     flags.add_argument(
         "--calibrate", metavar="FILE", help="a plain text in UTF-8 that errors are measured on"
@@ -89,15 +98,6 @@ def _add_calibration(quantize: argparse.ArgumentParser) -> None:
         choices=("awq-gptq", "gptq", "awq", "nearest"),
         help="how weights are rounded; nearest only fits the grids, without the text (default: "
         "gptq)",
-    )
-    flags.add_argument(
-        "--group-size",
-        type=int,
-        choices=(32, 64, 128),
-        help="inputs that share a scale; larger ones take fewer bits (default: 32)",
-    )
-    flags.add_argument(
-        "--symmetric", action="store_const", const=True, help="no zero points: 0.125 bits less"
     )
     flags.add_argument(
         "--act-order",
@@ -144,14 +144,15 @@ def stopped_by_sigterm() -> Iterator[None]:
 
 
 def _check_calibration(args: argparse.Namespace) -> None:
+    given = [name for name in _OF_INT4 if getattr(args, name) is not None]
+    if given and args.to != "int4":
+        raise ConfigError(f"--{given[0].replace('_', '-')} is for --to int4, not {args.to}")
     if args.calibrate is None:
         given = [name for name in _NEEDS_TEXT if getattr(args, name) is not None]
         if given:
             flag = given[0].replace("_", "-")
             raise ConfigError(f"--{flag} is for calibrated weights: give a text with --calibrate")
         return
-    if args.to != "int4":
-        raise ConfigError(f"--calibrate is for --to int4; {args.to} is made without data")
     if args.calibration_tokens is not None and args.calibration_tokens < 256:
         raise ConfigError("--calibration-tokens must be at least 256")
     if args.damping is not None and not 0 < args.damping <= 1:
@@ -170,9 +171,9 @@ def _calibrated(args: argparse.Namespace, out: Path) -> int:
     from penstock.workers.calibration.text import NUM_TOKENS, read_windows
     from penstock.workers.model_config import ModelConfig
 
-    named = {"method": args.method, "group": args.group_size, "act_order": args.act_order,
-             "damping": args.damping, "zero_points": False if args.symmetric else None}  # fmt: skip
-    recipe = Recipe(**{name: value for name, value in named.items() if value is not None})
+    named = {"method": args.method, "act_order": args.act_order, "damping": args.damping}
+    given = {name: value for name, value in named.items() if value is not None}
+    recipe = Recipe(**given, **_grids(args))
     folder = resolve_model(args.model)
     plan = plan_calibrated(
         folder,
@@ -217,6 +218,12 @@ def _calibrated(args: argparse.Namespace, out: Path) -> int:
     return 0
 
 
+def _grids(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said of int4's grids."""
+    group = {} if args.group_size is None else {"group": args.group_size}
+    return group | ({"zero_points": False} if args.symmetric else {})
+
+
 def _plain(args: argparse.Namespace, out: Path) -> int:
     from tqdm import tqdm
 
@@ -227,6 +234,7 @@ def _plain(args: argparse.Namespace, out: Path) -> int:
         args.to,
         quantize_o=args.quantize_o,
         quantize_lm_head=args.quantize_lm_head,
+        **_grids(args),
     )
     with tqdm(
         total=plan.num_source_bytes,

@@ -17,9 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.workers.calibration.grids import GridSpec
 from penstock.workers.calibration.layers import ExpertCounts, LayerCalibrator, Rounds
-from penstock.workers.calibration.layout import parts_for, spec_for, stated_config
 from penstock.workers.calibration.rounding import Recipe, Rounder
 from penstock.workers.calibration.spool import Spool
 from penstock.workers.calibration.tensors import ReplacedWeights
@@ -30,6 +28,8 @@ from penstock.workers.gguf.config import FLOAT_TYPES
 from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.weights.checkpoint import open_checkpoint
+from penstock.workers.weights.grids import GridSpec
+from penstock.workers.weights.int4_layout import stated_config
 from penstock.workers.weights.quantize import (
     OutputTensor,
     QuantizePlan,
@@ -87,15 +87,17 @@ def plan_calibrated(
             f"{gguf} is a GGUF file and {held}: give the folder of the original checkpoint, in "
             "safetensors"
         )
-    plan = plan_quantize(source, "int4", quantize_o=quantize_o, quantize_lm_head=quantize_lm_head)
-    specs = {}
-    for entry in (entry for shard in plan.shards for entry in shard.entries):
-        if entry.format is not None:
-            width = entry.stored.shape[1]
-            spec = spec_for(width, recipe.group, recipe.zero_points, plan.dtype)
-            assert spec is not None, "plan_quantize found a group"
-            specs[entry.name] = spec
-    return _with_widths(CalibrationPlan(plan, specs, recipe), frozenset())
+    plan = plan_quantize(
+        source,
+        "int4",
+        quantize_o=quantize_o,
+        quantize_lm_head=quantize_lm_head,
+        group=recipe.group,
+        zero_points=recipe.zero_points,
+    )
+    entries = [entry for shard in plan.shards for entry in shard.entries]
+    specs = {entry.name: entry.spec for entry in entries if entry.spec is not None}
+    return CalibrationPlan(plan, specs, recipe)
 
 
 def _with_widths(plan: CalibrationPlan, wide: frozenset[str]) -> CalibrationPlan:
@@ -109,9 +111,7 @@ def _with_widths(plan: CalibrationPlan, wide: frozenset[str]) -> CalibrationPlan
                 num_rows, width = entry.stored.shape
                 if entry.name in wide:
                     parts = tuple(parts_of("int8", num_rows, width, written.dtype))
-                else:
-                    parts = parts_for(num_rows, width, specs[entry.name])
-                entry = dataclasses.replace(entry, parts=parts)
+                    entry = dataclasses.replace(entry, parts=parts, spec=None)
             entries.append(entry)
         shards.append(dataclasses.replace(shard, entries=entries))
     stated = stated_config(specs, sorted(wide), written.ignored)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.workers.calibration.grids import Codes, GridSpec, fit, packed, round_to
 from penstock.workers.errors import InvariantError
+from penstock.workers.weights.grids import Codes, GridSpec, fit, packed, round_to
 
 BLOCK = 128  # columns between two updates of all the columns after them
 DAMPING = 0.01

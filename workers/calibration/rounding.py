@@ -21,13 +21,13 @@ from penstock.workers.calibration.gptq import (
     compensate_in_order,
     inverse_factor,
 )
-from penstock.workers.calibration.grids import Codes, GridSpec, round_weight
-from penstock.workers.calibration.layout import stored_codes
 from penstock.workers.calibration.scaling import choose_scales, fold
 from penstock.workers.calibration.spool import Spool
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.errors import LoadError
 from penstock.workers.weights.checkpoint import FLOAT_DTYPES
+from penstock.workers.weights.grids import Codes, GridSpec, round_weight
+from penstock.workers.weights.int4_layout import GROUP, stored_codes
 
 Method = Literal["gptq", "awq", "awq-gptq", "nearest"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "awq-gptq", "nearest")
@@ -38,7 +38,7 @@ class Recipe:
     """How weights are rounded. `nearest` uses no inputs; `act_order`, `damping`: of GPTQ."""
 
     method: Method = "gptq"
-    group: int = 32
+    group: int = GROUP
     zero_points: bool = True
     act_order: bool = False
     damping: float = DAMPING

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.workers.calibration.grids import GridSpec, plain, round_to
+from penstock.workers.weights.grids import GridSpec, plain, round_to
 
 POWERS = tuple(step / 10 for step in range(1, 10))
 LARGEST = 64.0  # of a scale and of its inverse

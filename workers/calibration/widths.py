@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from penstock.workers.calibration.gptq import Inputs, inverse_factor
-from penstock.workers.calibration.grids import GridSpec
 from penstock.workers.calibration.scaling import rounding_error
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.errors import ConfigError
+from penstock.workers.weights.grids import GridSpec
 
 WIDE_BITS = 8
 SCALE_BITS = 32  # of a row of 8-bit weights

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import INT4_GROUP
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
@@ -31,10 +30,17 @@ from penstock.workers.weights.checkpoint import (
     is_headless,
     open_checkpoint,
 )
+from penstock.workers.weights.grids import GridSpec, round_weight
+from penstock.workers.weights.int4_layout import (
+    GROUP,
+    parts_for,
+    spec_for,
+    stated_config,
+    stored_codes,
+)
 from penstock.workers.weights.quantized_layout import (
     DTYPE_NAMES,
     StoredPart,
-    group_of,
     parts_of,
     quantization_config,
     tensors_of,
@@ -55,12 +61,14 @@ Ready = Callable[[str], Sequence[Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the source: copied, or quantised into `parts` of the module `name`."""
+    """One tensor of the source: copied, or quantised into `parts` of the module `name`. `spec`: the
+    grids of int4."""
 
     stored: StoredTensor
     name: str
     parts: tuple[StoredPart, ...]
     format: QuantizedFormat | None = None
+    spec: GridSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +88,7 @@ class QuantizePlan:
     dtype: str  # of activations, as config.json has it
     shards: tuple[Shard, ...]
     ignored: tuple[str, ...]  # linear modules that are not quantised
-    groups: dict[int, list[str]]  # by size: modules whose int4 group size is not 128
-    stated: Any = None  # quantization_config; None: that of the format
+    stated: Any  # quantization_config
 
     @property
     def num_source_bytes(self) -> int:
@@ -101,11 +108,18 @@ class QuantizePlan:
 
 
 def plan_quantize(
-    source: Path, format: QuantizedFormat, *, quantize_o: bool, quantize_lm_head: bool
+    source: Path,
+    format: QuantizedFormat,
+    *,
+    quantize_o: bool,
+    quantize_lm_head: bool,
+    group: int = GROUP,
+    zero_points: bool = True,
 ) -> QuantizePlan:
     """Read the headers of `source` and decide for each tensor whether it is copied or quantised.
 
-    Raises ConfigError for a checkpoint that cannot be quantised, LoadError for a damaged one.
+    `group`, `zero_points`: of int4, see GridSpec. Raises ConfigError for a checkpoint that cannot
+    be quantised, LoadError for a damaged one.
     """
     if (gguf := find_gguf(source)) is not None:
         raise ConfigError(
@@ -127,7 +141,7 @@ def plan_quantize(
     dtype = str(read_json(source / "config.json").get("dtype") or "float32").removeprefix("torch.")
     shards: dict[str, Shard] = {}
     ignored: list[str] = []
-    groups: dict[int, list[str]] = {}
+    specs: dict[str, GridSpec] = {}
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         shard = shards.setdefault(stored.file.name, Shard(stored.file.name))
         if _ALL_EXPERTS.search(name):
@@ -144,19 +158,23 @@ def plan_quantize(
         )
         if is_linear and len(stored.shape) != 2:
             raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
-        group = group_of(stored.shape[1]) if is_linear and format == "int4" else INT4_GROUP
-        if group is None:
-            log.warning("%s is not quantised: no int4 group divides %s", module, stored.shape[1])
-        if not is_linear or skips or group is None:
+        spec = None
+        if is_linear and format == "int4":
+            spec = spec_for(stored.shape[1], group, zero_points, dtype)
+            if spec is None:
+                log.warning("%s is not quantised: no group divides %s", module, stored.shape[1])
+        if not is_linear or skips or (format == "int4" and spec is None):
             # The list of linear layers that are not quantised includes routers.
             if is_linear or name.endswith(("gate.weight", "shared_expert_gate.weight")):
                 ignored.append(module)
             shard.entries.append(_copied(name, stored))
             continue
-        if group != INT4_GROUP:
-            groups.setdefault(group, []).append(module)
-        parts = tuple(parts_of(format, stored.shape[0], stored.shape[1], dtype))
-        shard.entries.append(OutputTensor(stored, module, parts, format))
+        num_rows, width = stored.shape
+        if spec is None:
+            parts = tuple(parts_of(format, num_rows, width, dtype))
+        else:
+            parts, specs[module] = parts_for(num_rows, width, spec), spec
+        shard.entries.append(OutputTensor(stored, module, parts, format, spec))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
             raise ConfigError(
@@ -164,9 +182,12 @@ def plan_quantize(
                 "checkpoint cannot store a quantised head; serve with --quantize-lm-head instead"
             )
         ignored.append("lm_head")
-    return QuantizePlan(
-        source, format, dtype, tuple(shards.values()), tuple(sorted(ignored)), groups
-    )
+    ignored.sort()
+    if format == "int4":
+        stated = stated_config(specs, [], ignored)
+    else:
+        stated = quantization_config(format, ignored, dtype)
+    return QuantizePlan(source, format, dtype, tuple(shards.values()), tuple(ignored), stated)
 
 
 def write_quantized(
@@ -242,6 +263,8 @@ def _made(entry: OutputTensor, dtype: str) -> Sequence[Tensor]:
         return [tensor]
     if not bool(tensor.isfinite().all()):
         raise LoadError(f"{entry.stored.file}: tensor {entry.stored.name!r} holds NaN or inf")
+    if entry.spec is not None:
+        return stored_codes(round_weight(tensor.float(), None, entry.spec))
     return tensors_of(tensor, entry.format, dtype)
 
 
@@ -283,9 +306,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 def _write_config(plan: QuantizePlan, folder: Path) -> None:
     config = read_json(plan.source / "config.json")
-    config["quantization_config"] = plan.stated or quantization_config(
-        plan.format, plan.ignored, plan.dtype, plan.groups
-    )
+    config["quantization_config"] = plan.stated
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,15 +1,15 @@
 """The stored layout of quantised weights: tensors, shapes and `quantization_config`.
 
-The reverse of stored.py, for `penstock quantize`: compressed-tensors' layouts for int8, int4 and
-fp8, bitsandbytes' for nf4, so that other engines can read the result. Shapes are computed before
-any weight is read, because a safetensors file begins with them.
+The reverse of stored.py, for `penstock quantize`: compressed-tensors' layouts for int8 and fp8,
+bitsandbytes' for nf4, so that other engines can read the result; int4_layout.py has int4's. Shapes
+are computed before any weight is read, because a safetensors file begins with them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import (
-    INT4_GROUP,
     NF4_GROUP,
     NF4_VALUES,
     pack_nibbles,
@@ -25,7 +24,7 @@ from penstock.kernels.quant import (
     unpack_nibbles,
 )
 from penstock.workers.quantization import QuantizedFormat
-from penstock.workers.weights.stored import BNB_STATE, pack_int32
+from penstock.workers.weights.stored import BNB_STATE
 
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
@@ -46,28 +45,14 @@ class StoredPart:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def group_of(width: int) -> int | None:
-    """The int4 group size for rows of `width`, which other engines require to divide it; None if
-    there is none."""
-    if width <= INT4_GROUP:
-        return width
-    return next((group for group in (INT4_GROUP, 64, 32) if width % group == 0), None)
-
-
 def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> list[StoredPart]:
-    """The stored tensors of a weight [num_rows, width]; `dtype`: of activations, in config.json's
-    spelling."""
+    """The stored tensors of a weight [num_rows, width] in a format other than int4; `dtype`: of
+    activations, in config.json's spelling."""
     if format in ("int8", "fp8"):
         codes = torch.int8 if format == "int8" else torch.float8_e4m3fn
         return [
             StoredPart("weight", codes, (num_rows, width)),
             StoredPart("weight_scale", torch.float32, (num_rows, 1)),
-        ]
-    if format == "int4":
-        return [
-            StoredPart("weight_packed", torch.int32, (num_rows, -(-width // 8))),
-            StoredPart("weight_scale", torch.float32, (num_rows, width // _group_or_fail(width))),
-            StoredPart("weight_shape", torch.int64, (2,)),
         ]
     size = num_rows * width
     return [
@@ -82,19 +67,13 @@ def tensors_of(weight: Tensor, format: QuantizedFormat, dtype: str) -> list[Tens
     """The tensors of `weight` [N, K], in the order and shapes of `parts_of`."""
     if format == "nf4":
         return _bitsandbytes(weight, dtype)
-    group = _group_or_fail(weight.shape[1]) if format == "int4" else INT4_GROUP
-    quantized = quantize_weight(weight, format, group, symmetric=True)
-    if format in ("int8", "fp8"):
-        return [quantized.codes, quantized.scales[:, None]]
-    nibbles = unpack_nibbles(quantized.codes)[:, : weight.shape[1]]
-    return [pack_int32(nibbles), quantized.scales, torch.tensor(weight.shape)]
+    quantized = quantize_weight(weight, format)
+    return [quantized.codes, quantized.scales[:, None]]
 
 
-def quantization_config(
-    format: QuantizedFormat, ignore: Sequence[str], dtype: str, groups: Mapping[int, Sequence[str]]
-) -> Any:
-    """The `quantization_config` for config.json. `ignore`: linear modules that are not quantised;
-    `groups`: by size, modules whose int4 group size is not 128."""
+def quantization_config(format: QuantizedFormat, ignore: Sequence[str], dtype: str) -> Any:
+    """The `quantization_config` for config.json; of int4, `int4_layout.stated_config`. `ignore`:
+    linear modules that are not quantised."""
     if format == "nf4":
         return {
             "quant_method": "bitsandbytes",
@@ -106,43 +85,25 @@ def quantization_config(
             "bnb_4bit_compute_dtype": dtype,
             "llm_int8_skip_modules": list(ignore),
         }
-    bits = 4 if format == "int4" else 8
-    kind = "float" if format == "fp8" else "int"
-    weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False,
-               "strategy": "group" if format == "int4" else "channel",
-               "group_size": INT4_GROUP if format == "int4" else None}  # fmt: skip
-    activations = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True,
-                   "strategy": "token"}  # fmt: skip
-    names = {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quantized"}
-    schemes = {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None if format == "int4" else activations,
-            "output_activations": None,
-        }
+    weights = {"num_bits": 8, "type": "float" if format == "fp8" else "int", "symmetric": True,
+               "dynamic": False, "strategy": "channel", "group_size": None}  # fmt: skip
+    activations = {**weights, "dynamic": True, "strategy": "token"}
+    del activations["group_size"]
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
     }
-    for i, (group, modules) in enumerate(sorted(groups.items()), start=1):
-        schemes[f"group_{i}"] = {
-            **schemes["group_0"],
-            "targets": list(modules),
-            "weights": {**weights, "group_size": group},
-        }
     return {
         "quant_method": "compressed-tensors",
-        "format": names[format],
+        "format": {"int8": "int-quantized", "fp8": "float-quantized"}[format],
         "quantization_status": "compressed",
-        "config_groups": schemes,
+        "config_groups": {"group_0": scheme},
         "ignore": list(ignore),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-
-
-def _group_or_fail(width: int) -> int:
-    group = group_of(width)
-    assert group is not None, width
-    return group
 
 
 def _bitsandbytes(weight: Tensor, dtype: str) -> list[Tensor]:

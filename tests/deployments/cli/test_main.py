@@ -211,7 +211,7 @@ def _kill_the_worker(served: Served) -> None:
         if b":Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     os.kill(worker, signal.SIGKILL)
-    served.wait_for("a worker was lost")
+    served.wait_for("a worker does not report")
     served.wait_for("a worker is ready")
 
 

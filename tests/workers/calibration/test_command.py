@@ -51,8 +51,9 @@ def test_it_writes_the_same_bytes_twice(model: Path, tmp_path: Path, capsys):
     ("options", "why"),
     [
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --to int4"),
-        (["--to", "int4", "--group-size", "64"], "--group-size is for calibrated weights"),
-        (["--to", "int4", "--symmetric"], "--symmetric is for calibrated weights"),
+        (["--to", "int4", "--act-order"], "--act-order is for calibrated weights"),
+        (["--to", "int8", "--group-size", "64"], "--group-size is for --to int4, not int8"),
+        (["--to", "nf4", "--symmetric"], "--symmetric is for --to int4, not nf4"),
         (["--to", "int4", "--calibrate", "/none.txt"], "/none.txt is not a file"),
         (["--to", "int4", "--calibrate", "TEXT"], "has 300 tokens; at least 4096 are needed"),
         (["--to", "int4", "--calibrate", "BYTES"], "cannot be read as UTF-8"),

@@ -16,7 +16,7 @@ from penstock.workers.calibration.gptq import (
     inverse_factor,
     moments,
 )
-from penstock.workers.calibration.grids import GridSpec, fit, round_weight
+from penstock.workers.weights.grids import GridSpec, fit, round_weight
 
 GRIDS = [
     GridSpec(32, True, torch.float16),

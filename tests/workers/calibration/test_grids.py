@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.workers.calibration.grids import GridSpec, fit, plain, round_to, round_weight
 from penstock.workers.calibration.scaling import choose_scales, rounding_error, scales_of
+from penstock.workers.weights.grids import GridSpec, fit, plain, round_to, round_weight
 
 
 @pytest.mark.parametrize("zero_points", [True, False])

@@ -1,7 +1,7 @@
-"""How calibrated weights lie in the file: compressed-tensors' pack-quantized layout.
+"""How 4-bit weights lie in a file that Penstock writes: compressed-tensors' pack-quantized layout.
 
-As quantized_layout.py has it for plain rounding, with groups of any size, integer zero points, and
-scales of 16 bits.
+Groups of any size, integer zero points, scales of 16 bits, with and without calibration;
+quantized_layout.py has the other formats.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import INT4_GROUP
-from penstock.workers.calibration.grids import Codes, GridSpec
+from penstock.workers.weights.grids import Codes, GridSpec
 from penstock.workers.weights.quantized_layout import StoredPart
 from penstock.workers.weights.stored import pack_int32
+
+GROUP = 32  # inputs that share a scale, where nothing else is said
+ONE_GROUP = 128  # rows up to this width that no group size divides are one group
 
 
 def spec_for(width: int, group: int, zero_points: bool, dtype: str) -> GridSpec | None:
@@ -24,8 +26,8 @@ def spec_for(width: int, group: int, zero_points: bool, dtype: str) -> GridSpec 
     others fp16."""
     scale = torch.bfloat16 if dtype == "bfloat16" else torch.float16
     size = next((each for each in (group, 64, 32) if each <= group and width % each == 0), None)
-    if size is None and width <= INT4_GROUP:
-        size = width  # one group
+    if size is None and width <= ONE_GROUP:
+        size = width
     return None if size is None else GridSpec(size, zero_points, scale)
 
 

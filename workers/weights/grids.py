@@ -1,4 +1,4 @@
-"""The 4-bit grid of a group of weights: its scale and zero point, fitted to the weights.
+"""The 4-bit grid of a group of weights in a file: its scale and zero point, fitted to the weights.
 
 w = (code - zero) * scale with codes 0-15, as compressed-tensors stores them. Scales are rounded to
 the dtype that the file has before a code is chosen, so that reading back changes nothing.
