@@ -36,7 +36,7 @@ class Environments:
     def listen(self, host: str) -> int:
         """The port. `host`: the node's address, to which the raylet connects. Raises OSError."""
         self.close()  # of a first try to start Ray
-        self._server = ThreadingHTTPServer((host, 0), _Handler)
+        self._server = _Server((host, 0), _Handler)
         self._server.daemon_threads = True
         Thread(target=self._server.serve_forever, name="environments", daemon=True).start()
         return self._server.server_address[1]
@@ -47,6 +47,14 @@ class Environments:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves this machine only, though other machines reach the node's address."""
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Of a connection, before it has a thread."""
+        return client_address[0] == self.server_address[0]
 
 
 class _Handler(BaseHTTPRequestHandler):

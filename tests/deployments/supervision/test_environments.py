@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -65,6 +66,17 @@ def test_there_is_none_to_delete_or_list(port):
 )
 def test_other_requests_are_refused(port, path, length, status):
     assert post(port, path, length=length)[0] == status
+
+
+def test_other_machines_are_not_answered(port):
+    """An address of this machine other than the one that is listened at stands for another one."""
+    with socket.create_connection(("127.0.0.1", port), 30, ("127.0.0.2", 0)) as other:
+        try:
+            other.sendall(b"POST /get_runtime_envs_info HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+            assert other.recv(64) == b""
+        except ConnectionError:
+            pass  # closed before it was read
+    assert post(port, "/get_runtime_envs_info")[0] == 200
 
 
 def test_it_listens_anew_for_a_second_start_and_not_once_closed():
