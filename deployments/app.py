@@ -105,23 +105,23 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         serve.deployment(
             WorkerReplica,
             name=each.config.worker_deployment,
-            ray_actor_options=each.worker.actor_options,
+            ray_actor_options=each.worker.actor_options(),
             max_surge_percent=each.config.surge_percent,
             **worker_scale(each.config, cluster),
             **supervision,
-        ).bind(each.config, channel_host)
+        ).bind(each.config, channel_host, dict(each.worker.env_vars))
         for each in models
     ]
     if config.models:
         config = replace(config, models=tuple(each.config for each in models))
     else:
         config = models[0].config
-    ingress = replace(models[0].ingress, env_vars=one_event_loop() | ONE_HEAP)
+    ingress = models[0].ingress
     return serve.deployment(
         IngressReplica,
         name="Ingress",
         max_ongoing_requests=1000,
-        ray_actor_options=ingress.actor_options,
+        ray_actor_options=ingress.actor_options(one_event_loop() | ONE_HEAP),
         # Two ingresses share the ports of a node, unless nodes are declared for one each.
         max_surge_percent=0 if ingress.resources else 100,
         **ingress_scale(config),

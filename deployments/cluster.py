@@ -1,32 +1,35 @@
 """Start Ray and Serve, deploy the application, drain it and stop: what the driver process does.
 
 Ray is either started here, and stopped in the end; or the cluster exists, and only the application
-is removed from it. app.py defines the application; cli/serve.py reports to the user.
+is removed from it. app.py defines the application; cli/serve.py reports to the user. Serve and the
+application are imported while Ray starts, which is mostly waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import ray
-from ray import serve
 from ray.exceptions import RayError
 
-from penstock.deployments.app import application, wire
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.hub_model import pinned
 from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
+from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
+from penstock.deployments.supervision.ray_processes import SYSTEM_CONFIG, only_what_is_used
 from penstock.deployments.supervision.ray_workarounds import (
     deploy_application,
     is_start_timeout,
@@ -63,6 +66,7 @@ class Cluster:
         self._folder: str | None = None
         self._registry = RegistryClient(config.app_name)
         self._last_view = ClusterView()
+        self._environments = Environments()
 
     def start_ray(self, is_first_try: bool = True) -> None:
         """Start Ray here, or connect to the cluster that the configuration names.
@@ -91,6 +95,7 @@ class Cluster:
     def _init_ray(self) -> None:
         config = self._config
         log_raylet_messages()
+        threading.Thread(target=_import_serve, daemon=True).start()
         quiet = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
@@ -101,13 +106,15 @@ class Cluster:
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        ray.init(
-            address="local",  # overrides RAY_ADDRESS
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=os.path.abspath(folder),
-            **quiet,
-        )
+        with only_what_is_used(self._environments):
+            ray.init(
+                address="local",  # overrides RAY_ADDRESS
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=os.path.abspath(folder),
+                _system_config=SYSTEM_CONFIG,
+                **quiet,
+            )
 
     @property
     def logs(self) -> str:
@@ -120,6 +127,10 @@ class Cluster:
 
     def deploy(self) -> None:
         """Deploy; return before the replicas are ready. Raises StartError if GPUs are missing."""
+        from ray import serve
+
+        from penstock.deployments.app import application, wire
+
         cluster = cluster_resources()
         if self._is_local:
             self._check_gpus(cluster)
@@ -159,6 +170,8 @@ class Cluster:
         On a cluster that exists: of this deployment, so once Serve has replaced the replicas of an
         earlier one. Raises StartError with the cause as soon as a replica cannot start.
         """
+        from ray import serve
+
         config, next_status_s, healthy_s = self._config, 0.0, time.monotonic()
         is_new = self._is_local
         while True:
@@ -195,6 +208,8 @@ class Cluster:
 
     def drain(self, is_hurried: Callable[[], bool]) -> None:
         """Let requests finish: until the drain is over, or `is_hurried` returns true."""
+        from ray import serve
+
         if not self._is_local:  # Serve drains the replicas that it removes
             return
         config = self._config
@@ -220,6 +235,8 @@ class Cluster:
 
     def _is_deployed(self) -> bool:
         """Whether Serve still has replicas of the application, also such as drain."""
+        from ray import serve
+
         try:
             return self._config.app_name in serve.status().applications
         except (RayError, TimeoutError):
@@ -232,11 +249,14 @@ class Cluster:
         pids = descendants(os.getpid()) if self._is_local else []
         if ray.is_initialized():
             if not self._is_local:
+                from ray import serve
+
                 serve.delete(self._config.app_name)
                 for each in self._config.each_model:
                     end_gate(each.gate_scope)
             ray.shutdown(wait_for_processes=True)
         end(pids, EXIT_S)
+        self._environments.close()
         self.remove_folder()
 
     def stop_at_once(self) -> None:
@@ -251,6 +271,12 @@ class Cluster:
                 remove_all(each.engine.expert_store_dir, self._config.app_name)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _import_serve() -> None:
+    """Import what `deploy` needs, which then waits for the end of it, or reports its error."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("penstock.deployments.app")
 
 
 def num_reached(config: ServeConfig, ingress: IngressInfo) -> int:

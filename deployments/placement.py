@@ -70,23 +70,26 @@ class ClusterResources:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResources:
-    """What Ray reserves for one replica, and the environment of its process."""
+    """What Ray reserves for one replica.
+
+    env_vars: what the replica sets itself, before it imports what reads them: an environment that
+    Ray has to make costs a process of its own, started anew.
+    """
 
     num_cpus: float
     num_gpus: float = 0
     env_vars: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)  # custom ones
 
-    @property
-    def actor_options(self) -> dict[str, Any]:
-        """As Serve's `ray_actor_options`."""
+    def actor_options(self, env_vars: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """As Serve's `ray_actor_options`. `env_vars`: for Ray to set when it starts the process."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus}
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus
         if self.resources:
             options["resources"] = dict(self.resources)
-        if self.env_vars:
-            options["runtime_env"] = {"env_vars": dict(self.env_vars)}
+        if env_vars:
+            options["runtime_env"] = {"env_vars": dict(env_vars)}
         return options
 
 

@@ -54,3 +54,24 @@ def path(result: Result) -> str:
                 cells.append(f"{statistics.median(values):.{digits}f} ({ratio:.3f})")
             rows.append((front, result.figures["commits"][name], *cells))
     return markdown(("front end", "commit", *(title for _, title, _ in PATH_FIGURES)), rows)
+
+
+def startup(result: Result) -> str:
+    """What a start takes, by phase, and the memory at rest by process: medians of the starts."""
+    summaries: dict[str, dict[str, Any]] = result.figures["summary"]
+    starts = result.figures["starts"]
+    head = ("", *(f"{name}, {len(starts[name])} starts" for name in summaries))
+    rows: list[tuple[object, ...]] = []
+
+    def add(what: str, values: Sequence[float | None], unit: str, digits: int = 1) -> None:
+        rows.append((what, *(fixed(each, digits, unit) for each in values)))
+
+    each = list(summaries.values())
+    add("**CPU time until ready**", [one["cpu_s"] for one in each], " s")
+    add("ready after the call", [one["ready_s"] for one in each], " s")
+    for phase in each[0]["phases_s"]:
+        add(f"of which: {phase}", [one["phases_s"][phase] for one in each], " s")
+    add("**memory at rest, PSS**", [one["total_pss_mb"] for one in each], " MB", 0)
+    for role in dict.fromkeys(role for one in each for role in one["pss_mb"]):
+        add(role, [one["pss_mb"].get(role) for one in each], " MB", 0)
+    return markdown(head, rows)

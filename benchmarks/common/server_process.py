@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,8 +23,22 @@ import psutil
 from penstock.deployments.supervision.processes import descendants
 
 START_S = 240
+LOOK_S = 0.05
 PORTS = range(20_000, 32_000)
 TITLES = ("penstock:Ingress", "penstock:Worker")  # in what Ray names the processes
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `penstock serve`."""
+
+    pid: int
+    folder: Path  # its temporary files, among them Ray's logs
+    ports: tuple[int, int]  # HTTP, gRPC
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return _log(self.folder).read_text()
 
 
 @contextlib.contextmanager
@@ -34,16 +49,28 @@ def served(
 
     source: the folder with the package penstock to run; None: the one that runs here.
     """
+    with started(model, flags, source) as server:
+        urls = {
+            "HTTP, SSE": f"http://127.0.0.1:{server.ports[0]}",
+            "gRPC": f"grpc://127.0.0.1:{server.ports[1]}",
+        }
+        yield urls, [_find(server.pid, title) for title in TITLES]
+
+
+@contextlib.contextmanager
+def started(model: str, flags: Sequence[str], source: Path | None = None) -> Iterator[Server]:
+    """A `penstock serve` on free ports, once it is ready; ended with the block. `source`: as for
+    `served`. Raises RuntimeError, with what it printed, for one that does not start."""
     ports = [free_port() for _ in range(3)]
     names = ("--http-port", "--grpc-port", "--metrics-port")
     command = [sys.executable, "-m", "penstock.deployments.cli", "serve", model, *flags]
     command += [part for name, port in zip(names, ports) for part in (name, str(port))]
-    with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
-        env = {**os.environ, "TMPDIR": folder}
+    with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as name:
+        folder = Path(name)
+        env = {**os.environ, "TMPDIR": name}
         if source is not None:
             env["PYTHONPATH"] = str(source.absolute())
-        log = Path(folder) / "serve.log"
-        with log.open("wb") as out:
+        with _log(folder).open("wb") as out:
             process = subprocess.Popen(
                 command,
                 stdout=out,
@@ -52,22 +79,23 @@ def served(
                 env=env,
                 process_group=0,
             )
+        server = Server(process.pid, folder, (ports[0], ports[1]))
         before = signal.signal(signal.SIGTERM, _end)  # or the server would outlive the benchmark
         try:
             deadline_s = time.monotonic() + START_S
-            while "ready after" not in log.read_text():
+            while "ready after" not in server.output():
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
-                time.sleep(0.1)
-            urls = {
-                "HTTP, SSE": f"http://127.0.0.1:{ports[0]}",
-                "gRPC": f"grpc://127.0.0.1:{ports[1]}",
-            }
-            yield urls, [_find(process.pid, title) for title in TITLES]
+                    raise RuntimeError(f"the server did not start:\n{server.output()}")
+                time.sleep(LOOK_S)
+            yield server
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
             signal.signal(signal.SIGTERM, before)
+
+
+def _log(folder: Path) -> Path:
+    return folder / "serve.log"
 
 
 def _end(*_: object) -> None:

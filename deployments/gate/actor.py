@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, NAMESPACE, named_actor
@@ -53,6 +52,8 @@ class GateActor:
 
     def _actor(self) -> Any:
         if self._handle is None:
+            from penstock.deployments.gate.server import GateServer  # the driver needs none of it
+
             self._handle = named_actor(GateServer, self._name, self._setup, is_on_head=True)
         return self._handle
 

@@ -1,7 +1,8 @@
 """An ingress as a Serve deployment: its listeners, its heartbeat, and how it drains.
 
 Requests are the request core's (core/) and the front ends' (http/, grpc/). Begin with
-`open_listeners`.
+`open_listeners`. The driver imports this file, too, to deploy the class, so what only a replica
+needs is imported when there is one.
 """
 
 from __future__ import annotations
@@ -13,30 +14,27 @@ import os
 import secrets
 import socket
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.gate.actor import GateActor
 from penstock.deployments.gate.types import GateSetup, digest_of
-from penstock.deployments.ingress import garbage
-from penstock.deployments.ingress.dispatch.gate_client import GateClient
-from penstock.deployments.ingress.dispatch.pool import WorkerPool
-from penstock.deployments.ingress.listeners import open_listeners
-from penstock.deployments.ingress.models import IngressModel
-from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import configure_logging, start_failure
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, short_node
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.weights.model_digest import verified_text
+
+if TYPE_CHECKING:
+    from penstock.deployments.ingress.models import IngressModel
+    from penstock.deployments.security.cluster_links import ClusterCertificate
 
 log = logging.getLogger("penstock.ingress")
 
 BEAT_S = 0.5
+STARTING_BEAT_S = 0.1  # while workers are missing: those that start are waited for
 CONNECT_S = 5.0  # longest that an ingress which starts waits for connections with the workers
 
 
@@ -53,6 +51,9 @@ class IngressReplica:
         """`setups`: of the gate of each model; None: it has no gate. `_workers`: Serve's handles on
         the workers, passed so that Serve deploys all as one application. Raises what
         `open_listeners` does."""
+        from penstock.deployments.ingress import garbage
+        from penstock.deployments.ingress.listeners import open_listeners
+
         configure_logging(config)
         keep_serve_port_local()
         self._config, self._setups = config, setups
@@ -88,6 +89,11 @@ class IngressReplica:
         self, config: ServeConfig, setup: GateSetup | None, certificate: ClusterCertificate | None
     ) -> IngressModel:
         """The connections for one model. `config`: its own."""
+        from penstock.deployments.gate.actor import GateActor
+        from penstock.deployments.ingress.dispatch.gate_client import GateClient
+        from penstock.deployments.ingress.dispatch.pool import WorkerPool
+        from penstock.deployments.ingress.models import IngressModel
+
         tokenizer = await asyncio.to_thread(_tokenizer_digest, config)
         gate = None
         if setup is not None:
@@ -113,6 +119,8 @@ class IngressReplica:
 
     async def _load_certificate(self) -> ClusterCertificate | None:
         """For connections with workers and gate; None: in the clear. Raises ConfigError."""
+        from penstock.deployments.security.cluster_links import ClusterCertificate
+
         folder = self._config.cluster_certs_dir
         if folder is None:
             return None
@@ -151,7 +159,7 @@ class IngressReplica:
             raise RuntimeError("the heartbeat has ended: this ingress no longer follows workers")
 
     async def _beat_forever(self) -> None:
-        """Report to the registry every `BEAT_S`, and follow its view of the workers.
+        """Report to the registry at every heartbeat, and follow its view of the workers.
 
         While the registry cannot be reached, the workers known so far stay in use. While this
         ingress drains, the heartbeats continue: the registry lists it until it has ended.
@@ -169,7 +177,8 @@ class IngressReplica:
                     runtime.metrics.keep(info.address for info in each.workers_in(view))
             if self._view.is_draining:
                 self._start_drain()
-            await asyncio.sleep(BEAT_S)
+            lacks = any(each.pool.num_connected < each.config.min_workers for each in self._models)
+            await asyncio.sleep(STARTING_BEAT_S if lacks else BEAT_S)
 
     def _info(self) -> IngressInfo:
         config, metrics = self._config, self._listeners.metrics
@@ -245,6 +254,8 @@ class IngressReplica:
 
 def _tokenizer_digest(config: ServeConfig) -> str:
     """Of the configured model; empty if its files cannot be read, which loading reports."""
+    from penstock.workers.weights.model_digest import verified_text
+
     try:
         return verified_text(config.engine)[1]
     except (LoadError, OSError, ValueError):

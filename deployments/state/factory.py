@@ -6,7 +6,6 @@ import logging
 
 from penstock.deployments.options import StateOptions
 from penstock.deployments.state.embedded.store import EmbeddedStore
-from penstock.deployments.state.redis.store import RedisStore
 from penstock.deployments.state.store import Store
 from penstock.deployments.state.url import EmbeddedAddress, parse
 
@@ -24,6 +23,8 @@ async def open_store(options: StateOptions) -> Store:
     if isinstance(address, EmbeddedAddress):
         store = await EmbeddedStore.open(address.folder)
     else:
+        from penstock.deployments.state.redis.store import RedisStore  # and Redis's client with it
+
         store = await RedisStore.open(address)
     for note in store.status().notes:
         log.warning("%s", note)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -39,37 +41,27 @@ log = logging.getLogger("penstock.worker")
 class WorkerReplica:
     """A Worker that Ray Serve supervises."""
 
-    def __init__(self, config: ServeConfig, host: str | None):
+    async def __init__(  # type: ignore[misc]
+        self, config: ServeConfig, host: str | None, env_vars: Mapping[str, str]
+    ):
+        """`env_vars`: set before torch is imported, whose libraries read them then.
+
+        Loading takes a thread: Serve's calls and this class may share an event loop.
+        """
+        os.environ.update(env_vars)
         configure_logging(config)
         keep_serve_port_local()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
         self._node = short_node(ray.get_runtime_context().get_node_id())
+        await asyncio.to_thread(self._load, config, host)
+
+    def _load(self, config: ServeConfig, host: str | None) -> None:
+        """Make the worker; report to the registry how that goes on, and why it fails."""
         starting = StartReports(self._registry, self._node)
         try:
-            tls = None
-            if config.cluster_certs_dir is not None:
-                certificate = ClusterCertificate(config.cluster_certs_dir, "worker")
-                tls = partial(certificate.server_end, "ingress")
-            client = _store_client(config)
-            manifest, far = None, None
-            if client is not None:
-                manifest = client.manifest_for_start()
-                far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
-            self._worker = Worker.load(
-                config.engine,
-                model_name=config.model_name,
-                host=host or ray.util.get_node_ip_address(),
-                announce=self._announce,
-                experts=manifest,
-                remote_experts=far,
-                tls=tls,
-                report=starting,
-            )
-            if client is not None and manifest is not None:
-                self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
-                self._store.warm()
+            self._make(config, host, starting)
         except Exception as error:
             who = f"a worker of {config.model_name}" if config.key else "a worker"
             message = start_failure(who, error)
@@ -77,6 +69,30 @@ class WorkerReplica:
             raise
         finally:
             starting.close()
+
+    def _make(self, config: ServeConfig, host: str | None, starting: StartReports) -> None:
+        tls = None
+        if config.cluster_certs_dir is not None:
+            certificate = ClusterCertificate(config.cluster_certs_dir, "worker")
+            tls = partial(certificate.server_end, "ingress")
+        client = _store_client(config)
+        manifest, far = None, None
+        if client is not None:
+            manifest = client.manifest_for_start()
+            far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
+        self._worker = Worker.load(
+            config.engine,
+            model_name=config.model_name,
+            host=host or ray.util.get_node_ip_address(),
+            announce=self._announce,
+            experts=manifest,
+            remote_experts=far,
+            tls=tls,
+            report=starting,
+        )
+        if client is not None and manifest is not None:
+            self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
+            self._store.warm()
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
         """Send heartbeats to the registry and to the expert store of this node.

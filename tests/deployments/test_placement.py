@@ -87,7 +87,7 @@ def test_a_cluster_without_cpus_and_gpus_is_refused_with_the_remedy():
     ],
 )
 def test_ingresses_run_on_the_nodes_that_are_declared_for_them_one_on_each(cluster):
-    assert resolve(config_of(), cluster).ingress.actor_options == {
+    assert resolve(config_of(), cluster).ingress.actor_options() == {
         "num_cpus": 0,
         "resources": {"penstock_ingress": 1},
     }
@@ -102,7 +102,7 @@ def test_a_gpu_for_each_worker_where_the_cluster_has_one():
     cluster = ClusterResources((Node(8), Node(8, 1)))
     resolved = resolve(config_of(2), cluster)
     assert resolved.worker == ReplicaResources(num_cpus=1, num_gpus=1)
-    assert resolved.worker.actor_options == {"num_cpus": 1, "num_gpus": 1}
+    assert resolved.worker.actor_options() == {"num_cpus": 1, "num_gpus": 1}
     assert resolved.config.engine.threads is None
     assert resolve(config_of(threads=2), cluster).worker.env_vars == {"OMP_NUM_THREADS": "2"}
 
@@ -141,6 +141,8 @@ def test_nodes_as_ray_reports_them():
     assert ClusterResources.of_ray([], {"GPU": 2}).can_have_gpus
 
 
-def test_actor_options_carry_the_environment():
-    ingress = ReplicaResources(0, env_vars={"A": "1"})
-    assert ingress.actor_options == {"num_cpus": 0, "runtime_env": {"env_vars": {"A": "1"}}}
+def test_ray_makes_an_environment_only_where_it_is_asked_to():
+    worker = ReplicaResources(1, env_vars={"A": "1"})  # the replica sets it itself
+    assert worker.actor_options() == worker.actor_options({}) == {"num_cpus": 1}
+    with_one = {"num_cpus": 1, "runtime_env": {"env_vars": {"B": "2"}}}
+    assert worker.actor_options({"B": "2"}) == with_one

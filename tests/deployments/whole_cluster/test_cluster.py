@@ -14,12 +14,16 @@ import signal
 import socket
 import struct
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 
+from benchmarks.cluster.startup import role_of
 from penstock.deployments.client import AsyncClient
+from penstock.deployments.supervision.processes import descendants
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
@@ -27,6 +31,7 @@ from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
 from tests.deployments.clusters import ENGINE, await_view, generate, pids_of, prompt
 from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, run_all
+from tests.deployments.waiting import eventually
 
 
 def is_whole(view: ClusterView) -> bool:
@@ -45,6 +50,26 @@ def is_idle(view: ClusterView) -> bool:
 def finished(view: ClusterView) -> dict[int, int]:
     """Requests that each worker ended, by pid."""
     return {info.pid: sum(stats.num_finished.values()) for info, stats in view.workers}
+
+
+def roles() -> Counter[str]:
+    """How many processes of each role this process has started, and those that they started."""
+    commands = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(psutil.Process(pid).cmdline()))
+    return Counter(map(role_of, commands))
+
+
+def test_its_processes_are_those_that_it_uses(cluster):
+    await_view(cluster, is_whole, 120)
+    used = {
+        *("worker", "ingress", "gate", "registry", "Serve's controller"),
+        *("Ray: GCS", "Ray: raylet", "Ray: placeholder of an agent"),
+    }
+    # The gate's process may still be starting: requests do not wait for it.
+    eventually(lambda: set(roles()) - {"Ray: idle worker"} == used, 120, f"{used}, no others")
+    assert (roles()["worker"], roles()["ingress"]) == (2, 1)
 
 
 def test_two_workers_share_the_load(cluster, config, run):

@@ -1,6 +1,7 @@
 """Serve's controller and the registry, killed and stopped under load: streams keep their ids.
 
-Neither is on the path of a token. Ids are those of the same requests, run alone before.
+Neither is on the path of a token. Ids are those of the same requests, run alone before. And what a
+program of a user may ask of this cluster's Ray does not end it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
+from ray.exceptions import RuntimeEnvSetupError
 
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.cluster import Cluster
@@ -83,3 +86,20 @@ def test_streams_do_not_notice(cluster, config, alone, title, number):
     assert epochs[0] == epochs[1]  # no worker was restarted for it
     if number is signal.SIGKILL:
         eventually(lambda: pid_of(title) not in (None, pid), 120, "another process")
+
+
+def test_programs_get_variables_and_are_refused_other_environments(cluster):
+    """Without an answer the raylet would end within 30 s, and all processes with it."""
+    before = await_view(cluster, lambda view: len(view.workers) == 2, 120)
+
+    @ray.remote(num_cpus=0)
+    def variable() -> str | None:
+        return os.environ.get("PENSTOCK_TEST")
+
+    with_variable = variable.options(runtime_env={"env_vars": {"PENSTOCK_TEST": "a b"}})
+    assert ray.get(with_variable.remote(), timeout=120) == "a b"
+    wanting = variable.options(runtime_env={"conda": "an-environment"})
+    with pytest.raises(RuntimeEnvSetupError, match="penstock serve --ray-address auto"):
+        ray.get(wanting.remote(), timeout=120)
+    after = cluster.view()
+    assert {info.pid for info, _ in after.workers} == {info.pid for info, _ in before.workers}
