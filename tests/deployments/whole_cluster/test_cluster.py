@@ -73,18 +73,24 @@ def test_its_processes_are_those_that_it_uses(cluster):
 
 
 def test_two_workers_share_the_load(cluster, config, run):
-    await_view(cluster, is_idle, 120)
-    before = finished(cluster.view())
+    def least() -> int:
+        """Of 16 requests, those of the worker that had fewer. No request may fail."""
+        await_view(cluster, is_idle, 120)
+        before = finished(cluster.view())
 
-    async def scenario():
-        async with AsyncClient(f"127.0.0.1:{config.grpc_port}") as client:
-            return await asyncio.gather(*(generate(client, n, 24) for n in range(16)))
+        async def scenario():
+            async with AsyncClient(f"127.0.0.1:{config.grpc_port}") as client:
+                return await asyncio.gather(*(generate(client, n, 24) for n in range(16)))
 
-    for ids, error in run(scenario()):
-        assert error is None
-        assert len(ids) == 24
-    await_view(cluster, lambda view: sum(finished(view).values()) - sum(before.values()) == 16, 120)
-    assert min(count - before[pid] for pid, count in finished(cluster.view()).items()) >= 4
+        for ids, error in run(scenario()):
+            assert error is None
+            assert len(ids) == 24
+        num_before = sum(before.values())
+        await_view(cluster, lambda view: sum(finished(view).values()) - num_before == 16, 120)
+        return min(count - before[pid] for pid, count in finished(cluster.view()).items())
+
+    # A worker that is listed may still be new to the gate, which then sends it nothing.
+    eventually(lambda: least() >= 4, 60, "both workers to serve")
 
 
 def test_embeddings_come_from_both_workers(cluster, config, run):
