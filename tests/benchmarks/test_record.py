@@ -107,7 +107,10 @@ def test_the_figures_of_format_quality_make_its_table(tmp_path):
 def test_the_names_of_format_quality_are_settings():
     made = combination_of("int8-row", "int8-64")
     assert (made.weights, made.int8_group, made.kv, made.kv_group) == ("int8", "row", "int8", "64")
-    assert combination_of("int4-bf16", "auto").activations == "bf16"
+    assert combination_of("bf16", "auto").activations == "bf16"
+    int4 = combination_of("int4-32", "auto")
+    assert (int4.int4_group, int4.int4_activations, int4.activations) == ("32", "auto", "fp32")
+    assert combination_of("int4-plain", "auto").int4_activations == "plain"
     assert combination_of("int8-no-o", "fp8").kv_group == "head"
     assert combination_of("nf4-head", "auto").quantize_lm_head
 
