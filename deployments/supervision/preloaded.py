@@ -2,9 +2,9 @@
 
 Where they are installed, Ray imports pyarrow into each of its processes, to send tables between
 them, and Ray Serve pandas, for data frames in the HTTP responses of Serve's own proxies: together
-some 120 MB and 0.5 s of CPU time in a process that has neither. Whoever else imports them gets them
-as ever. In replicas Ray imports this module before they have work (`PRELOADED`), in the driver
-cluster.py does; importing it is all that takes.
+some 120 MB and 0.5 s of CPU time in a process that has neither. Every other module imports
+them as usual. In replicas Ray imports this module before they have work (`PRELOADED`), in the
+driver cluster.py does; importing it is all that takes.
 """
 
 from __future__ import annotations

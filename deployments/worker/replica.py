@@ -41,7 +41,7 @@ log = logging.getLogger("penstock.worker")
 class WorkerReplica:
     """A Worker that Ray Serve supervises."""
 
-    async def __init__(  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, config: ServeConfig, host: str | None, env_vars: Mapping[str, str]
     ):
         """`env_vars`: set before torch is imported, whose libraries read them then.

@@ -123,7 +123,7 @@ def _add_combinations(parser: argparse.ArgumentParser) -> None:
         "--int4-activations",
         get_args(Int4Activations),
         "auto",
-        "of int4, stored ones too: rounded, plain, or as the server chooses",
+        "of int4, how activations are multiplied; auto: as penstock serve does",
     )
     _add_list(
         group, ("--kv", "--kv-dtype", "--kv-cache-dtype"), get_args(KvFormat), "auto", "KV formats"

@@ -1,4 +1,4 @@
-"""What the raylet is told when it asks for a runtime environment, over HTTP as it asks for one."""
+"""The HTTP answers to the raylet's requests for a runtime environment."""
 
 from __future__ import annotations
 
