@@ -19,6 +19,8 @@ fight for the cores.
     python -m benchmarks.cluster.overhead
     python -m benchmarks.cluster.overhead --model model-b --rounds 3 --num-many 32
     python -m benchmarks.cluster.overhead --rounds 3 --threads 1 --compute-cores 1 --client-core 0
+    python -m benchmarks.cluster.overhead --model model-b --weights int8 --quantize-lm-head \
+        --mixed --num-many 64 --concurrency 64 --num-single 2 --rounds 5
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,11 +59,20 @@ Run = Callable[[list[BenchCall], int], Awaitable[list[Outcome]]]
 Row = dict[str, Any]
 
 
-def make_calls(num: int, prompt: int, output: int, rng: np.random.Generator) -> list[BenchCall]:
-    """Prompts that no one has sent before: the prefix cache has nothing to give."""
-    job = Job(0.0, prompt, output)
-    ids = rng.integers(1000, size=(num, prompt))
-    return [BenchCall(job, [int(n) for n in row], output, None) for row in ids]
+def make_calls(sizes: Iterable[tuple[int, int]], rng: np.random.Generator) -> list[BenchCall]:
+    """Of prompt and answer lengths, prompts that no one has sent before: the prefix cache has
+    nothing to give."""
+    return [
+        BenchCall(Job(0.0, prompt, output), rng.integers(1000, size=prompt).tolist(), output, None)
+        for prompt, output in sizes
+    ]
+
+
+def mixed_sizes(num: int, seed: int) -> list[tuple[int, int]]:
+    """Prompts of 16 to 512 and answers of 16 to 256 tokens, as in offline.py: the same ones for
+    each path and round."""
+    rng = np.random.default_rng(seed)
+    return list(zip(rng.integers(16, 513, num).tolist(), rng.integers(16, 257, num).tolist()))
 
 
 class Meter:
@@ -136,7 +147,10 @@ class Bench:
         return rows
 
     async def _many(self, path: str) -> Row:
-        calls = self._calls(self._args.num_many)
+        if self._args.mixed:
+            calls = make_calls(mixed_sizes(self._args.num_many, self._args.seed), self._rng)
+        else:
+            calls = self._calls(self._args.num_many)
         meter = Meter(self._pids)
         outcomes = await self._run(path, calls, self._args.concurrency)
         return self._row(path, outcomes, meter.used())
@@ -146,7 +160,7 @@ class Bench:
             return await self._paths[path](calls, most)
 
     def _calls(self, num: int) -> list[BenchCall]:
-        return make_calls(num, self._args.input_len, self._args.output_len, self._rng)
+        return make_calls([(self._args.input_len, self._args.output_len)] * num, self._rng)
 
     def _order(self, turn: int) -> list[str]:
         """Another one comes first in each turn, and none comes twice in a row."""
@@ -156,7 +170,7 @@ class Bench:
 
     def _row(self, path: str, outcomes: list[Outcome], used: np.ndarray) -> Row:
         figures = figures_of(outcomes, Slo())
-        wanted = len(outcomes) * self._args.output_len
+        wanted = sum(each.job.output_tokens for each in outcomes)
         assert not figures["errors"], figures["errors"]
         assert figures["output_tokens"] == wanted, (figures["output_tokens"], wanted)
         wall_s, here_s, ingress_s, worker_s = used
@@ -204,13 +218,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="builtin", help="or model-b, or a folder")
-    parser.add_argument("--weights", choices=["auto", "fp32", "bf16"], default="auto")
+    parser.add_argument(
+        "--weights", choices=["auto", "fp32", "bf16", "int8", "int4"], default="auto"
+    )
+    parser.add_argument("--quantize-lm-head", action="store_true")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-single", type=int, default=6, help="requests, one at a time")
     parser.add_argument("--num-many", type=int, default=512, help="requests, many under way")
+    parser.add_argument(
+        "--mixed", action="store_true", help="many: prompts of 16 to 512, answers of 16 to 256"
+    )
     parser.add_argument("--compute-cores", metavar="LIST", help="of server and bare engine alike")
     parser.add_argument("--client-core", type=int, help="where the client runs, if bound")
     parser.add_argument("--rounds", type=int, default=9, help="after one that warms up")
@@ -225,7 +245,13 @@ def main() -> None:
 def run(args: argparse.Namespace, path: str) -> None:
     """Measure the model at `path`, and tell."""
     torch.set_num_threads(args.threads)
-    model = load_model(path, weights=args.weights, device="cpu", progress=False)
+    model = load_model(
+        path,
+        weights=args.weights,
+        quantize_lm_head=args.quantize_lm_head,
+        device="cpu",
+        progress=False,
+    )
     config = EngineConfig(
         weights=args.weights,
         device="cpu",
@@ -237,6 +263,8 @@ def run(args: argparse.Namespace, path: str) -> None:
     flags = ["--weights", args.weights, "--threads", str(args.threads)]
     if args.compute_cores is not None:
         flags += ["--compute-cores", args.compute_cores]
+    if args.quantize_lm_head:
+        flags.append("--quantize-lm-head")
     with served(path, flags) as (urls, pids):
         bare = BareEngine(engine, args.threads, config.cores)
         rounds = asyncio.run(measure(args, bare, urls, pids))
@@ -252,11 +280,13 @@ def run(args: argparse.Namespace, path: str) -> None:
         "load_after": load_after,
         "args": {name: str(value) for name, value in vars(args).items()},
     }
+    lengths = "mixed" if args.mixed else "the same"
     print(
         f"\n{about['date']}, {about['cpu']}, {about['cores']} cores, {args.threads} threads each, "
         f"torch {torch.__version__}, {args.model} ({args.weights}), prompts of {args.input_len}, "
-        f"answers of {args.output_len} tokens, {args.rounds * args.num_single} turns of one at a "
-        f"time, {args.rounds} rounds of {args.num_many} with {args.concurrency} under way, "
+        f"answers of {args.output_len} tokens (many: {lengths}), "
+        f"{args.rounds * args.num_single} turns of one at a time, "
+        f"{args.rounds} rounds of {args.num_many} with {args.concurrency} under way, "
         f"compute on {args.compute_cores or 'any core'}, client on "
         f"{'any' if args.client_core is None else args.client_core}; "
         f"load average {load_before:.1f} before, {load_after:.1f} after\n"

@@ -48,7 +48,7 @@ class Served:
 
 
 def calls(num: int, rng: np.random.Generator) -> list[BenchCall]:
-    return make_calls(num, PROMPT, ANSWER, rng)
+    return make_calls([(PROMPT, ANSWER)] * num, rng)
 
 
 async def one_round(
