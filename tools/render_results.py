@@ -75,7 +75,7 @@ TABLES: dict[str, Table] = {
     "overhead-any-core": Table(["overhead/epyc-zen5-any-core"], serving.overhead),
     "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
-    "startup": Table(["startup/epyc-busy"], commits.startup),
+    "startup": Table(["startup/epyc"], commits.startup),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
     "channel-cpu": Table(["channel-cpu/x86-64"], serving.channel_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),

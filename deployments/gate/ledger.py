@@ -34,7 +34,7 @@ Forecast = SampledForecast | GaussianForecast
 @dataclass(slots=True)
 class _Holding:
     demand: Demand
-    expected: float  # of the demand, once
+    expected: float  # tokens at its end; renewed by reports
     lease_until: float | None  # None: started
     generated: int = 0
     reported_at: float = 0.0  # or when it started, until a report lists it
@@ -139,7 +139,19 @@ class Ledger:
             self._leases -= holding.lease_until is not None
             holding.lease_until = None
             holding.generated, holding.reported_at, holding.listed = each.generated, now, True
+        self._renew()
         return gone
+
+    def _renew(self) -> None:
+        """What its answers are expected to hold, given the tokens that are out."""
+        holdings = list(self._held.values())
+        if self._lengths is None:
+            self._lengths = stack([each.demand.length for each in holdings])
+        generated = np.array([each.generated for each in holdings], np.int64)
+        lengths = generated + self._lengths.mean_remaining(generated)
+        for each, length in zip(holdings, lengths.tolist()):
+            each.expected = each.demand.holds(round(length))
+        self._expected = float(sum(each.expected for each in holdings))
 
     def accepts(self, report: Report) -> bool:
         """Whether it is of this epoch, and newer than the last one."""

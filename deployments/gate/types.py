@@ -50,7 +50,7 @@ class GateSettings:
     """Settings of the gate."""
 
     level: float = 0.95  # share of the sampled futures that have to fit
-    pressed_level: float = 0.4  # the same, after `pressed_s` of waits or refusals (Pressure)
+    pressed_level: float = 0.3  # the same, after `pressed_s` of waits or refusals (Pressure)
     pressed_s: float = 10.0
     num_samples: int = 32
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
@@ -252,7 +252,11 @@ class Demand:
     @property
     def expected(self) -> float:
         """Tokens that it is expected to hold at its end."""
-        return self._capped(self.prompt_tokens + round(self.length.mean))
+        return self.holds(round(self.length.mean))
+
+    def holds(self, answer_tokens: int) -> int:
+        """Tokens held with so many of its answer."""
+        return self._capped(self.prompt_tokens + answer_tokens)
 
     def remaining(self) -> Ints:
         """[samples] steps to its end, from its beginning: P(L - t | L > t), t tokens generated."""

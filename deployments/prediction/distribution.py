@@ -27,6 +27,7 @@ MIN_HAZARD, MAX_HAZARD = 1e-7, 1.0 - 1e-7
 _ROW = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
 _TINY = 1e-300
 _SLACK = 1e-6  # of a token: rounding must not push a quantile to the next length
+_MIDDLES = np.array([1, 3, 5, 7]) / 8  # of the quarters of a distribution
 
 
 def _make_knots() -> Ints:
@@ -180,6 +181,11 @@ class StackedDistributions:
         length = np.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK).astype(np.int64)
         ends = np.minimum(np.maximum(length, now + 1), self.max_tokens[:, None])
         return np.maximum(ends - generated[:, None], 0)
+
+    def mean_remaining(self, generated: Ints) -> Floats:
+        """[n] tokens still to come, on average, from the middles of a distribution's quarters."""
+        middles = np.broadcast_to(_MIDDLES, (len(generated), len(_MIDDLES)))
+        return self.sample_remaining(generated, middles).mean(axis=-1)
 
     def survival_after(self, generated: Ints, ahead: Ints) -> Floats:
         """P(more than `ahead` tokens still come), [n], [horizons] -> [n, horizons]; 1 below 0."""

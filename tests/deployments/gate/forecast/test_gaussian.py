@@ -8,7 +8,7 @@ import pytest
 from penstock.deployments.gate.forecast.gaussian import HORIZONS
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.placement import WorkerShortlist
-from penstock.deployments.gate.types import Demand, GateSettings, WorkerSpec
+from penstock.deployments.gate.types import Demand, GateSettings, Report, Running, WorkerSpec
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.hazards import length_prior
 
@@ -94,3 +94,27 @@ def test_the_load_is_what_answers_are_expected_to_hold():
     ledger.ended("a", 0.5)
     assert ledger.load == pytest.approx(alone + 200 / 20_000)
     assert ledger.expire(1.0) == ["b"] and ledger.load == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_report_renews_what_answers_are_expected_to_hold():
+    long, short = ledger_of(0), ledger_of(0)
+    for ledger in (long, short):
+        ledger.lease(demand("a", 100), 1.0)
+    admitted = long.load
+    long.report(Report(1, 1, (Running("a", 1800, 100, 2000),), 0.1), 1.0, {})
+    short.report(Report(1, 1, (Running("a", 5, 100, 2000),), 0.1), 1.0, {})
+    assert short.load == pytest.approx(admitted, rel=0.25)  # as expected when it was admitted
+    assert 1900 / 20_000 < long.load <= 2100 / 20_000  # what it holds by now, and its limit
+    long.ended("a", 2.0)
+    assert long.load == pytest.approx(0.0, abs=1e-12)
+
+
+def test_workers_whose_answers_became_long_are_not_evaluated_first():
+    """By lengths as predicted on admission, all 30 would be alike."""
+    ledgers = {f"w{i}": ledger_of(0) for i in range(30)}
+    for i, ledger in enumerate(ledgers.values()):
+        ledger.lease(demand(f"r{i}", 100), 1.0)
+        out = 10 if i in (7, 19, 23) else 1800
+        ledger.report(Report(1, 1, (Running(f"r{i}", out, 100, 2000),), 0.1), 1.0, {})
+    shortlist = WorkerShortlist(ledgers, GateSettings(max_choices=3), 1.0)
+    assert sorted(shortlist.workers_for(demand("new"))) == ["w19", "w23", "w7"]
