@@ -23,13 +23,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.common import record
 from penstock.deployments.supervision.processes import descendants, end
 from tools.clean_root import status
 from tools.result_files import ROOT
@@ -138,8 +138,9 @@ class Machine:
             process.wait()
 
     def recorded(self) -> list[str]:
-        """The commands that sudo was asked for."""
-        return (self.scratch / "sudo.log").read_text().splitlines()
+        """The commands that sudo was asked for, with ~ for the scratch home."""
+        text = (self.scratch / "sudo.log").read_text()
+        return text.replace(str(self.home), "~").splitlines()
 
 
 def set_up(machine: Machine, cluster: Mapping[str, Any]) -> None:
@@ -209,24 +210,10 @@ def main(arguments: list[str] | None = None) -> int:
             "sudo": machine.recorded(),
             "serving": seen,
         }
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    record = {
-        "benchmark": "tools.cluster_setup",
-        "date": date.today().isoformat(),
-        "commit": commit or None,
-        "recorded_in": None,
-        "command": "python -m tools.cluster_setup",
-        "machine": {"cpu": os.uname().machine, "cores": os.cpu_count(), "memory_gib": None},
-        "results": results,
-    }
-    text = json.dumps(record, indent=2) + "\n"
     if args.record is None:
-        print(text)
+        print(json.dumps(results, indent=1))
     else:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(text)
+        record.write(args.record, __file__, results)
     return 0
 
 
