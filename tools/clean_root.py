@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="file for what was seen, as JSON")
     parser.add_argument("--mirror", default="http://deb.debian.org/debian")
     parser.add_argument("--torch-wheel", type=Path, help="where torch's index cannot be reached")
-    parser.add_argument("--port", type=int, default=18200, help="for HTTP; the next one for gRPC")
+    parser.add_argument("--port", type=int, default=23200, help="for HTTP; the next one for gRPC")
     args = parser.parse_args(arguments)
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         print("clean_root: run it as root, with debootstrap installed", file=sys.stderr)
