@@ -48,6 +48,7 @@ RAY_FILES = {
         "supervision/test_drain_without_registry.py",
         "several_nodes/test_drain.py",
         "several_nodes/test_nodes.py",
+        "several_nodes/test_weights_update.py",
         "test_nodes_ingress.py",
         "autoscale/test_scaling.py",
         "autoscale/test_to_zero.py",

@@ -25,12 +25,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import record
 from tools.dockerfile import Build, Stage, chrooted
-from tools.result_files import ROOT
 
 KEY = "of-the-clean-root"
 READY_S, STOP_S = 900.0, 120.0
@@ -114,14 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="file for what was seen, as JSON")
     parser.add_argument("--mirror", default="http://deb.debian.org/debian")
     parser.add_argument("--torch-wheel", type=Path, help="where torch's index cannot be reached")
-    parser.add_argument("--port", type=int, default=18200, help="for HTTP; the next one for gRPC")
+    parser.add_argument("--port", type=int, default=23200, help="for HTTP; the next one for gRPC")
     args = parser.parse_args(arguments)
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         print("clean_root: run it as root, with debootstrap installed", file=sys.stderr)
         return 2
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     with tempfile.TemporaryDirectory(prefix="clean-root-") as work:
         build = Build(Path(work), args.mirror, args.torch_wheel)
         stage = build.run()
@@ -133,21 +129,10 @@ def main(arguments: list[str] | None = None) -> int:
         "root_mib": int(size.stdout.split()[0]) // 1024,
         "command": seen,
     }
-    record = {
-        "benchmark": "tools.clean_root",
-        "date": date.today().isoformat(),
-        "commit": commit or None,
-        "recorded_in": None,
-        "command": "python -m tools.clean_root",
-        "machine": {"cpu": os.uname().machine, "cores": os.cpu_count(), "memory_gib": None},
-        "results": results,
-    }
-    text = json.dumps(record, indent=2) + "\n"
     if args.record is None:
-        print(text)
+        print(json.dumps(results, indent=1))
     else:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(text)
+        record.write(args.record, __file__, results)
     return 0
 
 

@@ -23,13 +23,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
+from ray.autoscaler._private.util import prepare_config
 
+from benchmarks.common import record
 from penstock.deployments.supervision.processes import descendants, end
 from tools.clean_root import status
 from tools.result_files import ROOT
@@ -137,9 +138,26 @@ class Machine:
         for process in self.started:
             process.wait()
 
+    def show_logs(self) -> None:
+        """The last lines of what Ray's processes said, for whoever looks into a failure."""
+        for path in sorted(self.scratch.glob("ray-*.log")):
+            print(f"{path.name}:\n{path.read_text()[-2000:]}", file=sys.stderr)
+
     def recorded(self) -> list[str]:
-        """The commands that sudo was asked for."""
-        return (self.scratch / "sudo.log").read_text().splitlines()
+        """The commands that sudo was asked for, with ~ for the scratch home."""
+        text = (self.scratch / "sudo.log").read_text()
+        return text.replace(str(self.home), "~").splitlines()
+
+
+def autoscaler_config() -> dict[str, Any]:
+    """What `ray up` puts on the head, here of an autoscaler that starts no node."""
+    provider = {
+        "type": "readonly",
+        "use_node_id_as_ip": True,
+        "disable_launch_config_check": True,
+    }
+    given = {"cluster_name": "penstock", "max_workers": 0, "provider": provider}
+    return dict(prepare_config(given))
 
 
 def set_up(machine: Machine, cluster: Mapping[str, Any]) -> None:
@@ -147,8 +165,7 @@ def set_up(machine: Machine, cluster: Mapping[str, Any]) -> None:
     machine.mount(cluster["file_mounts"], cluster["rsync_exclude"])
     for command in (*cluster["setup_commands"], *cluster["head_setup_commands"]):
         machine.run(command)
-    bootstrap = {"cluster_name": "penstock", "max_workers": 0, "provider": {"type": "readonly"}}
-    (machine.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(bootstrap))
+    (machine.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(autoscaler_config()))
     file = machine.home / "penstock" / "deployments" / "serve.yaml"
     deploy = yaml.safe_load(file.read_text())
     keys = machine.scratch / "root" / "etc" / "penstock" / "api-keys"
@@ -194,7 +211,12 @@ def start(machine: Machine, cluster: Mapping[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--record", type=Path, help="file for what was seen, as JSON")
-    parser.add_argument("--port", type=int, default=18300, help="first of five free ports")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=23300,
+        help="first of five free ports, from 20000: Ray takes those below",
+    )
     args = parser.parse_args(arguments)
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     with tempfile.TemporaryDirectory(prefix="cs-", ignore_cleanup_errors=True) as scratch:
@@ -202,6 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             set_up(machine, cluster)
             seen = start(machine, cluster)
+        except (subprocess.CalledProcessError, SystemExit):
+            machine.show_logs()
+            raise
         finally:
             machine.stop()
         results = {
@@ -209,24 +234,10 @@ def main(arguments: list[str] | None = None) -> int:
             "sudo": machine.recorded(),
             "serving": seen,
         }
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    record = {
-        "benchmark": "tools.cluster_setup",
-        "date": date.today().isoformat(),
-        "commit": commit or None,
-        "recorded_in": None,
-        "command": "python -m tools.cluster_setup",
-        "machine": {"cpu": os.uname().machine, "cores": os.cpu_count(), "memory_gib": None},
-        "results": results,
-    }
-    text = json.dumps(record, indent=2) + "\n"
     if args.record is None:
-        print(text)
+        print(json.dumps(results, indent=1))
     else:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(text)
+        record.write(args.record, __file__, results)
     return 0
 
 

@@ -18,13 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tools import result_tables_commits as commits
-from tools import result_tables_faults as faults
-from tools import result_tables_gguf as gguf
-from tools import result_tables_memory as memory
-from tools import result_tables_security as security
-from tools import result_tables_serving as serving
 from tools.result_files import ROOT, Result, ResultError, load_all
+from tools.result_tables import commits, faults, gguf, installation, memory, security, serving
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.md"
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
@@ -76,6 +71,8 @@ TABLES: dict[str, Table] = {
     "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "startup": Table(["startup/epyc"], commits.startup),
+    "cluster-setup": Table(["cluster-setup/x86-64"], installation.cluster_setup),
+    "clean-root": Table(["clean-root/x86-64"], installation.clean_root),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),
     "channel-cpu": Table(["channel-cpu/x86-64"], serving.channel_cpu),
     "journal-cost": Table(["journal-cost/epyc"], faults.journal_cost),

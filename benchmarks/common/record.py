@@ -1,7 +1,7 @@
 """Writes a result file: the figures of one run, in the envelope that `benchmarks/results` has.
 
 The envelope names the benchmark, the date, the commit, the command and the machine. What a program
-writes with `--json` or `--out` can be put into `benchmarks/results` as it is;
+writes with `--json`, `--out` or `--record` can be put into `benchmarks/results` as it is;
 `tools/result_files.py` checks the envelope, and `tools/render_results.py` makes tables of it.
 """
 
@@ -22,7 +22,8 @@ import psutil
 from penstock.workers.evaluation.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTPUTS = ("--json", "--out", "--plot")  # where a run writes does not change its figures
+# Where a run writes does not change its figures.
+OUTPUTS = ("--json", "--out", "--plot", "--record")
 
 
 def write(

@@ -18,8 +18,8 @@ from tools.result_files import (
     parse,
     significant,
 )
-from tools.result_tables_memory import matmul
-from tools.result_tables_serving import offline
+from tools.result_tables.memory import matmul
+from tools.result_tables.serving import offline
 
 ENVELOPE = {
     "benchmark": "engine.offline",

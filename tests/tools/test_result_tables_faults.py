@@ -13,8 +13,8 @@ from benchmarks.faults.soak import slopes
 from benchmarks.faults.watch import HEALTH_PATHS, Probe
 from penstock.deployments.bench.figures import Chunk, Outcome
 from penstock.deployments.bench.load import Job
-from tools import result_tables_faults as tables
 from tools.result_files import Result, parse
+from tools.result_tables import faults as tables
 
 ENVELOPE = {
     "benchmark": "faults.soak",
