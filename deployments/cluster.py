@@ -35,6 +35,7 @@ from penstock.deployments.supervision.ray_workarounds import (
     is_start_timeout,
     log_raylet_messages,
 )
+from penstock.deployments.supervision.raylet import watch_raylet
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.supervision.view import ClusterView, IngressInfo
@@ -60,8 +61,11 @@ class StartError(RuntimeError):
 class Cluster:
     """Ray, Serve and the application. `stop` may be called at any point."""
 
-    def __init__(self, config: ServeConfig):
+    def __init__(self, config: ServeConfig, on_ray_end: Callable[[str], None] | None = None):
+        """`on_ray_end` is called on another thread, with the cause, if a Ray of its own ends."""
         self._config = config
+        self._on_ray_end = on_ray_end
+        self._stopping = threading.Event()
         self._is_local = config.ray_address is None
         self._folder: str | None = None
         self._registry = RegistryClient(config.app_name)
@@ -115,6 +119,8 @@ class Cluster:
                 _system_config=SYSTEM_CONFIG,
                 **quiet,
             )
+        if self._on_ray_end is not None:
+            watch_raylet(self._on_ray_end, self._stopping)
 
     @property
     def logs(self) -> str:
@@ -244,6 +250,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End and remove every process and folder that was started or made here."""
+        self._stopping.set()
         # Listed before Ray ends them: a process whose parent has died is no longer a descendant,
         # and an interrupted start leaves processes that Ray does not know.
         pids = descendants(os.getpid()) if self._is_local else []
@@ -261,6 +268,7 @@ class Cluster:
 
     def stop_at_once(self) -> None:
         """`stop` without Ray's help; callable on any thread, while others are blocked."""
+        self._stopping.set()
         if self._is_local:
             kill_descendants(AT_ONCE_S)
         self.remove_folder()

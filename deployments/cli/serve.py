@@ -65,7 +65,7 @@ def run_serve(config: ServeConfig) -> int:
         from penstock.deployments.cluster import Cluster
 
         keep_own_sigterm_handler()
-        cluster = Cluster(config)
+        cluster = Cluster(config, on_ray_end=lambda why: signals.exit(1, why))
         cluster.start_ray()
         what = "the models" if config.models else "the model"
         _say(f"loading {what} ({time.monotonic() - began_s:.1f} s so far)")

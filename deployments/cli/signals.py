@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -81,12 +82,20 @@ class Signals:
                 timer.start()
 
     def _exit(self) -> NoReturn:
-        """Give up and end the process, without anything that would run at its exit."""
+        self.exit(130)
+
+    def exit(self, status: int, why: str = "") -> NoReturn:
+        """Give up and end the process, without anything that would run at its exit.
+
+        `why` is printed to stderr. Callable on any thread but the main one.
+        """
+        if why:
+            print(f"penstock: {why}", file=sys.stderr, flush=True)
         # The main thread has stopped anywhere, perhaps with a lock that `give_up` needs.
-        latest = threading.Timer(PATIENCE_S, os._exit, (130,))
+        latest = threading.Timer(PATIENCE_S, os._exit, (status,))
         latest.daemon = True
         latest.start()
         try:
             self._give_up()
         finally:
-            os._exit(130)
+            os._exit(status)

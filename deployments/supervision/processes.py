@@ -41,13 +41,18 @@ def end(pids: Sequence[int], grace_s: float) -> None:
     _wait(left, KILLED_S)
 
 
+def keep_orphans() -> None:
+    """From now on descendants whose parent ends become children of this process: they stay its
+    descendants. Those that end then are zombies until this process ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def kill_descendants(at_most_s: float) -> None:
     """SIGKILL to all descendants of this process, and to those that they start meanwhile.
 
     Returns once all have ended, or after `at_most_s`: killed processes end by themselves.
     """
-    # Those whose parent is killed become children of this process, and so stay descendants.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keep_orphans()
     deadline_s = time.monotonic() + at_most_s
     while left := [pid for pid in descendants(os.getpid()) if is_running(pid)]:
         _send(left, signal.SIGKILL)

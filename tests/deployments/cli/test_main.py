@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -400,6 +401,24 @@ def test_a_signal_while_starting_ends_it_at_once(folder, after, later_s, number)
     assert took_s < (ENDED_S if load < 1.0 else ENDED_S + SLACK_S)
     assert "Traceback" not in served.output
     served.assert_nothing_left(pids)
+
+
+@pytest.mark.parametrize("after", ["loading the model", "Ctrl-C stops"])
+def test_the_end_of_its_raylet_ends_it_and_is_said(folder, after):
+    """All processes that serve end with the raylet; without a word the driver waited for ever."""
+    http, grpc = free_port(), free_port()
+    served = Served("--http-port", str(http), "--grpc-port", str(grpc), folder=folder)
+    try:
+        served.wait_for(after)
+        pids = descendants(served.process.pid)
+        [raylet] = [pid for pid in pids if psutil.Process(pid).name() == "raylet"]
+        os.kill(raylet, signal.SIGKILL)
+        assert served.wait() == 1
+    finally:
+        served.process.kill()
+    assert "penstock: Ray's process of this machine (raylet) has ended (SIGKILL)" in served.output
+    assert "out of memory" in served.output and "Traceback" not in served.output
+    served.assert_nothing_left(pids, http, grpc)
 
 
 def test_every_setting_has_its_flag():
