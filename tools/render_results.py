@@ -81,6 +81,7 @@ TABLES: dict[str, Table] = {
     "fault-table": Table(["faults/epyc-table"], faults.fault_table),
     "random-kills": Table(["faults/random-kills"], faults.kills),
     "cluster-kills": Table(["faults/cluster-kills"], faults.kills),
+    "cluster-kills-quiet": Table(["faults/cluster-kills-quiet"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
     "siege": Table(["faults/siege"], security.siege),
     "siege-memory": Table(["faults/siege-memory"], security.siege_memory),
