@@ -73,8 +73,18 @@ def test_each_model_has_its_worker_and_its_gate(cluster, config):
         time.sleep(0.1)
 
 
+def num_continued(config) -> list[float]:
+    """Of DENSE and MOE."""
+    page = httpx.get(f"http://127.0.0.1:{config.metrics_port}/metrics").text
+    found = dict(
+        re.findall(r'^penstock_requests_continued_total{model_name="(.+)"} (.+)$', page, re.M)
+    )
+    return [float(found.get(name, 0)) for name in (DENSE, MOE)]
+
+
 def test_a_killed_worker_of_one_model_delays_its_own_requests_alone(cluster, config, run):
     before = await_view(cluster, is_whole, 60)
+    continued = num_continued(config)
     url = f"http://127.0.0.1:{config.http_port}"
 
     async def scenario():
@@ -106,8 +116,5 @@ def test_a_killed_worker_of_one_model_delays_its_own_requests_alone(cluster, con
     assert pid_of(after, DENSE) == pid_of(before, DENSE)
     assert pid_of(after, MOE) != pid_of(before, MOE)
     assert httpx.get(f"{url}/ready").json() == {"status": "ok"}
-    page = httpx.get(f"http://127.0.0.1:{config.metrics_port}/metrics").text
-    continued = re.findall(
-        r'^penstock_requests_continued_total{model_name="(.+)"} (.+)$', page, re.M
-    )
-    assert continued == [(DENSE, "0.0"), (MOE, "1.0")]
+    added = [now - then for then, now in zip(continued, num_continued(config), strict=True)]
+    assert added[0] == 0 and added[1] >= 1  # on a busy machine it may move once more
