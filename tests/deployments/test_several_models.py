@@ -74,7 +74,7 @@ def test_each_model_has_its_worker_and_its_gate(cluster, config):
 
 
 def num_continued(config) -> list[float]:
-    """Of DENSE and MOE."""
+    """Requests of DENSE and of MOE that continued on another worker, so far."""
     page = httpx.get(f"http://127.0.0.1:{config.metrics_port}/metrics").text
     found = dict(
         re.findall(r'^penstock_requests_continued_total{model_name="(.+)"} (.+)$', page, re.M)
@@ -117,4 +117,4 @@ def test_a_killed_worker_of_one_model_delays_its_own_requests_alone(cluster, con
     assert pid_of(after, MOE) != pid_of(before, MOE)
     assert httpx.get(f"{url}/ready").json() == {"status": "ok"}
     added = [now - then for then, now in zip(continued, num_continued(config), strict=True)]
-    assert added[0] == 0 and added[1] >= 1  # on a busy machine it may move once more
+    assert added == [0, 1]

@@ -117,7 +117,7 @@ def test_each_answer_is_of_the_old_weights_or_of_the_new_and_none_fails(
 class Killer:
     """Kills the last worker of some weights, once workers of others serve beside it.
 
-    `seen`: what the registry said of it then.
+    `victim`: what the registry said of that worker.
     """
 
     def __init__(self, cluster: Cluster, digest: str):
