@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -44,6 +45,7 @@ from benchmarks.cluster.overhead_report import summary, table
 from benchmarks.common import record
 from benchmarks.common.bare_engine import BareEngine, make_model_b
 from benchmarks.common.server_process import cpu_s, served
+from benchmarks.engine.offline import mixed_sizes
 from penstock.deployments.bench.figures import Outcome, Slo, figures_of
 from penstock.deployments.bench.load import Job
 from penstock.deployments.bench.open_loop import BenchCall, run_load
@@ -66,13 +68,6 @@ def make_calls(sizes: Iterable[tuple[int, int]], rng: np.random.Generator) -> li
         BenchCall(Job(0.0, prompt, output), rng.integers(1000, size=prompt).tolist(), output, None)
         for prompt, output in sizes
     ]
-
-
-def mixed_sizes(num: int, seed: int) -> list[tuple[int, int]]:
-    """Prompts of 16 to 512 and answers of 16 to 256 tokens, as in offline.py: the same ones for
-    each path and round."""
-    rng = np.random.default_rng(seed)
-    return list(zip(rng.integers(16, 513, num).tolist(), rng.integers(16, 257, num).tolist()))
 
 
 class Meter:
@@ -147,10 +142,12 @@ class Bench:
         return rows
 
     async def _many(self, path: str) -> Row:
-        if self._args.mixed:
-            calls = make_calls(mixed_sizes(self._args.num_many, self._args.seed), self._rng)
+        num = self._args.num_many
+        if self._args.mixed:  # the same lengths for each path and round
+            sizes = mixed_sizes(num, random.Random(self._args.seed))
+            calls = make_calls(sizes, self._rng)
         else:
-            calls = self._calls(self._args.num_many)
+            calls = self._calls(num)
         meter = Meter(self._pids)
         outcomes = await self._run(path, calls, self._args.concurrency)
         return self._row(path, outcomes, meter.used())

@@ -72,12 +72,14 @@ def model_b_config() -> transformers.Qwen2Config:
     )
 
 
+def mixed_sizes(num: int, rng: random.Random) -> list[tuple[int, int]]:
+    """W2's lengths: prompts of 16 to 512 tokens, answers of 16 to 256."""
+    return [(rng.randint(16, 512), rng.randint(16, 256)) for _ in range(num)]
+
+
 def make_workload(name: str, vocab: int) -> list[Job]:
     rng = random.Random(0)
-    if name == "W1":
-        sizes = [(128, 128)]
-    else:
-        sizes = [(rng.randint(16, 512), rng.randint(16, 256)) for _ in range(32)]
+    sizes = [(128, 128)] if name == "W1" else mixed_sizes(32, rng)
     return [Job([rng.randrange(vocab) for _ in range(p)], new) for p, new in sizes]
 
 
