@@ -139,7 +139,7 @@ class Machine:
             process.wait()
 
     def show_logs(self) -> None:
-        """The last lines of what Ray's processes said, for whoever looks into a failure."""
+        """Print the end of each log of Ray's processes, so that a failure can be explained."""
         for path in sorted(self.scratch.glob("ray-*.log")):
             print(f"{path.name}:\n{path.read_text()[-2000:]}", file=sys.stderr)
 

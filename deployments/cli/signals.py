@@ -74,17 +74,14 @@ class Signals:
             if not self._unwinds:
                 self._is_ending = True  # before the look: `started` sees it, or this sees `started`
                 if self._is_starting:
-                    self._exit()
+                    self.exit()
                 self._is_ending = False
             if self._is_starting or self._has_raised or self.num_seen == 2:
-                timer = threading.Timer(PATIENCE_S, self._exit)
+                timer = threading.Timer(PATIENCE_S, self.exit)
                 timer.daemon = True  # the interpreter does not wait for it
                 timer.start()
 
-    def _exit(self) -> NoReturn:
-        self.exit(130)
-
-    def exit(self, status: int, why: str = "") -> NoReturn:
+    def exit(self, status: int = 130, why: str = "") -> NoReturn:
         """Give up and end the process, without anything that would run at its exit.
 
         `why` is printed to stderr. Callable on any thread but the main one.

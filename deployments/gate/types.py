@@ -255,7 +255,7 @@ class Demand:
         return self.holds(round(self.length.mean))
 
     def holds(self, answer_tokens: int) -> int:
-        """Tokens held with so many of its answer."""
+        """Tokens of KV that it holds once `answer_tokens` of its answer are generated."""
         return self._capped(self.prompt_tokens + answer_tokens)
 
     def remaining(self) -> Ints:
