@@ -6,6 +6,9 @@ Rows that need a live cluster or Redis are run by `python -m benchmarks.faults.t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from benchmarks.faults.table.desk import Desk, Hand, desk
 from benchmarks.faults.table.mutations import MUTATIONS
 from benchmarks.faults.table.rows import ROWS, CannotInject, Outcome, Row, Scale, Seen, outcome_of
 from benchmarks.faults.table.workers import compare, killed_at, plain
+from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.dispatch import worker_link
 
 pytestmark = pytest.mark.timeout(400)  # the first row loads torch and the model
@@ -59,9 +63,7 @@ def test_a_fault_in_the_product_is_found_by_a_kill(name: str) -> None:
 
 
 def test_a_missing_fence_is_found_by_a_partition_that_heals(monkeypatch: Any) -> None:
-    monkeypatch.setattr(worker_link, "SILENCE_TICKS", 3)
-
-    async def scenario(seen: Seen) -> None:
+    async def scenario(seen: Seen, fault: Callable[[], AbstractContextManager[None]]) -> None:
         call = plain("The sea was", seed=5, max_tokens=400)
         async with desk(2) as made:
             expected = await made.alone("sea", call)
@@ -73,14 +75,19 @@ def test_a_missing_fence_is_found_by_a_partition_that_heals(monkeypatch: Any) ->
                     held[0].relay.set("down", Programme("stall"))
                     asyncio.get_running_loop().call_later(2.5, held[0].relay.heal)
 
-            got, _ = await made.run(call, 1, told)
-            compare(seen, "the stream", got, expected)
+            with monkeypatch.context() as short, fault():
+                short.setattr(worker_link, "SILENCE_TICKS", 3)
+                try:
+                    got, _ = await asyncio.wait_for(made.run(call, 1, told), 120)
+                except ServiceError as refused:
+                    seen.check(False, f"the stream differs: it ended with {refused}")
+                else:
+                    compare(seen, "the stream", got, expected)
 
     sound, unsound = Seen(), Seen()
-    asyncio.run(scenario(sound))
+    asyncio.run(scenario(sound, contextlib.nullcontext))
     assert sound.passed, sound.text()
-    with MUTATIONS["no-fence"]():
-        asyncio.run(asyncio.wait_for(scenario(unsound), 120))
+    asyncio.run(scenario(unsound, MUTATIONS["no-fence"]))
     assert not unsound.passed and "differs" in unsound.text()
 
 
