@@ -73,9 +73,12 @@ GIVES_WAY = 5
 _gives_way = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in RAY_FILES)
+    is_cpu = config.getoption("--device") == "cpu"
     for item in items:
+        if not is_cpu and item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason="of what only a model on the CPU shows"))
         if any(folder in item.path.parents for folder in RERUN_FOLDERS):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
@@ -96,9 +99,30 @@ class _Progress:
             print(f"\n{report.outcome}: {report.nodeid}: {crash or report.longrepr}", flush=True)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device of the models that tests/workers load; cuda: a machine with a GPU",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu_only: of what only a model on the CPU shows")
+    if config.getoption("--device") == "cuda":
+        _load_on_the_gpu()
     if not hasattr(config, "workerinput"):  # not in xdist's processes, whose reports come here
         config.pluginmanager.register(_Progress())
+
+
+def _load_on_the_gpu() -> None:
+    """Tests that name no device load their models there."""
+    from penstock.workers.models.loader import load_model
+
+    defaults = load_model.__kwdefaults__
+    assert defaults is not None and defaults["device"] == "cpu"
+    defaults["device"] = "cuda"
 
 
 class _Groups(LoadFileScheduling):
@@ -112,5 +136,6 @@ class _Groups(LoadFileScheduling):
         return "ray" if ROOT.parent / file in RAY_FILES else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups:
-    return _Groups(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | None:
+    """For `--dist loadfile`, as `make test` runs."""
+    return _Groups(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -7,7 +7,7 @@ ends of sequence ignored. Prompts are all as long as each other, so that transfo
 Both are timed twice: until every request has its first token, and to the last; the rate of decode
 is that of the tokens between. Our engine runs in four ways: plain, with decode graphs, with steps
 launched ahead, and with both; below each, the host's milliseconds of a step by phase, and how many
-answers are those of the plain one: all, as a row's sums do not depend on its batch. `--tiny` takes
+answers are those of the first way: all, as a row's sums do not depend on its batch. `--tiny` takes
 a shape for any CPU, to show that the program works, without graphs: its figures say nothing about
 a GPU. Not yet run on a GPU. Needs no Ray.
 """
@@ -55,7 +55,7 @@ class Figures:
     num_sequences: int
     num_new: int
     phases_ms: dict[str, float] = field(default_factory=dict)  # of a step, host time
-    num_same: int = 0  # answers that are those of the plain engine
+    num_same: int = 0  # answers that are those of the first way
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -107,15 +107,16 @@ def time_transformers(
 
 def engine_figures(
     shape: transformers.LlamaConfig, device: str, prompts: Prompts, num_new: int, runs: int,
-    weights: WeightFormat, kv: KvFormat,
+    weights: WeightFormat, kv: KvFormat, ways: Sequence[str],
 ) -> Iterator[Figures]:  # fmt: skip
-    """Of all ways to run it, plain first, on one set of weights."""
+    """Of `ways` to run it, on one set of weights."""
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
         facts = ModelConfig.from_pretrained(Path(folder))
     model = build_random(facts, weights, device=device)
-    plain: Answers = {}
-    for way, (cuda_graphs, async_scheduling) in WAYS.items():
+    first: Answers = {}
+    for way in ways:
+        cuda_graphs, async_scheduling = WAYS[way]
         if device == "cpu" and cuda_graphs == "on":
             continue
         config = EngineConfig(
@@ -129,8 +130,8 @@ def engine_figures(
             kv_cache_gb=None if device == "cuda" else 0.25,
         )
         figures, answers = time_engine(Engine(config, model), prompts, num_new, runs)
-        plain = plain or answers
-        same = sum(plain[name] == ids for name, ids in answers.items())
+        first = first or answers
+        same = sum(first[name] == ids for name, ids in answers.items())
         yield replace(figures, name=f"{weights}, kv {kv}, {way}", num_same=same)
         gc.collect()  # the arena goes before the next one comes
         if device == "cuda":
@@ -180,6 +181,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", nargs="+", default=["bf16", "int8"])
     parser.add_argument("--kv", default="auto", help="number format of the KV cache")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--no-transformers", action="store_true", help="ratios to the first engine")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--new", type=int, default=128, metavar="TOKENS")
@@ -202,18 +205,19 @@ def main() -> None:
         f"{name}: batch {given.batch}, {given.prompt} + {given.new} tokens, median of {given.runs}"
     )
     print(f"{'':<26}{'first s':>9}{'total s':>9}{'decode tok/s':>14}{'ratio':>8}{'ms a step':>11}")
-    base = time_transformers(shape, device, prompts, given.new, given.runs)
-    found = [base]
-    show(base, base)
+    found: list[Figures] = []
+    if not given.no_transformers:
+        found.append(time_transformers(shape, device, prompts, given.new, given.runs))
+        show(found[0], found[0])
     for weights in given.weights:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         for figures in engine_figures(
-            shape, device, prompts, given.new, given.runs, weights, given.kv
+            shape, device, prompts, given.new, given.runs, weights, given.kv, given.ways
         ):
             found.append(figures)
-            show(figures, base)
+            show(figures, found[0])
     if given.json:
         rows = [asdict(f) | {"decode_tokens_per_s": f.decode_tokens_per_s} for f in found]
         given.json.write_text(json.dumps({"device": name, "engines": rows}, indent=1) + "\n")
@@ -228,7 +232,9 @@ def show(figures: Figures, base: Figures) -> None:
     )
     if figures.phases_ms:
         phases = ", ".join(f"{name} {ms:.2f}" for name, ms in figures.phases_ms.items())
-        print(f"  {phases}; {figures.num_same} of {figures.num_sequences} answers as plain")
+        print(
+            f"  {phases}; {figures.num_same} of {figures.num_sequences} answers as the first way's"
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -68,20 +69,19 @@ def _random_steps(scales: torch.Tensor, num_inputs: int) -> QuantizedWeight:
     )  # fmt: skip
 
 
-def check_linear(dtype: torch.dtype) -> Triples:
-    for format in FORMATS:
-        for rows in (1, 3, 17, 64, 257):
-            for num_outputs, num_inputs in ODD:
-                weight = random_weight(format, num_outputs, num_inputs)
-                bias = torch.randn(num_outputs, device=DEVICE).to(dtype)
-                wide = torch.full((rows, num_inputs + 8), float("nan"), device=DEVICE).to(dtype)
-                x = wide[:, :num_inputs].copy_(torch.randn(rows, num_inputs))
-                packed = matmul_triton.pack(weight, bias)
-                y = matmul_triton.linear(x, packed)
-                want = quant.linear_reference(
-                    x.cpu(), on_cpu(weight), bias.cpu(), weight_only=not packed.takes_int8
-                )
-                yield f"{format} {rows} x {num_inputs} x {num_outputs}", y, want.to(DEVICE)
+def check_linear(format: CodedFormat, dtype: torch.dtype) -> Triples:
+    for rows in (1, 3, 17, 64, 257):
+        for num_outputs, num_inputs in ODD:
+            weight = random_weight(format, num_outputs, num_inputs)
+            bias = torch.randn(num_outputs, device=DEVICE).to(dtype)
+            wide = torch.full((rows, num_inputs + 8), float("nan"), device=DEVICE).to(dtype)
+            x = wide[:, :num_inputs].copy_(torch.randn(rows, num_inputs))
+            packed = matmul_triton.pack(weight, bias)
+            y = matmul_triton.linear(x, packed)
+            want = quant.linear_reference(
+                x.cpu(), on_cpu(weight), bias.cpu(), weight_only=not packed.takes_int8
+            )
+            yield f"{format} {rows} x {num_inputs} x {num_outputs}", y, want.to(DEVICE)
 
 
 def check_plain(dtype: torch.dtype) -> Triples:
@@ -133,7 +133,7 @@ def random_packed(
 
 
 CHECKS: Checks = {
-    "linear": check_linear,
+    **{f"linear {format}": partial(check_linear, format) for format in FORMATS},
     "plain linear": check_plain,
     "quantised rows": check_rows,
 }

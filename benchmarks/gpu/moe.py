@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work
-from benchmarks.gpu.linear import UNITS, WITH_PLAIN, random_packed
+from benchmarks.gpu.linear import UNITS, WITH_PLAIN, GpuFormat, random_packed
 from penstock.kernels.triton import matmul as matmul_triton
 from penstock.kernels.triton import moe as moe_triton
 from penstock.kernels.triton.matmul import GpuWeight
@@ -23,29 +24,30 @@ def packed(weight: GpuWeight) -> PackedLinear:
     )  # fmt: skip
 
 
-def check_grouped(dtype: torch.dtype) -> Triples:
+def check_grouped(format: GpuFormat, dtype: torch.dtype) -> Triples:
     """Each expert's rows against the same rows through its linear alone."""
     num_experts, num_outputs, num_inputs = 5, 70, 136
-    for format in WITH_PLAIN:
-        for num_tokens in (1, 40):
-            weights = [
-                random_packed(format, num_outputs, num_inputs, dtype) for _ in range(num_experts)
-            ]
-            table = moe_triton.group_weights([packed(weight) for weight in weights])
-            x = torch.randn(num_tokens, num_inputs).to(DEVICE, dtype)
-            ids = torch.rand(num_tokens, num_experts, device=DEVICE).topk(2).indices
-            ids[ids == 1] = 0
-            routes = moe_triton.group_routes(ids, num_experts)
-            out = torch.empty(2 * num_tokens, num_outputs, dtype=dtype, device=DEVICE)
-            values, scales = matmul_triton.activations(x, weights[0])
-            moe_triton.grouped_linear(values, scales, table, routes.starts, out, 0, routes.tokens)
-            sizes = routes.starts.diff().tolist()
-            rows = x[routes.tokens.long()].split(sizes)
-            want = torch.cat([matmul_triton.linear(*pair) for pair in zip(rows, weights)])
-            yield f"{format} {num_tokens} tokens", out, want
+    for num_tokens in (1, 40):
+        weights = [
+            random_packed(format, num_outputs, num_inputs, dtype) for _ in range(num_experts)
+        ]
+        table = moe_triton.group_weights([packed(weight) for weight in weights])
+        x = torch.randn(num_tokens, num_inputs).to(DEVICE, dtype)
+        ids = torch.rand(num_tokens, num_experts, device=DEVICE).topk(2).indices
+        ids[ids == 1] = 0
+        routes = moe_triton.group_routes(ids, num_experts)
+        out = torch.empty(2 * num_tokens, num_outputs, dtype=dtype, device=DEVICE)
+        values, scales = matmul_triton.activations(x, weights[0])
+        moe_triton.grouped_linear(values, scales, table, routes.starts, out, 0, routes.tokens)
+        sizes = routes.starts.diff().tolist()
+        rows = x[routes.tokens.long()].split(sizes)
+        want = torch.cat([matmul_triton.linear(*pair) for pair in zip(rows, weights)])
+        yield f"{format} {num_tokens} tokens", out, want
 
 
-CHECKS: Checks = {"grouped linear": check_grouped}
+CHECKS: Checks = {
+    f"grouped linear {format}": partial(check_grouped, format) for format in WITH_PLAIN
+}
 
 
 def works(tiny: bool) -> Iterator[Work]:

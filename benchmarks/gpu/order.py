@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
@@ -147,12 +147,11 @@ def check_rolled(dtype: torch.dtype) -> Triples:
         )
 
 
-@by_elements
-def check_linear(dtype: torch.dtype) -> Triples:
+def check_linear(format: GpuFormat, dtype: torch.dtype) -> Triples:
     """Rows of a large batch alone and among few; each piece by its own program, and all by one."""
-    everything = CUDA or dtype == torch.float16
-    formats: tuple[GpuFormat, ...] = WITH_PLAIN if everything else ("int4",)
-    for format in formats:
+    if not CUDA and format != "int4" and dtype != torch.float16:
+        return
+    with dot_by_elements():
         weight = random_packed(format, 50, INPUTS, dtype)
         x = torch.randn(70, INPUTS, device=DEVICE).to(dtype)
         ways: list[bool | None] = [False, True] if format == "fp8" and not CUDA else [None]
@@ -167,12 +166,12 @@ def check_linear(dtype: torch.dtype) -> Triples:
                 yield from differences(case, y, whole[first:last])
 
 
-@by_elements
-def check_experts(dtype: torch.dtype) -> Triples:
+def check_experts(format: GpuFormat, dtype: torch.dtype) -> Triples:
     """Tokens of a batch alone and among few."""
+    if not CUDA and format != ("plain" if dtype == torch.float16 else "nf4"):
+        return
     hidden, inner, num_experts, num_tokens = 520, 60, 3, 24
-    formats: tuple[GpuFormat, ...] = ("plain",) if dtype == torch.float16 else ("nf4",)
-    for format in WITH_PLAIN if CUDA else formats:
+    with dot_by_elements():
         pairs = [
             [packed(random_packed(format, *shape, dtype)) for shape in
              ((2 * inner, hidden), (hidden, inner))] for _ in range(num_experts)
@@ -248,8 +247,8 @@ def check_sampling(dtype: torch.dtype) -> Triples:
 CHECKS: Checks = {
     "order: attention": check_attention,
     "order: rolled KV": check_rolled,
-    "order: linear": check_linear,
-    "order: experts": check_experts,
+    **{f"order: linear {format}": partial(check_linear, format) for format in WITH_PLAIN},
+    **{f"order: experts {format}": partial(check_experts, format) for format in WITH_PLAIN},
     "order: rows": check_rowwise,
     "order: sampling": check_sampling,
 }

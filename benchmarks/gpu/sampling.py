@@ -56,4 +56,5 @@ def works(tiny: bool) -> Iterator[Work]:
                 f"{name}, {num_rows} x {vocab}",
                 partial(sampling_triton.sample, logits, rows),
                 4 * logits.numel(),
+                in_graph=False,
             )

@@ -50,7 +50,7 @@ def test_a_thread_is_kept_for_a_while():
 def test_the_engine_computes_there_and_no_other_thread_is_moved():
     before = allowed_cores()
     one = {max(before)}
-    model = load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
+    model = load_model(str(make_checkpoint("llama")), weights="fp32", progress=False)
     engine = Engine(EngineConfig(num_blocks=20, block_size=8, max_num_seqs=2), model)
     seen, was_called = [], threading.Event()
 

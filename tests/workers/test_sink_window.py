@@ -34,7 +34,7 @@ def models():
     def get(name):
         if name not in loaded:
             folder = make_checkpoint(name)
-            model = load_model(str(folder), weights="fp32", device="cpu", progress=False)
+            model = load_model(str(folder), weights="fp32", progress=False)
             loaded[name] = (model, reference_model(folder))
         return loaded[name]
 
@@ -278,7 +278,7 @@ def test_a_window_that_the_pool_cannot_hold(models):
 
 def test_models_with_windows_of_their_own_are_refused():
     folder = make_checkpoint("mistral-window")
-    model = load_model(str(folder), weights="fp32", device="cpu", progress=False)
+    model = load_model(str(folder), weights="fp32", progress=False)
     with pytest.raises(ConfigError, match="sliding window of their own"):
         make_engine(model, context_policy="sink_window")
     engine = make_engine(model)

@@ -42,7 +42,7 @@ class Stays:
 @pytest.fixture(scope="module")
 def model():
     torch.set_num_threads(1)
-    return load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
+    return load_model(str(make_checkpoint("llama")), weights="fp32", progress=False)
 
 
 def make_engine(model, async_scheduling="on", rule=None, **given):
@@ -69,6 +69,7 @@ class LateStep(StepInFlight):
             if before is not None:
                 before.compute()
             self.output = self._executor.compute(step, before, workspace)
+            self._mark = Mark(self._executor.model.device)
 
     def read(self):
         self.compute()

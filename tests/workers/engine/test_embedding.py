@@ -69,7 +69,7 @@ def pooled(folder, prompt, kind):
 @pytest.fixture(scope="module")
 def qwen3():
     folder = make_checkpoint("qwen3")
-    return folder, load_model(str(folder), weights="fp32", device="cpu", progress=False)
+    return folder, load_model(str(folder), weights="fp32", progress=False)
 
 
 def make_engine(model, kind=LAST, **settings):

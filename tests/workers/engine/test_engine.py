@@ -41,9 +41,7 @@ def models():
 
     def get(name):
         if name not in loaded:
-            loaded[name] = load_model(
-                str(folder_of(name)), weights="fp32", device="cpu", progress=False
-            )
+            loaded[name] = load_model(str(folder_of(name)), weights="fp32", progress=False)
         return loaded[name]
 
     return get

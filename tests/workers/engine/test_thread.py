@@ -38,7 +38,7 @@ class Sink:
 
 @pytest.fixture
 def running():
-    model = load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
+    model = load_model(str(make_checkpoint("llama")), weights="fp32", progress=False)
     engine = Engine(EngineConfig(num_blocks=60, block_size=8, max_num_seqs=8), model)
     sink = Sink()
     thread = EngineThread(engine, sink, num_threads=1)

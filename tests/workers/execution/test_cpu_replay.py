@@ -14,6 +14,7 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from tests.workers.checkpoints import make_checkpoint, random_prompt
 
+pytestmark = pytest.mark.cpu_only
 LENGTHS = (1, 17, 33, 5, 64)
 NUM_NEW = 20
 SINKS = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
@@ -23,7 +24,7 @@ if native.bound.library is None:
 
 
 def engine_of(name, weights="fp32", **settings):
-    model = load_model(make_checkpoint(name), weights=weights, device="cpu", progress=False)
+    model = load_model(make_checkpoint(name), weights=weights, progress=False)
     config = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 4, "weights": weights}
     engine = Engine(EngineConfig(**{**config, **settings}), model)
     engine.arena.storage.fill_(0xFF)  # NaN in fp32 and bf16

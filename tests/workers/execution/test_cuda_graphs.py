@@ -63,7 +63,7 @@ def models():
     def get(name):
         if name not in loaded:
             folder = str(make_checkpoint(name))
-            loaded[name] = load_model(folder, weights="fp32", device="cpu", progress=False)
+            loaded[name] = load_model(folder, weights="fp32", progress=False)
         return loaded[name]
 
     return get

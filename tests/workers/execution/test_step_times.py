@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture(scope="module")
 def model():
     torch.set_num_threads(1)
-    return load_model("builtin", weights="fp32", device="cpu", progress=False)
+    return load_model("builtin", weights="fp32", progress=False)
 
 
 def test_the_phases_of_a_step_are_the_whole_step(model):

@@ -47,8 +47,9 @@ def poison(cache: ExpertCache) -> None:
             slot.memory.fill_(0xFF)
             continue
         assert isinstance(cache.layout, NeuronLayout)
-        nan = torch.full(shape, float("nan"), dtype=cache.layout.dtype)
-        write_neurons(slot.widest, nan, torch.arange(facts.inner))
+        device = cache.layout.device
+        nan = torch.full(shape, float("nan"), dtype=cache.layout.dtype, device=device)
+        write_neurons(slot.widest, nan, torch.arange(facts.inner, device=device))
 
 
 @functools.cache

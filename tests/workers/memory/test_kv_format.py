@@ -39,7 +39,7 @@ def models():
     def get(name):
         if name not in loaded:
             folder = make_checkpoint(name)
-            model = load_model(str(folder), weights="fp32", device="cpu", progress=False)
+            model = load_model(str(folder), weights="fp32", progress=False)
             loaded[name] = (model, reference_model(folder))
         return loaded[name]
 

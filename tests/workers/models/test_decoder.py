@@ -79,7 +79,7 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def step(self, *chunks: tuple[Tokens, int], num_decode: int = 0) -> list[Tensor]:
-        """Compute the next n tokens of each sequence -> logits [n, vocab] of each.
+        """Compute the next n tokens of each sequence -> logits [n, vocab] of each, on the host.
 
         The first `num_decode` of the chunks, of one token each, run as decode rows.
         """
@@ -91,11 +91,12 @@ class PagedDecoder:
             rows += [(seq, position) for position in span]
             seq.num_computed += length
         lengths = [length for _, length in chunks]
-        token_ids = torch.tensor([seq.ids[position] for seq, position in rows])
-        positions = torch.tensor([position for _, position in rows])
-        inputs = self._inputs(chunks, rows, num_decode)
+        with torch.device(self.decoder.device):
+            token_ids = torch.tensor([seq.ids[position] for seq, position in rows])
+            positions = torch.tensor([position for _, position in rows])
+            inputs = self._inputs(chunks, rows, num_decode)
         hidden = self.decoder.forward(token_ids, positions, inputs, self.kv_layers)
-        return list(self.decoder.logits(hidden).split(lengths))
+        return list(self.decoder.logits(hidden).cpu().split(lengths))
 
     def _inputs(
         self, chunks: tuple[tuple[Tokens, int], ...], rows: list, num_decode: int

@@ -172,7 +172,7 @@ def test_out_of_range_is_named(fields, param):
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(str(make_checkpoint("llama")), weights="fp32", device="cpu", progress=False)
+    return load_model(str(make_checkpoint("llama")), weights="fp32", progress=False)
 
 
 def run(model, requests, **settings):

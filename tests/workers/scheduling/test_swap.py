@@ -33,7 +33,7 @@ PROMPTS = [tuple(random_prompt(20 + 9 * i, seed=40 + i)) for i in range(8)]
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(str(make_checkpoint()), weights="fp32", device="cpu", progress=False)
+    return load_model(str(make_checkpoint()), weights="fp32", progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ def make_engine(model):
 
     def make(**settings):
         given = {"num_blocks": 26, "block_size": BLOCK_SIZE, "host_kv_gb": 0.01, **settings}
+        given["async_scheduling"] = "off"  # `run` preempts by hand, under no step in flight
         engine = Engine(EngineConfig(**given), model)
         engine.arena.storage.fill_(0xFF)
         engines.append(engine)
