@@ -19,7 +19,16 @@ from functools import partial
 from pathlib import Path
 
 from tools.result_files import ROOT, Result, ResultError, load_all
-from tools.result_tables import commits, faults, gguf, installation, memory, security, serving
+from tools.result_tables import (
+    commits,
+    faults,
+    gguf,
+    gpu,
+    installation,
+    memory,
+    security,
+    serving,
+)
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.md"
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
@@ -65,6 +74,11 @@ TABLES: dict[str, Table] = {
     "w2-xeon-avx512": _offline("xeon-avx512-w2"),
     "w1-xeon-vnni": _offline("xeon-vnni-w1"),
     "w2-xeon-vnni": _offline("xeon-vnni-w2"),
+    "gpu-checks": Table(["gpu/h200-checks"], gpu.checks),
+    "gpu-decode": Table(["gpu/h200-decode", "gpu/h200-decode-formats"], gpu.decode),
+    "gpu-tiles": Table(["gpu/h200-tiles"], gpu.tiles),
+    "gpu-times": Table(["gpu/h200-times"], gpu.times),
+    "gpu-experts": Table(["gpu/h200-times"], gpu.experts),
     "peers-speed": Table(["peers/xeon-vnni-speed"], serving.peers_speed),
     "overhead-own-core": Table(["overhead/epyc-zen5-own-core"], serving.overhead),
     "overhead-any-core": Table(["overhead/epyc-zen5-any-core"], serving.overhead),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from penstock.workers.evaluation.machine import cpu_name
 
@@ -50,11 +51,13 @@ def envelope(program: str, threads: int | None, arguments: Sequence[str]) -> dic
     """All of a result file but its figures."""
     parts = Path(program).resolve().relative_to(ROOT).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__main__" else parts)
-    machine = {
+    machine: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
     return {
         "benchmark": module.removeprefix("benchmarks."),
         "date": datetime.now(UTC).date().isoformat(),

@@ -3,7 +3,7 @@ that lend blocks to activations (test 8 of the arena).
 
 A loan ends when the kernels of its step are enqueued, not when they have run; the copier has a
 stream of its own, which must wait for them. On a CPU there is one order of things, and the same
-checks go through the copier's thread. Not yet run on a GPU.
+checks go through the copier's thread.
 """
 
 from __future__ import annotations

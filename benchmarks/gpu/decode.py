@@ -9,14 +9,13 @@ is that of the tokens between. Our engine runs in four ways: plain, with decode 
 launched ahead, and with both; below each, the host's milliseconds of a step by phase, and how many
 answers are those of the first way: all, as a row's sums do not depend on its batch. `--tiny` takes
 a shape for any CPU, to show that the program works, without graphs: its figures say nothing about
-a GPU. Not yet run on a GPU. Needs no Ray.
+a GPU. Needs no Ray.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.common import record
 from penstock.workers.config import EngineConfig, KvFormat, Switch, WeightFormat
 from penstock.workers.engine.engine import Engine
 from penstock.workers.model_config import ModelConfig
@@ -107,7 +107,7 @@ def time_transformers(
 
 def engine_figures(
     shape: transformers.LlamaConfig, device: str, prompts: Prompts, num_new: int, runs: int,
-    weights: WeightFormat, kv: KvFormat, ways: Sequence[str],
+    weights: WeightFormat, kv: KvFormat, ways: Sequence[str], profile: bool,
 ) -> Iterator[Figures]:  # fmt: skip
     """Of `ways` to run it, on one set of weights."""
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def engine_figures(
             kv=kv,
             kv_cache_gb=None if device == "cuda" else 0.25,
         )
-        figures, answers = time_engine(Engine(config, model), prompts, num_new, runs)
+        figures, answers = time_engine(Engine(config, model), prompts, num_new, runs, profile)
         first = first or answers
         same = sum(first[name] == ids for name, ids in answers.items())
         yield replace(figures, name=f"{weights}, kv {kv}, {way}", num_same=same)
@@ -138,10 +138,23 @@ def engine_figures(
             torch.cuda.empty_cache()
 
 
+def print_kernels(engine: Engine, prompts: Prompts, num_new: int) -> None:
+    """Where the device's time goes in answers of `num_new` tokens, prompts included."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        _drain(engine, prompts, num_new)
+    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(profile.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60))
+
+
 def time_engine(
-    engine: Engine, prompts: Prompts, num_new: int, runs: int
+    engine: Engine, prompts: Prompts, num_new: int, runs: int, profile: bool
 ) -> tuple[Figures, Answers]:
     _drain(engine, prompts, 3)  # warm-up: kernels are compiled here
+    if profile:
+        print_kernels(engine, prompts, min(16, num_new))
     before, timed, answers = engine.stats(), [], Answers()
     for _ in range(runs):
         *seconds, answers = _drain(engine, prompts, num_new)
@@ -187,6 +200,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--new", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--profile", action="store_true", help="print each engine's kernels by time"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args()
@@ -214,13 +230,22 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
         for figures in engine_figures(
-            shape, device, prompts, given.new, given.runs, weights, given.kv, given.ways
+            shape,
+            device,
+            prompts,
+            given.new,
+            given.runs,
+            weights,
+            given.kv,
+            given.ways,
+            given.profile,
         ):
             found.append(figures)
             show(figures, found[0])
     if given.json:
         rows = [asdict(f) | {"decode_tokens_per_s": f.decode_tokens_per_s} for f in found]
-        given.json.write_text(json.dumps({"device": name, "engines": rows}, indent=1) + "\n")
+        size = {"batch": given.batch, "prompt": given.prompt, "new": given.new}
+        record.write(given.json, __file__, {"device": name, **size, "engines": rows})
 
 
 def show(figures: Figures, base: Figures) -> None:

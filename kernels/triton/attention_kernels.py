@@ -56,7 +56,6 @@ def _decode_kernel(
 
     Leaves unnormalised sums and softmax statistics. Splits stand at multiples of SPLIT_KEYS; where
     contexts may be rolled, split 0 is the sinks of each, and the others follow.
-    Not yet run on a GPU.
     """
     b, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     sink_end, oldest, context_len = _seen_by_decode(
@@ -117,10 +116,7 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, head): the splits that hold keys, in their order.
-
-    Not yet run on a GPU.
-    """
+    """One program a (sequence, head): the splits that hold keys, in their order."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, DIM_TILE)
     sink_end, oldest, context_len = _seen_by_decode(
@@ -189,8 +185,7 @@ def _prefill_kernel(
     SPLIT_KEYS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a (query tile, head, sequence), after FlashAttention-2: sinks, then window, in
-    the pieces of `_decode_kernel`. Not yet run on a GPU.
-    """
+    the pieces of `_decode_kernel`."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row0 = tl.load(starts_ptr + b)
     num_queries = tl.load(starts_ptr + b + 1) - row0

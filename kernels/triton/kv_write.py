@@ -117,7 +117,7 @@ def _write_kv_kernel(
     GROUPS_TILE: tl.constexpr, GROUP_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program for K and V of a token, in groups that share a scale (heads, where there are no
-    scales), and one for its q. Not yet run on a GPU."""
+    scales), and one for its q."""
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         slot = tl.load(slots_ptr + token)

@@ -267,6 +267,7 @@ def tiles_for(weight: GpuWeight, num_rows: int, x: Tensor, num_groups: int = 1) 
     """Tiles for `num_groups` weights of this shape with about `num_rows` rows of `x` each."""
     return choose_tiles(
         num_rows, weight.out_features, weight.step, weight.in_features,
+        kind="int8_groups" if weight.format == "int8" and weight.row_group else weight.format,
         num_groups=num_groups, num_sms=_num_sms(x.device), element_bytes=x.element_size(),
     )  # fmt: skip
 

@@ -123,8 +123,6 @@ def _linear_kernel(
 ):  # fmt: skip
     """One program a (tile, PIECES of the inputs). With `starts`, row tile by row tile of each
     expert's rows.
-
-    Not yet run on a GPU.
     """
     num_tiles = tl.cdiv(num_outputs, OUTPUTS)
     # Eight row tiles at a time go through all outputs.
@@ -187,7 +185,7 @@ def _reduce_kernel(
     out_stride, num_rows, num_outputs, num_splits, row_first, num_experts,
     FORMAT: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of one row: its pieces, in their order. Not yet run on a GPU."""
+    """One program a tile of one row: its pieces, in their order."""
     row = tl.program_id(0).to(tl.int64)
     n = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
     keep = n < num_outputs

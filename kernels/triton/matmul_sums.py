@@ -73,7 +73,7 @@ def sum_int8_groups(
     GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The same for int8 rows with scales of groups: a step lies within one group, its sum is exact,
-    and scaled in fp32. Not yet run on a GPU."""
+    and scaled in fp32."""
     num_groups = tl.cdiv(num_inputs, GROUP)
     for k in range(first, end, STEP):
         at = k + tl.arange(0, STEP)
@@ -107,7 +107,7 @@ def sum_int4_steps(
     GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The same as `sum_int8_groups` for weights kept in 4 bits, in slabs as `sum_nibbles` has them,
-    which are the groups of the rows: opened, then multiplied as int8. Not yet run on a GPU."""
+    which are the groups of the rows: opened, then multiplied as int8."""
     HALF: tl.constexpr = STEP // 2
     num_groups = tl.cdiv(num_inputs, STEP)
     j = tl.arange(0, HALF)

@@ -53,13 +53,15 @@ def choose_tiles(
     step: int,
     num_inputs: int,
     *,
+    kind: GpuFormat | Literal["int8_groups"] = "plain",
     num_groups: int = 1,
     num_sms: int = 132,
     element_bytes: int = 2,
 ) -> Tiles:
     """Tiles for `num_groups` products of about `num_rows` rows each with weights [outputs, inputs].
 
-    `step` is the inputs that one step of the kernel takes. Few rows: narrow tiles, and the pieces
+    `step` is the inputs that one step of the kernel takes; `kind` the format, where int8 with
+    scales of groups is one of its own. Few rows: narrow tiles, and the pieces
     of the inputs apart, until every multiprocessor has two programs, since there bytes in flight
     are speed. Many rows: tiles of 128 x 128, which read a weight once for 128 rows; the pieces of
     an output stay together once half the multiprocessors have a tile, since to write and read their
@@ -74,8 +76,20 @@ def choose_tiles(
     wanted = 2 * num_sms * 32 // max(32, rows)  # sums of pieces: 17 MB at most on 132
     apart = pieces > 1 and tiles < wanted
     # Of registers, 4 warps hold sums of 128 x 32 without a spill, 8 warps 128 x 128.
-    stages = 3 if rows == 128 else 4
-    return Tiles(rows, outputs, step, pieces, apart, 8 if rows > 32 else 4, stages)
+    warps, stages = 8 if rows > 32 else 4, 3 if rows == 128 else 4
+    by_steps = kind in ("int8_groups", "int4_steps")  # whose sum is converted after each step
+    if rows == 128 and (by_steps or kind == "int4"):
+        outputs, warps = 64, 4
+    elif rows == 128 and kind == "plain" and not apart:
+        stages = 4
+    elif rows == 64 and (by_steps or (kind == "fp8" and not apart)):
+        warps = 4
+    elif rows == 16 and kind == "int8_groups":
+        outputs, stages = 32 if apart else 64, 5
+    elif rows == 16 and kind in ("int4", "int4_steps"):
+        stages = 3
+        apart = apart or (pieces > 1 and num_groups == 1 and num_outputs <= 1 << 15)  # 8 MB of sums
+    return Tiles(rows, outputs, step, pieces, apart, warps, stages)
 
 
 def ridge_rows(format: GpuFormat, ridge_16: float = RIDGE_16[9]) -> float:

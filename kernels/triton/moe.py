@@ -167,7 +167,7 @@ def _place_kernel(
     QUERIES: tl.constexpr, ROUTES: tl.constexpr,
 ):  # fmt: skip
     """A route's place: how many have a lower expert, or the same and come before. An expert's start
-    is the place of a route that comes before all of its own. Not yet run on a GPU."""
+    is the place of a route that comes before all of its own."""
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_route = query < num_routes
     expert = tl.load(ids_ptr + query, mask=is_route, other=0).to(tl.int32)

@@ -96,7 +96,7 @@ def _rms_norm_kernel(
     x_stride, x_head_stride, added_stride, out_stride, out_head_stride, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, read once. Not yet run on a GPU."""
+    """One program a row, read once."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // HEADS, row % HEADS
     i = tl.arange(0, TILE)
@@ -120,10 +120,7 @@ def _rope_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HEAD_TILE: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a token, all its heads; REST_TILE 0 leaves what does not turn.
-
-    Not yet run on a GPU.
-    """
+    """One program a token, all its heads; REST_TILE 0 leaves what does not turn."""
     token = tl.program_id(0).to(tl.int64)
     head, i = tl.arange(0, HEAD_TILE), tl.arange(0, HALF_TILE)
     cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
@@ -145,7 +142,7 @@ def _rope_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, out_stride, dim, TILE: tl.constexpr):
-    """One program a tile of one row. Not yet run on a GPU."""
+    """One program a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     keep = i < dim
@@ -160,7 +157,7 @@ def _combine_kernel(
     routed_ptr, places_ptr, weights_ptr, out_ptr, stride, out_stride, dim,
     RANKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of one token. Not yet run on a GPU."""
+    """One program a tile of one token."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     keep = i < dim

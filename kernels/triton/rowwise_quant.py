@@ -144,7 +144,7 @@ def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, stride, codes_stride,
     DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Not yet run on a GPU."""
+    """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     keep = i < DIM
@@ -163,7 +163,7 @@ def _rms_norm_int8_kernel(
     x_stride, added_stride, codes_stride, eps,
     DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`_rms_norm_kernel`, and the row quantised where it is. Not yet run on a GPU."""
+    """`_rms_norm_kernel`, and the row quantised where it is."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     keep = i < DIM
@@ -184,7 +184,7 @@ def _silu_mul_int8_kernel(
     gate_up_ptr, codes_ptr, scales_ptr, stride, codes_stride,
     DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, rounded as `_silu_mul_kernel` does. Not yet run on a GPU."""
+    """One program a row, rounded as `_silu_mul_kernel` does."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     keep = i < DIM

@@ -179,7 +179,7 @@ def _sample_kernel(
     logits_ptr, parameters_ptr, scratch_ptr, ids_ptr, stride, scratch_stride, num_rows, vocab,
     TILE: tl.constexpr, TILES: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Not yet run on a GPU."""
+    """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr, scratch_ptr = logits_ptr + row * stride, scratch_ptr + row * scratch_stride
     parameters_ptr += row

@@ -1,8 +1,8 @@
 """The expert copier: a thread that copies rows of experts from host memory into slots.
 
 Rows are copied in chunks: gathered into a staging buffer, copied once, and written to the slot.
-Demand loads go before prefetches, and begin at the next chunk. The CUDA path (pinned staging, its
-own stream) has not yet been run on a GPU.
+Demand loads go before prefetches, and begin at the next chunk. On a GPU the staging buffer is
+pinned, and copies have a stream of their own.
 """
 
 from __future__ import annotations

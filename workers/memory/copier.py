@@ -1,7 +1,6 @@
 """A background copier: copies lists of (source, destination) tensors, one list after another.
 
-For loads from host memory that run while the engine steps. On CUDA the copies use their own stream;
-that path has not yet been run on a GPU.
+For loads from host memory that run while the engine steps. On CUDA the copies use their own stream.
 """
 
 from __future__ import annotations

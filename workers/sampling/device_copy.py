@@ -1,7 +1,6 @@
 """Asynchronous copies between host and device: later launches overlap with them.
 
 On a CPU nothing is copied.
-The CUDA side has not yet been run on a GPU.
 """
 
 from __future__ import annotations

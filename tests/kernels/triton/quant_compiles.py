@@ -5,6 +5,7 @@ triton_compiles.py does. Each for one generation of GPU; with `--all`, for both.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from penstock.kernels.triton import matmul_kernels as matmul
 from penstock.kernels.triton import moe as moe_triton
@@ -26,7 +27,8 @@ REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 def linear(format: str, num_rows: int, pointers: dict[str, str], group: int = 128, step: int = 0):
     """As launched for a weight [4096, 4096]; with the pointers of ROUTED, for 128 of them."""
     step = step or (64 if format == "plain" else min(128, group))
-    tiles = choose_tiles(num_rows, 4096, step, 4096, element_bytes=2)
+    kind: Any = "fp8" if format == "fp8_upcast" else format
+    tiles = choose_tiles(num_rows, 4096, step, 4096, kind=kind, element_bytes=2)
     constants = {
         "FORMAT": format, "GROUP": group, "STEP": tiles.inputs, "ROWS": tiles.rows,
         "OUTPUTS": tiles.outputs, "PIECES": 1 if tiles.apart or format == "int8" else tiles.pieces,

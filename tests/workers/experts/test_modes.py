@@ -31,7 +31,6 @@ from tests.workers.checkpoints import make_checkpoint, random_prompt
 from tests.workers.experts.moe_cases import MOE, experts_of, plain
 from tests.workers.models.test_decoder import PagedDecoder, Tokens, folder_of
 
-CPU = torch.device("cpu")
 CLOSE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 PROMPT, NUM_NEW = 7, 8
 
@@ -49,7 +48,7 @@ def teacher_forced(model, ids, mode: str, num_prompt: int, cuts=()) -> torch.Ten
     paged, seq, rows = PagedDecoder(model), Tokens(list(ids)), []
     forward = model.forward
     for start, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
-        moe_rows = StepRows.of([(mode, num_prompt, start, end - start)], CPU)
+        moe_rows = StepRows.of([(mode, num_prompt, start, end - start)], model.device)
         model.forward = functools.partial(forward, moe_rows=moe_rows)
         rows += [*paged.step((seq, end - start))[0]]
     model.forward = forward

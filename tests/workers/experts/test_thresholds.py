@@ -67,7 +67,7 @@ def test_kept_shares_are_those_configured():
     """On text that the thresholds were not made from: within a few per cent of the neurons."""
     model = load("builtin-moe", mode="sparse", keep=0.5, num_slots=32)
     ids = random_prompt(96)
-    rows = StepRows.of([("sparse", 0, 0, len(ids))], torch.device("cpu"))
+    rows = StepRows.of([("sparse", 0, 0, len(ids))], model.device)
     paged, seq = PagedDecoder(model), Tokens(list(ids))
     model.forward = functools.partial(model.forward, moe_rows=rows)
     with torch.inference_mode():

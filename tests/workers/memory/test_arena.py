@@ -225,16 +225,21 @@ def inputs_for(num_tokens: int, num_decode: int) -> tuple[torch.Tensor, Attentio
     )
 
 
+def guarded_bytes(num_bytes: int, model: Decoder) -> torch.Tensor:
+    return torch.full((num_bytes,), CANARY, dtype=torch.uint8, device=model.device)
+
+
 def forward(model: Decoder, num_tokens: int, workspace: Workspace | None) -> torch.Tensor:
     """The final hidden states of a mixed step over blocks of zeros."""
     facts, num_decode = model.config, min(3, num_tokens - 1)
-    positions, inputs = inputs_for(num_tokens, num_decode)
     shape = (num_tokens + 1, facts.num_kv_heads, 4, facts.head_dim)
-    kv = [
-        PagedKv(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
-        for _ in range(facts.num_layers)
-    ]
-    ids = torch.tensor(random_prompt(num_tokens, seed=3))
+    with torch.device(model.device):
+        positions, inputs = inputs_for(num_tokens, num_decode)
+        kv = [
+            PagedKv(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+            for _ in range(facts.num_layers)
+        ]
+        ids = torch.tensor(random_prompt(num_tokens, seed=3))
     return model.forward(ids, positions, inputs, kv, workspace).clone()
 
 
@@ -253,7 +258,7 @@ def test_arrays_keep_to_their_bounds_and_may_share_them(name, weights):
             for array in (array for phase in region for array in phase):
                 alone = BufferPlan((((array,),),))
                 inner = alone.bytes_for(num_tokens)
-                memory = torch.full((inner + 1024,), CANARY, dtype=torch.uint8)
+                memory = guarded_bytes(inner + 1024, model)
                 used = num_tokens * array.row_bytes
                 memory[512 : 512 + used] = 0xFF
                 views |= alone.views(num_tokens, memory[512:-512])
@@ -265,7 +270,7 @@ def test_arrays_keep_to_their_bounds_and_may_share_them(name, weights):
             assert bool((memory[512 + used :] == CANARY).all()), array_name
 
         size = model.plan.bytes_for(num_tokens)
-        memory = torch.full((size + 512,), CANARY, dtype=torch.uint8)
+        memory = guarded_bytes(size + 512, model)
         memory[:size] = 0xFF
         shared = forward(
             model, num_tokens, Workspace(**model.plan.views(num_tokens, memory[:size]))
