@@ -22,8 +22,12 @@ from typing import Any
 from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.preloaded import PRELOADED
 
-# In place of an agent: the raylet requires both, ends when one does, and must not be outlived.
-PLACEHOLDER = ("sh", "-c", "while kill -0 $PPID; do sleep 5; done 2>/dev/null")
+# In place of an agent: the raylet requires both, ends when one does, and must not be outlived. Its
+# parent is process 1 where the raylet ended before the shell looked.
+PLACEHOLDER = (
+    *("sh", "-c"),
+    "while [ $PPID != 1 ] && kill -0 $PPID; do sleep 5; done 2>/dev/null",
+)
 PLACEHOLDER_FLAGS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 NOT_STARTED = ("start_api_server", "start_log_monitor", "start_monitor")  # methods of ray's Node
 NO_PORT = 1  # of an agent that does not listen: only root may open it, so no one else answers

@@ -95,6 +95,9 @@ def test_a_placeholder_ends_with_the_process_that_started_it():
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     placeholder = int(parent.stdout.readline())
+    deadline_s = time.monotonic() + 60
+    while not descendants(placeholder) and time.monotonic() < deadline_s:
+        time.sleep(0.05)  # it has looked at its parent when it sleeps
     left = [*descendants(parent.pid)]
     try:
         assert placeholder in left and is_running(placeholder)
