@@ -75,7 +75,7 @@ TABLES: dict[str, Table] = {
     "w1-xeon-vnni": _offline("xeon-vnni-w1"),
     "w2-xeon-vnni": _offline("xeon-vnni-w2"),
     "gpu-checks": Table(["gpu/h200-checks"], gpu.checks),
-    "gpu-decode": Table(["gpu/h200-decode", "gpu/h200-decode-formats"], gpu.decode),
+    "gpu-decode": Table(["gpu/h200-decode"], gpu.decode),
     "gpu-tiles": Table(["gpu/h200-tiles"], gpu.tiles),
     "gpu-times": Table(["gpu/h200-times"], gpu.times),
     "gpu-experts": Table(["gpu/h200-times"], gpu.experts),

@@ -77,6 +77,7 @@ def shape_of(tiny: bool) -> transformers.LlamaConfig:
         rope_theta=500000.0,
         eos_token_id=None,
         bos_token_id=None,
+        dtype="bfloat16",  # else all but quantised weights would be fp32
     )
 
 
@@ -114,6 +115,7 @@ def engine_figures(
         shape.save_pretrained(folder)
         facts = ModelConfig.from_pretrained(Path(folder))
     model = build_random(facts, weights, device=device)
+    assert model.dtype == torch.bfloat16, model.dtype
     first: Answers = {}
     for way in ways:
         cuda_graphs, async_scheduling = WAYS[way]
@@ -243,7 +245,12 @@ def main() -> None:
             found.append(figures)
             show(figures, found[0])
     if given.json:
-        rows = [asdict(f) | {"decode_tokens_per_s": f.decode_tokens_per_s} for f in found]
+        rows = [
+            asdict(f)
+            | {"decode_tokens_per_s": f.decode_tokens_per_s}
+            | {"batch_ms": 1e3 * f.num_sequences / f.decode_tokens_per_s}
+            for f in found
+        ]
         size = {"batch": given.batch, "prompt": given.prompt, "new": given.new}
         record.write(given.json, __file__, {"device": name, **size, "engines": rows})
 

@@ -89,11 +89,10 @@ def tiles(result: Result) -> str:
     return markdown(head, rows)
 
 
-def decode(whole: Result, formats: Result) -> str:
-    """Systems and formats, the first run's baseline for both."""
-    base = whole.figures["engines"][0]["decode_tokens_per_s"]
-    seen = {each["name"] for each in whole.figures["engines"]}
-    more = [each for each in formats.figures["engines"] if each["name"] not in seen]
+def decode(result: Result) -> str:
+    """transformers, and the ways in which the engine runs its steps."""
+    engines = result.figures["engines"]
+    base = engines[0]["decode_tokens_per_s"]
     rows = [
         (
             each["name"].replace(", kv auto", ""),
@@ -102,8 +101,8 @@ def decode(whole: Result, formats: Result) -> str:
             fixed(each["decode_tokens_per_s"], 0),
             f"{each['decode_tokens_per_s'] / base:.1f}x",
         )
-        for each in (*whole.figures["engines"], *more)
+        for each in engines
     ]
-    size = whole.figures
+    size = result.figures
     head = f"batch {size['batch']}, {size['prompt']} + {size['new']} tokens"
     return markdown((head, "first tokens, ms", "ms a step", "decode tokens/s", "ratio"), rows)
