@@ -27,6 +27,9 @@ class QueueAdmission:
 
     SHARE = 0.9  # of all memory that is in use when the queue is not empty
     STEP = 0.05  # by which one admission corrects the predicted waits
+    LOOKED_AT = (
+        4  # times `max_backfills` later requests are judged at once, of whatever many workers
+    )
 
     def __init__(
         self,
@@ -111,12 +114,11 @@ class QueueAdmission:
         outcomes: list[Outcome] = []
         own = self._placement.candidate(first, kept)
         max_wait_s = self.settings.queue.max_wait_s
-        later = list(islice(order, self.settings.max_backfills))
+        each, num_workers = self.settings.max_backfills, max(1, len(self._ledgers))
+        later = list(islice(order, each * min(num_workers, QueueAdmission.LOOKED_AT)))
         all_able = self._placement.able(later, shortlist)
         for i, entry in enumerate(later):
-            if first.num_overtaken >= self.settings.max_backfills or first.is_overdue(
-                now, max_wait_s
-            ):
+            if first.num_overtaken >= each * num_workers or first.is_overdue(now, max_wait_s):
                 break
             able = all_able[i]
             for place, name in enumerate(each[1] for each in able):

@@ -56,7 +56,8 @@ class GateSettings:
     rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers evaluated for a request: the ones with the least expected tokens
     lease_s: float = 2.0  # a grant without a start by then is taken back
-    max_backfills: int = 8  # later requests admitted before a first one that does not fit
+    # For each worker, later requests admitted before a first one that does not fit.
+    max_backfills: int = 8
     longest_wait_s: float = math.inf  # a longer predicted wait is refused at once
     retry_s: tuple[float, float] = (1.0, 60.0)  # bounds of Retry-After
     may_wake: bool = False  # without a worker, requests wait for one that is started for them

@@ -326,6 +326,17 @@ def test_small_requests_overtake_a_large_one_but_not_for_ever():
     assert gate.tick(2.0)[0].request_id == "big"
 
 
+def test_more_requests_overtake_where_there_are_more_workers():
+    gate = gate_with(100, 100, max_backfills=3)
+    for name in ("a", "b"):
+        gate.offer(ask(name, 50), certain(40), 0.0)
+    assert len(gate.tick(0.0)) == 2
+    gate.offer(ask("big", 60, priority=1), certain(30), 0.0)
+    for i in range(9):
+        gate.offer(ask(f"s{i}", 1), certain(1), 0.0)
+    assert [t.request_id for t in gate.tick(0.0)] == [f"s{i}" for i in range(6)]
+
+
 def test_no_request_overtakes_an_overdue_one():
     gate = gate_with(100, queue={"max_wait_s": 5.0})
     gate.offer(ask("old", 50), certain(40), 0.0)
