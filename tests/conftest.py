@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -70,7 +71,8 @@ RERUN_FOLDERS = (ROOT / "deployments", ROOT / "benchmarks", ROOT / "clients")
 
 
 GIVES_WAY = 5
-_gives_way = False
+FAULTS = ROOT / "benchmarks" / "faults"  # bounds of how long a client waits: these do not give way
+_first_nice: int | None = None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,10 +86,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global _gives_way
-    if item.path not in RAY_FILES and not _gives_way and "PYTEST_XDIST_WORKER" in os.environ:
-        _gives_way = True
-        os.nice(GIVES_WAY)
+    global _first_nice
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    if _first_nice is None:
+        _first_nice = os.getpriority(os.PRIO_PROCESS, 0)
+    keeps = item.path in RAY_FILES or FAULTS in item.path.parents
+    with contextlib.suppress(PermissionError):  # only root may take back what it gave way
+        os.setpriority(os.PRIO_PROCESS, 0, _first_nice + (0 if keeps else GIVES_WAY))
 
 
 class _Progress:
