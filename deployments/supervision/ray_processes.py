@@ -23,10 +23,11 @@ from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.preloaded import PRELOADED
 
 # In place of an agent: the raylet requires both, ends when one does, and must not be outlived. Its
-# parent is process 1 where the raylet ended before the shell looked.
+# parent is process 1 where the raylet ended before the shell looked. A terminal sends Ctrl-C to all
+# processes of the command: to this one, too, which must outlast the server's drain.
 PLACEHOLDER = (
     *("sh", "-c"),
-    "while [ $PPID != 1 ] && kill -0 $PPID; do sleep 5; done 2>/dev/null",
+    "trap '' INT; while [ $PPID != 1 ] && kill -0 $PPID; do sleep 5; done 2>/dev/null",
 )
 PLACEHOLDER_FLAGS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 NOT_STARTED = ("start_api_server", "start_log_monitor", "start_monitor")  # methods of ray's Node

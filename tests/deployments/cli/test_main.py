@@ -95,7 +95,11 @@ class Served:
         return time.monotonic() - self.began_s
 
     def end(self, number: int = signal.SIGINT) -> int:
-        self.process.send_signal(number)
+        """Ctrl-C reaches all processes of the command, as a terminal sends it."""
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
