@@ -99,6 +99,8 @@ TABLES: dict[str, Table] = {
     "cluster-kills-quiet": Table(["faults/cluster-kills-quiet"], faults.kills),
     "soak": Table(["faults/soak"], faults.soak),
     "siege": Table(["faults/siege"], security.siege),
+    "siege-500k": Table(["faults/siege-500k"], security.siege),
+    "grpc-resets": Table(["faults/grpc-resets"], security.grpc_resets),
     "siege-memory": Table(["faults/siege-memory"], security.siege_memory),
     "findings": Table(["faults/findings"], security.findings),
     "tenant-timing": Table(["tenant-timing/epyc"], security.tenant_timing),

@@ -52,6 +52,15 @@ def siege_memory(result: Result) -> str:
     return "\n\n".join((about, _memory(seen)))
 
 
+def grpc_resets(result: Result) -> str:
+    """Memory of two gRPC servers after equal numbers of calls that were reset."""
+    servers = result.figures["servers"]
+    num_rounds = len(servers[0]["rss_mib"]) - 1
+    calls = [f"{servers[0]['calls'] * i // num_rounds:,} calls" for i in range(1, num_rounds + 1)]
+    rows = [(each["kind"], *(fixed(mib) for mib in each["rss_mib"])) for each in servers]
+    return markdown(("MiB of a server in which", "ready", *calls), rows)
+
+
 def _memory(seen: Mapping[str, Any]) -> str:
     sizes = seen["largest RSS by role MiB"]
     growth = seen["RSS growth in the second half of the siege, MiB an hour"]
