@@ -33,6 +33,23 @@ MAX_PIECES = 4
 STEPS_A_PIECE = 4  # tiles along K at least
 
 
+Kind = GpuFormat | Literal["int8_groups"]  # int8 with scales of groups is one of its own
+FOUR_BITS: tuple[Kind, ...] = ("int4", "int4_steps")
+# Outputs, warps and stages that were measured to be faster than the usual ones, by kind, rows of a
+# tile, and whether the pieces are apart.
+FASTEST: dict[tuple[Kind, int, bool], tuple[int, int, int]] = {
+    ("plain", 128, False): (128, 8, 4),
+    ("fp8", 64, False): (128, 4, 4),
+    ("int8_groups", 16, True): (32, 4, 5),
+    ("int8_groups", 16, False): (64, 4, 5),
+    **{("int8_groups", 64, apart): (128, 4, 4) for apart in (True, False)},
+    **{("int4_steps", 64, apart): (128, 4, 4) for apart in (True, False)},
+    **{(kind, 16, apart): (64, 4, 3) for kind in FOUR_BITS for apart in (True, False)},
+    **{(kind, 128, apart): (64, 4, 3) for kind in ("int8_groups", *FOUR_BITS)
+       for apart in (True, False)},
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Rows, outputs and inputs of one program's tile; pieces of an output's sum, and whether each
@@ -53,15 +70,14 @@ def choose_tiles(
     step: int,
     num_inputs: int,
     *,
-    kind: GpuFormat | Literal["int8_groups"] = "plain",
+    kind: Kind = "plain",
     num_groups: int = 1,
     num_sms: int = 132,
     element_bytes: int = 2,
 ) -> Tiles:
     """Tiles for `num_groups` products of about `num_rows` rows each with weights [outputs, inputs].
 
-    `step` is the inputs that one step of the kernel takes; `kind` the format, where int8 with
-    scales of groups is one of its own. Few rows: narrow tiles, and the pieces
+    `step` is the inputs that one step of the kernel takes; Few rows: narrow tiles, and the pieces
     of the inputs apart, until every multiprocessor has two programs, since there bytes in flight
     are speed. Many rows: tiles of 128 x 128, which read a weight once for 128 rows; the pieces of
     an output stay together once half the multiprocessors have a tile, since to write and read their
@@ -75,20 +91,11 @@ def choose_tiles(
     pieces = max(1, min(MAX_PIECES, steps // STEPS_A_PIECE))
     wanted = 2 * num_sms * 32 // max(32, rows)  # sums of pieces: 17 MB at most on 132
     apart = pieces > 1 and tiles < wanted
+    if kind in FOUR_BITS and rows == 16 and num_groups == 1 and num_outputs <= 1 << 15:
+        apart = pieces > 1  # 8 MB of sums at most
     # Of registers, 4 warps hold sums of 128 x 32 without a spill, 8 warps 128 x 128.
-    warps, stages = 8 if rows > 32 else 4, 3 if rows == 128 else 4
-    by_steps = kind in ("int8_groups", "int4_steps")  # whose sum is converted after each step
-    if rows == 128 and (by_steps or kind == "int4"):
-        outputs, warps = 64, 4
-    elif rows == 128 and kind == "plain" and not apart:
-        stages = 4
-    elif rows == 64 and (by_steps or (kind == "fp8" and not apart)):
-        warps = 4
-    elif rows == 16 and kind == "int8_groups":
-        outputs, stages = 32 if apart else 64, 5
-    elif rows == 16 and kind in ("int4", "int4_steps"):
-        stages = 3
-        apart = apart or (pieces > 1 and num_groups == 1 and num_outputs <= 1 << 15)  # 8 MB of sums
+    usual = outputs, 8 if rows > 32 else 4, 3 if rows == 128 else 4
+    outputs, warps, stages = FASTEST.get((kind, rows, apart), usual)
     return Tiles(rows, outputs, step, pieces, apart, warps, stages)
 
 

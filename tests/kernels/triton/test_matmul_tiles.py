@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from penstock.kernels.triton.matmul_tiles import (
     RIDGE_16,
     WEIGHT_BYTES,
-    GpuFormat,
+    Kind,
     Tiles,
     choose_tiles,
     ridge_rows,
 )
 
-Kind = GpuFormat | Literal["int8_groups"]
 KINDS: tuple[Kind, ...] = ("plain", "fp8", "int4", "int8_groups", "int4_steps")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu" / "h200-tiles.json"
 
