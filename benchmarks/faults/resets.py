@@ -76,7 +76,7 @@ def headers() -> bytes:
 
 
 def reset(port: int, num_calls: int) -> None:
-    """Open so many calls on one connection, and reset each before its message."""
+    """Open `num_calls` calls on one connection, and reset each before its message."""
     block, cancel = headers(), struct.pack(">I", CANCEL)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(SETTINGS, ACK, 0, b""))

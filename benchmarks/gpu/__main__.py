@@ -4,9 +4,9 @@
 
 First every kernel is checked and the timed calls are compiled, several processes side by side,
 since compiling takes most of the time; then all calls are timed alone, one after the other. DIR
-gets a log of each process and `check.json` with all findings and times. A process that takes too
-long is ended, and its findings are in its log alone. Exit code 0 only if every kernel is right, and
-no process broke.
+gets a log of each process, `check.json` with all findings and times, and `checks.json` and
+`times.json` as `benchmarks/results/gpu` has them. A process that takes too long is ended, and its
+findings are in its log alone. Exit code 0 only if every kernel is right, and no process broke.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import record
 from benchmarks.gpu.check import PARTS
 
 MINUTES = 5.0
@@ -81,6 +82,28 @@ def merged(folder: Path) -> dict[str, Any]:
     return whole
 
 
+def by_kernel(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each kernel and type: its cases, the wrong ones, the worst error and what is allowed."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in findings:
+        key = {"kernel": each["kernel"], "dtype": each["dtype"]}
+        empty = key | {"cases": 0, "wrong": 0, "worst": 0.0, "allowed": each["tolerance"]}
+        group = groups.setdefault((each["kernel"], each["dtype"]), empty)
+        group["cases"] += 1
+        group["wrong"] += not each["ok"]
+        group["worst"] = max(group["worst"], each["error"] or 0.0)
+    return list(groups.values())
+
+
+def write_results(whole: dict[str, Any], folder: Path) -> None:
+    about = {name: whole[name] for name in whole if name not in ("correctness", "timings")}
+    if whole["correctness"]:
+        kernels = {"kernels": by_kernel(whole["correctness"])}
+        record.write(folder / "checks.json", __file__, about | kernels)
+    if whole["timings"]:
+        record.write(folder / "times.json", __file__, about | {"timings": whole["timings"]})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -100,6 +123,7 @@ def main() -> int:
         job = ("time", ["--stage", "time", *only])
         codes |= run_jobs([job], given.out, start_s + seconds, 1)
     whole = merged(given.out)
+    write_results(whole, given.out)
     wrong = [finding for finding in whole["correctness"] if not finding["ok"]]
     for finding in wrong:
         print("WRONG", *finding.values())

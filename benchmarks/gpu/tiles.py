@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import record
 from benchmarks.gpu.cases import DEVICE, HALF
 from benchmarks.gpu.check import graph_microseconds, measure_card
 from benchmarks.gpu.linear import WITH_PLAIN, GpuFormat, random_packed
@@ -95,7 +95,7 @@ def main() -> None:
     given = parser.parse_args()
     if DEVICE != "cuda":
         parser.error("no CUDA card here")
-    bandwidth = 1.0 if given.compile_only else measure_card().bandwidth
+    bandwidth = 1.0 if given.compile_only else measure_card().bandwidth  # bytes a microsecond
     if not given.compile_only:
         print("format      rows x inputs x outputs  taken us  best us bytes us  (rows, outputs, "
               "warps, stages, pieces apart)")  # fmt: skip
@@ -111,12 +111,18 @@ def main() -> None:
                 rows = []
             rows.append(row)
             found.append(row)
-            if given.json and not len(found) % 50:
-                given.json.write_text(json.dumps(found) + "\n")
         if not given.compile_only:
             show(rows, bandwidth)
     if given.json:
-        given.json.write_text(json.dumps(found) + "\n")
+        names = "rows, outputs, inputs, pieces, apart, warps, stages"
+        timings = [
+            {name: row[name] for name in ("format", "outputs", "inputs", "rows", "us")}
+            | {"tiles": list(row["tiles"].values())}
+            for row in found
+            if row.get("us") is not None
+        ]
+        results = {"tiles": names, "gb_per_s": bandwidth / 1e3, "timings": timings}
+        record.write(given.json, __file__, results)
 
 
 if __name__ == "__main__":
