@@ -27,9 +27,7 @@ class QueueAdmission:
 
     SHARE = 0.9  # of all memory that is in use when the queue is not empty
     STEP = 0.05  # by which one admission corrects the predicted waits
-    LOOKED_AT = (
-        4  # times `max_backfills` later requests are judged at once, of whatever many workers
-    )
+    LOOKED_AT = 4  # times `max_backfills`: later requests that are judged at once, at most
 
     def __init__(
         self,

@@ -7,6 +7,8 @@ from typing import Any
 
 from tools.result_files import Result, fixed, markdown
 
+TIMED = ("case", "us", "floor, us", "over the floor", "bound by")
+
 
 def checks(result: Result) -> str:
     """A line for each kernel: its cases in all types, and the worst error over what is allowed."""
@@ -38,34 +40,25 @@ def _error(groups: Iterable[Mapping[str, Any]], dtype: str) -> str | None:
 def times(result: Result) -> str:
     """Calls of at least 20 us, which is what Python needs to launch one."""
     rows = [
-        (
-            row["kernel"],
-            row["case"],
-            fixed(row["called_us"], 0),
-            fixed(row["floor_us"], 0),
-            f"{row['called_us'] / row['floor_us']:.1f}x",
-            row["bound"],
-        )
+        (row["kernel"], *_timed(row))
         for row in result.figures["timings"]
         if row["floor_us"] >= 20 and not row["kernel"].startswith(("linear", "experts"))
     ]
-    return markdown(("kernel", "case", "us", "floor, us", "over the floor", "bound by"), rows)
+    return markdown(("kernel", *TIMED), rows)
 
 
 def experts(result: Result) -> str:
     rows = [
-        (
-            row["kernel"].removeprefix("experts "),
-            row["case"],
-            fixed(row["called_us"], 0),
-            fixed(row["floor_us"], 0),
-            f"{row['called_us'] / row['floor_us']:.1f}x",
-            row["bound"],
-        )
+        (row["kernel"].removeprefix("experts "), *_timed(row))
         for row in result.figures["timings"]
         if row["kernel"].startswith("experts") and row["floor_us"] >= 100
     ]
-    return markdown(("format", "case", "us", "floor, us", "over the floor", "bound by"), rows)
+    return markdown(("format", *TIMED), rows)
+
+
+def _timed(row: Mapping[str, Any]) -> tuple[str, ...]:
+    over = f"{row['called_us'] / row['floor_us']:.1f}x"
+    return row["case"], fixed(row["called_us"], 0), fixed(row["floor_us"], 0), over, row["bound"]
 
 
 def tiles(result: Result) -> str:
